@@ -30,6 +30,7 @@ from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.on_policy import RolloutConfig
 from cluster.early_ends import RunFailed
 from cluster.train import RECIPES
+from distill.chat.token_text import decode
 from distill.errors import ConfigError, NonFiniteError
 from distill.types import TokenArray
 
@@ -256,7 +257,7 @@ class Replay:
             self._say(link)
 
     def _text(self, tokens_T: TokenArray) -> str:
-        text = str(self._inputs.tokenizer.decode(tokens_T.tolist()))
+        text = decode(self._inputs.tokenizer, tokens_T)
         return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
     def _say(self, text: str) -> None:

@@ -29,7 +29,6 @@ from rich.progress import Progress
 from actors.config import running_engines
 from actors.rollout.text_endpoint import (
     LONGEST_PAUSE_S,
-    Answer,
     EndpointAddress,
     Patience,
     TextEndpoint,
@@ -44,6 +43,7 @@ from cluster.config.evaluation import LengthSettings
 from cluster.config.rows import unweighted_sources
 from cluster.early_ends import RunFailed
 from cluster.jsonl_log import write_rows
+from distill.chat.responses import read_response
 from distill.chat.template import (
     Message,
     answered,
@@ -54,6 +54,7 @@ from distill.chat.template import (
     render_text,
 )
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.chat.thinking import THINK, Response, ThinkingMarks, thinking_marks
 from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import PromptColumns, with_chats
@@ -78,7 +79,7 @@ from distill.types import StopReason
 # At an endpoint that fails in a way that may pass.
 _ATTEMPTS = 4
 
-Respond = Callable[["Asked"], Awaitable[list[Answer]]]
+Respond = Callable[["Asked"], Awaitable[list["Answered"]]]
 
 
 @chz.chz
@@ -185,6 +186,20 @@ class Asked:
     answer: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A response, the assistant's message that the chat template writes as it, and whether the
+    model ended it by itself."""
+
+    response: Response
+    message: Message
+    ended: bool
+
+    @classmethod
+    def by(cls, marks: ThinkingMarks, response: Response, *, ended: bool) -> Answered:
+        return cls(response=response, message=marks.message(response), ended=ended)
+
+
 def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     """Samples, judges and writes.
 
@@ -278,27 +293,31 @@ async def _rows(
 
 
 async def _judged(
-    config: SampleToSftConfig, reward: RewardFunction, asked: Asked, answers: Sequence[Answer]
+    config: SampleToSftConfig, reward: RewardFunction, asked: Asked, answers: Sequence[Answered]
 ) -> list[dict[str, Any]]:
     """Rows of the responses that qualify, the best first."""
-    texts = dict.fromkeys(each.text for each in answers if each.ended and each.text)
-    found: list[tuple[float | None, str]] = []
-    for text in texts:
-        earned = None if asked.answer is None else await judge(reward, text, asked.answer)
+    differing = {each.response.sampled: each for each in answers if each.ended}
+    found: list[tuple[float | None, Answered]] = []
+    for text, each in differing.items():
+        if not text:
+            continue
+        earned = None
+        if asked.answer is not None:
+            earned = await judge(reward, each.response, asked.answer)
         if earned is None or earned >= config.min_reward:
-            found.append((earned, text))
+            found.append((earned, each))
     found.sort(key=lambda pair: -(pair[0] or 0.0))
     source = asked.where.rpartition(":")[0]
     return [
-        {**_completed(asked.written, text), "reward": earned, "source": source, "line": asked.line}
-        for earned, text in (found[:1] if config.keep == "best" else found)
+        {**_completed(asked.written, each), "reward": earned, "source": source, "line": asked.line}
+        for earned, each in (found[:1] if config.keep == "best" else found)
     ]
 
 
-def _completed(written: Mapping[str, Any], text: str) -> dict[str, Any]:
+def _completed(written: Mapping[str, Any], each: Answered) -> dict[str, Any]:
     if "prompt" in written:
-        return {**written, "completion": text}
-    return {**written, "messages": answered(written["messages"], text)}
+        return {**written, "completion": each.response.sampled}
+    return {**written, "messages": answered(written["messages"], each.message)}
 
 
 @asynccontextmanager
@@ -313,19 +332,20 @@ async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
         config.address(), patience=patience, max_concurrent=config.max_concurrent
     ) as endpoint:
 
-        async def respond(asked: Asked) -> list[Answer]:
+        async def respond(asked: Asked) -> list[Answered]:
             answers = (_answer(config, endpoint, asked) for _ in range(config.samples))
             return await together(*answers)
 
         yield respond
 
 
-async def _answer(config: SampleToSftConfig, endpoint: TextEndpoint, asked: Asked) -> Answer:
+async def _answer(config: SampleToSftConfig, endpoint: TextEndpoint, asked: Asked) -> Answered:
     """The endpoint's; one that is no response counts as one that was cut off."""
     try:
-        return await endpoint.answer(asked.shown, config.sampling(), asked.tools)
+        answer = await endpoint.answer(asked.shown, config.sampling(), asked.tools)
     except UselessAnswer:
-        return Answer("", ended=False)
+        return Answered.by(THINK, THINK.response(""), ended=False)
+    return Answered.by(THINK, THINK.response(answer.text), ended=answer.ended)
 
 
 @asynccontextmanager
@@ -335,9 +355,10 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
     tokenizer = load_tokenizer(config.model)
     stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
     tokenizer = config.choose_template(tokenizer)
+    marks = thinking_marks(tokenizer)
     async with running_engines(config.engine_config(config.model, stops)) as (engine,):
 
-        async def respond(asked: Asked) -> list[Answer]:
+        async def respond(asked: Asked) -> list[Answered]:
             with located(asked.where):
                 if isinstance(asked.shown, str):
                     prompt_T = render_text(tokenizer, asked.shown)
@@ -353,9 +374,10 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
                     )
                 )
             return [
-                Answer(
-                    str(tokenizer.decode(each.tokens_T.tolist(), skip_special_tokens=True)),
-                    each.stop_reason is StopReason.EOS,
+                Answered.by(
+                    marks,
+                    read_response(tokenizer, prompt_T, each),
+                    ended=each.stop_reason is StopReason.EOS,
                 )
                 for each in samples
             ]

@@ -17,6 +17,7 @@ from actors.embedded.engine import EmbeddedEngine
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.supervision.failures import root_cause
+from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.objective.batching import TrainingRow
@@ -36,7 +37,7 @@ class Completion:
         prompt_T: the prompt's token ids.
         sample: tokens, log p_T, weight versions and stop reason, as the engine returned them.
         temperature: the T of the sampling and of the log-probs.
-        text: the sampled tokens, decoded, without special ones.
+        text: the sampled tokens, decoded; the stop token that ended them is not in it.
     """
 
     prompt_T: TokenArray
@@ -210,8 +211,8 @@ class Sampler(Samples):
         ]
 
     def _completion(self, prompt_T: TokenArray, sample: Sample, temperature: float) -> Completion:
-        text = self.tokenizer.decode(sample.tokens_T, skip_special_tokens=True)
-        return Completion(prompt_T=prompt_T, sample=sample, temperature=temperature, text=str(text))
+        text = response_text(self.tokenizer, prompt_T, sample)
+        return Completion(prompt_T=prompt_T, sample=sample, temperature=temperature, text=text)
 
     def score(
         self, completions: Sequence[Completion], *, temperature: float | None = None

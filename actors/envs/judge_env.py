@@ -349,9 +349,4 @@ def as_text(messages: Sequence[Message]) -> str:
 
 
 def _answer(message: Message) -> str:
-    """A response without the thinking before it; thinking that never ends answers nothing."""
-    text = str(message.get("content") or "")
-    _, closed, answer = text.rpartition("</think>")
-    if closed:
-        return answer.strip()
-    return "" if text.lstrip().startswith("<think>") else text.strip()
+    return str(message.get("content") or "").strip()

@@ -30,6 +30,8 @@ import numpy as np
 from actors.rollout.episode import UserCode, play_group, rollout_group
 from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
+from distill.chat.responses import read_response
+from distill.chat.token_text import decode
 from distill.engine import Engine
 from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
 from distill.errors import DataError, EngineError, IsothermError, described
@@ -52,7 +54,8 @@ class Response:
         line: the problem's row in its source, or its number.
         prompt: what the policy saw before its first turn, special tokens included.
         sample: which of the problem's responses, from 0.
-        text: of its last turn.
+        text: of its last turn, with the marks around its thinking.
+        said: the same without the thinking.
         num_tokens: that were sampled, in all turns.
         correct: its reward; None where there is nothing to judge by.
         metrics: the environment's.
@@ -71,6 +74,7 @@ class Response:
     metrics: Mapping[str, float]
     source: str = ""
     answer: str | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +157,14 @@ class Evaluator:
     def _response(
         self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
     ) -> Response:
-        first, last = episode.turns[0], episode.turns[-1].sample
+        first, last = episode.turns[0], episode.turns[-1]
+        response = read_response(self._tokenizer, last.observation_T, last.sample)
         return Response(
             line=self._problems.line(problem),
-            prompt=str(self._tokenizer.decode(first.observation_T.tolist())),
+            prompt=decode(self._tokenizer, first.observation_T),
             sample=number,
-            text=str(self._tokenizer.decode(last.tokens_T.tolist(), skip_special_tokens=True)),
+            text=response.text,
+            said=response.answer,
             stop_reason=episode.stop_reason,
             num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
             num_turns=len(episode.turns),
@@ -249,7 +255,7 @@ def summarise(
     for response in responses:
         if response.correct is not None:
             of = response.source, response.line
-            judged_P[of].append((response.text, response.correct))
+            judged_P[of].append((response.said, response.correct))
     if not judged_P:
         return metrics
     rewards_PN = [[reward for _, reward in judged] for judged in judged_P.values()]
@@ -268,7 +274,7 @@ def summarise(
         metrics[f"eval/pass@{k}"] = fmean(pass_at_k(rewards_N, k) for rewards_N in rewards_PN)
         k *= 2
     if num_samples > 1 and answer is not None:
-        chosen_P = [majority([answer(text) for text, _ in judged]) for judged in judged_P.values()]
+        chosen_P = [majority([answer(said) for said, _ in judged]) for judged in judged_P.values()]
         metrics[f"eval/majority@{num_samples}"] = fmean(
             0.0 if chosen is None else rewards_N[chosen]
             for chosen, rewards_N in zip(chosen_P, rewards_PN, strict=True)

@@ -23,6 +23,8 @@ import chz
 import numpy as np
 
 from cluster.demos.arithmetic import OPERAND_DIGITS, Problem
+from distill.chat.responses import response_text
+from distill.chat.token_text import decode
 from distill.data.prompts import Prompt
 from distill.engine import Sample, Sampler
 from distill.envs.base import (
@@ -138,11 +140,9 @@ class ChainEnv(Env):
         return self._prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
-        prompt, response = (
-            str(self._tokenizer.decode(tokens_T.tolist(), skip_special_tokens=True))
-            for tokens_T in (self._prompt.tokens_T, sample.tokens_T)
-        )
-        right = right_links(prompt, response, self._links)
+        prompt_T = self._prompt.tokens_T
+        response = response_text(self._tokenizer, prompt_T, sample)
+        right = right_links(decode(self._tokenizer, prompt_T), response, self._links)
         share, all_right = fmean(right), float(all(right))
         return StepResult(
             reward=share if self._pays == "links" else all_right,

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.run_files.background import Background
 from cluster.run_files.redact import redacted, without_secrets
-from cluster.run_files.rollouts import KeptGroup, KeptSegment, read_rollouts_from
+from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
+from distill.chat.token_text import decode
 from distill.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -193,20 +194,16 @@ def _texts(group: KeptGroup, tokenizer: PreTrainedTokenizerBase) -> Iterator[Rol
     for member in group.trajectories_G:
         first = member.segments[0]
         start = first.actions[0][0] if first.actions else len(first.tokens_T)
-        parts = [tokenizer.decode(list(first.tokens_T[start:]))]
-        parts += [tokenizer.decode(_whole(segment)) for segment in member.segments[1:]]
+        parts = [decode(tokenizer, first.tokens_T[start:])]
+        parts += [decode(tokenizer, segment.tokens_T) for segment in member.segments[1:]]
         yield RolloutText(
             step=group.step,
             group=group.group_id,
-            prompt=str(tokenizer.decode(list(first.tokens_T[:start]))),
-            response="\n[a new segment]\n".join(map(str, parts)),
+            prompt=decode(tokenizer, first.tokens_T[:start]),
+            response="\n[a new segment]\n".join(parts),
             reward=member.reward,
             stop_reason=member.stop_reason,
         )
-
-
-def _whole(segment: KeptSegment) -> list[int]:
-    return list(segment.tokens_T)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from distill.chat.continuation import added_text, added_tokens, served_continuat
 from distill.chat.responses import read_response
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.chat.thinking import Response, thinking_marks
-from distill.chat.token_text import decode
+from distill.chat.token_text import agreement, decode
 from distill.chat.tool_calls import (
     ParsedTurn,
-    agreement,
     assistant_message,
     detect_format,
     parse_turn,
@@ -123,6 +122,11 @@ class Conversation:
     def messages(self) -> list[dict[str, Any]]:
         """The messages so far, the assistant's included."""
         return list(self._messages)
+
+    @property
+    def messages_apart(self) -> list[Message]:
+        """The messages so far in OpenAI's form, whatever the template takes."""
+        return [self._marks.apart(message) for message in self._messages]
 
     @property
     def response(self) -> Response:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 _LONGEST_MARK = 64
 
 
-def response_text(
-    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample
-) -> str:
+def response_text(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample) -> str:
     """The text that the sampled tokens add to the prompt, without the stop token that ended it."""
     tokens_T = np.asarray(sample.tokens_T, np.int32)
     if sample.stop_reason is StopReason.EOS:

@@ -95,12 +95,13 @@ def is_begun(messages: Sequence[Message]) -> bool:
     return True
 
 
-def answered(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with the assistant's text: a message of its own, or the end of one begun."""
+def answered(messages: Sequence[Message], said: str | Message) -> list[Message]:
+    """The messages with the assistant's answer: a message of its own, or the end of one begun."""
+    message = {"role": "assistant", "content": said} if isinstance(said, str) else said
     if not is_begun(messages):
-        return [*messages, {"role": "assistant", "content": text}]
+        return [*messages, message]
     *before, begun = messages
-    return [*before, {**begun, "content": begun["content"] + text}]
+    return [*before, {**begun, **message, "content": begun["content"] + message["content"]}]
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:

@@ -13,12 +13,11 @@ A template that writes no thinking into a history may still name its marks; else
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import Message, chat_text
+from distill.chat.token_text import agreement
 from distill.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,6 +44,19 @@ class Response:
     def text(self) -> str:
         """The whole response: the thinking with its marks, and the answer."""
         return self.opening + self.sampled
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The response as environments see it: OpenAI's message, and the whole `text` beside it."""
+        thinking = {"reasoning_content": self.thinking} if self.thinking else {}
+        return {"role": "assistant", "content": self.answer, **thinking, "text": self.text}
+
+    @classmethod
+    def of(cls, message: Message) -> Response:
+        """The response that an environment sees as `message`."""
+        answer = str(message.get("content") or "")
+        thinking = str(message.get("reasoning_content") or "")
+        return cls(sampled=str(message.get("text", answer)), thinking=thinking, answer=answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +93,22 @@ class ThinkingMarks:
         message = {"role": "assistant", "content": response.answer}
         return message | ({self.field: response.thinking} if response.thinking else {})
 
+    def apart(self, message: Message) -> Message:
+        """A message of a history in OpenAI's form, with the thinking in `reasoning_content`."""
+        if message["role"] != "assistant":
+            return message
+        if self.field is None:
+            response = self.response(str(message.get("content") or ""))
+            thinking, rest = response.thinking, {**message, "content": response.answer}
+        else:
+            thinking = message.get(self.field)
+            rest = {name: value for name, value in message.items() if name != self.field}
+        return rest | ({"reasoning_content": thinking} if thinking else {})
+
     def _split(self, text: str) -> tuple[str, str]:
         thoughts, said, position = [], [], 0
         close, first = text.find(self.closes), text.find(self.opens)
-        if not self.answer and 0 <= close and not 0 <= first < close:
+        if not self.answer and close >= 0 and not 0 <= first < close:
             thoughts.append(text[:close])  # opened by the prompt, in words of the user's, or nobody
             position = close + len(self.closes)
         while (start := text.find(self.opens, position)) >= 0:
@@ -101,14 +125,14 @@ class ThinkingMarks:
     def _unmarked(self, rest: str) -> str:
         """The answer without its marks."""
         if self.answer:
-            before, mark, after = rest.rpartition(self.answer)
+            _, mark, after = rest.rpartition(self.answer)
             kind = _MARK.match(self.answer)
             if mark:
                 rest = after
             elif kind and kind[0] != self.answer and kind[0] in rest:
                 return ""  # a channel that is not the answer's
-        trimmed = rest.rstrip()
-        return trimmed.removesuffix(self.ends) if self.ends and trimmed.endswith(self.ends) else rest
+        closed = self.ends and rest.rstrip().endswith(self.ends)
+        return rest.rstrip().removesuffix(self.ends) if closed else rest
 
 
 THINK = ThinkingMarks()
@@ -218,9 +242,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str | N
     """The probe's conversation as the chat template writes it; None where it refuses."""
     begun = not messages or messages[-1]["role"] == "user"
     try:
-        return chat_text(
-            tokenizer, [_QUESTION, *messages], tools=None, add_generation_prompt=begun
-        )
+        return chat_text(tokenizer, [_QUESTION, *messages], tools=None, add_generation_prompt=begun)
     except DataError:
         return None
 
@@ -232,7 +254,7 @@ def _turn(text: str | None) -> str | None:
 
 def _new(before: str, prompt: str) -> str:
     """What `before` has beyond the prompt for a turn, from the start of a mark on."""
-    agreed = commonprefix([before, prompt])
+    agreed = before[: agreement(before, prompt)]
     half = max(agreed.rfind("<"), agreed.rfind("["))
     if half > max(agreed.rfind(">"), agreed.rfind("]")):
         agreed = agreed[:half]

@@ -61,3 +61,15 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
         shared = t > 0 and stop > start and (start, stop) == (starts_T[t - 1], stops_T[t - 1])
         texts.append(None if shared else text[start:stop])
     return texts
+
+
+def agreement(one: str, other: str) -> int:
+    """Length of the longest common prefix of two texts, in characters."""
+    same, differ = 0, min(len(one), len(other)) + 1
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        if one.startswith(other[same:middle], same):
+            same = middle
+        else:
+            differ = middle
+    return same

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import chat_text
 from distill.chat.thinking import THINK, ThinkingMarks
+from distill.chat.token_text import agreement
 from distill.chat.tool_formats import GRAMMARS, Grammar, Piece, Schemas, ToolCall, ToolFormat
 from distill.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
@@ -125,18 +127,6 @@ def _content(text: str, pieces: list[Piece], grammar: Grammar) -> str:
     after = [text[one.stop : other.start].strip() for one, other in pairwise(pieces)]
     after.append(text[pieces[-1].stop :].strip())
     return "\n".join(part for part in (before, *after) if part.strip())
-
-
-def agreement(one: str, other: str) -> int:
-    """Length of the longest common prefix of two texts, in characters."""
-    same, differ = 0, min(len(one), len(other)) + 1
-    while differ - same > 1:
-        middle = (same + differ) // 2
-        if one.startswith(other[same:middle], same):
-            same = middle
-        else:
-            differ = middle
-    return same
 
 
 _PROBE = "isotherm_probe"

@@ -36,7 +36,7 @@ class Outcome:
 
     Attributes:
         reward: all that it earned, its group's comparison included.
-        response: the text of what was sampled, without special tokens.
+        response: the text of what was sampled; special tokens within it are broken up.
         feedback: what the environment says of it; empty: nothing.
     """
 

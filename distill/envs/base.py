@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import chz
 
+from distill.chat.responses import response_text
 from distill.chat.template import Message
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome, feedback_context
 from distill.data.order import MixedPart, MixedStream, part_of
@@ -25,6 +26,7 @@ from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError, described
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import Reward, RewardFunction, check_answers
+from distill.tools.text import neutralised
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:
@@ -152,11 +154,15 @@ class EnvGroupBuilder(ABC):
         """
         if self.feedback is None:
             return self.teacher_tokens_T
-        turns, decode = episode.turns, self.feedback.tokenizer.decode
-        said = [str(decode(t.sample.tokens_T.tolist(), skip_special_tokens=True)) for t in turns]
+        turns, tokenizer = episode.turns, self.feedback.tokenizer
+        said = [response_text(tokenizer, turn.observation_T, turn.sample) for turn in turns]
         longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
         return self.feedback.begun(episode.first_messages).context_T(
-            Outcome(reward=episode.reward, response="\n".join(said), feedback=episode.feedback),
+            Outcome(
+                reward=episode.reward,
+                response=neutralised("\n".join(said), tokenizer),
+                feedback=episode.feedback,
+            ),
             later=longest - len(turns[0].observation_T),
         )
 

@@ -82,7 +82,12 @@ class MessageEnv(ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
-        """Answers a turn that calls no tool, or one that a limit cut off."""
+        """Answers a turn that calls no tool, or one that a limit cut off.
+
+        `content` is the answer, without the thinking, which is in `reasoning_content`; `text` is
+        the whole turn as it was sampled. A turn that was cut off within its thinking or within a
+        tool call has no answer.
+        """
 
     async def unfinished(self) -> float:
         """Reward of an episode that a limit has cut off."""
@@ -239,12 +244,12 @@ class ChatEnv(Env):
         turn = self.conversation.said(sample)
         self._turns += 1
         self._counts["cut_turns"] += sample.stop_reason is StopReason.LENGTH
-        bonus = -self._setting.malformed_penalty * len(_malformed(turn))
         cut = sample.stop_reason is StopReason.LENGTH
+        bonus = 0.0 if cut else -self._setting.malformed_penalty * len(_malformed(turn))
         if not cut and (turn.calls or turn.malformed):
             answered = await self._call(turn)
         else:
-            answered = await self._env.step(self.conversation.messages[-1])
+            answered = await self._env.step(self.conversation.response.message)
         reward, ended, told = answered.reward, answered.stop_reason, answered.feedback
         goes_on = bool(answered.messages) and ended is None
         if goes_on:

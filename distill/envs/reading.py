@@ -22,6 +22,7 @@ from typing import Any
 import chz
 
 from distill.chat.template import Message, check_text, render_messages
+from distill.chat.thinking import Response
 from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
 from distill.data.row_files import located
@@ -92,7 +93,7 @@ class Reader(MessageEnv):
         said = str(message.get("content") or "")
         document = self._document
         if self._read > len(document.parts):
-            return await _answered(self._reward, said, document.answer)
+            return await _answered(self._reward, message, document.answer)
         oracle, metrics = None, {}
         if document.facts:
             oracle = partial(key_fact_bonuses, facts=document.facts, value=self._fact_bonus)
@@ -137,12 +138,11 @@ class Condensed(MessageEnv):
         return [{"role": "user", "content": text}]
 
     async def step(self, message: Message) -> MessageStep:
-        said = str(message.get("content") or "")
-        return await _answered(self._reward, said, self._document.answer)
+        return await _answered(self._reward, message, self._document.answer)
 
 
-async def _answered(reward: RewardFunction, said: str, answer: str) -> MessageStep:
-    earned = await verdict(reward, said, answer)
+async def _answered(reward: RewardFunction, message: Message, answer: str) -> MessageStep:
+    earned = await verdict(reward, Response.of(message), answer)
     return MessageStep(reward=earned.reward, feedback=earned.feedback)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import chz
 import numpy as np
 
+from distill.chat.responses import read_response
+from distill.chat.thinking import Response
 from distill.data.prompts import Prompt
 from distill.engine import Sample, Sampler
 from distill.envs.base import (
@@ -41,7 +43,8 @@ class SingleTurnEnv(Env):
     Those are the prompt's own, on the tokens that spell its phrases, and that of the format, spread
     over all tokens of a response that has it.
 
-    The response is the text of the sample without special tokens.
+    The format is that of the whole response, with what the prompt has opened of the thinking; of it
+    the reward judges what `distill.rewards.registry.judged_text` says.
 
     A process computes one reward at a time (`distill.rewards.registry.judge`), so n rollout workers
     check n responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
@@ -67,9 +70,9 @@ class SingleTurnEnv(Env):
         return self._prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
-        text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        metrics = await format_of(text, self._format)
-        earned = await self._earned(text)
+        response = read_response(self._tokenizer, self._prompt.tokens_T, sample)
+        metrics = await format_of(response.text, self._format)
+        earned = await self._earned(response)
         return StepResult(
             reward=earned.reward,
             feedback=earned.feedback,
@@ -77,12 +80,15 @@ class SingleTurnEnv(Env):
             metrics=metrics,
         )
 
-    async def _earned(self, text: str) -> Verdict:
+    async def _earned(self, response: Response) -> Verdict:
+        prompt = self._prompt
         if isinstance(self._reward, ModelReward):
-            [score] = await scores_of(self._models, [conversation(self._prompt, text)])
+            said = response.message if prompt.messages else response.sampled
+            [score] = await scores_of(self._models, [conversation(prompt, said)])
             return Verdict(reward=score)
-        answer = self._prompt.answer
-        return Verdict(reward=0.0) if answer is None else await verdict(self._reward, text, answer)
+        if prompt.answer is None:
+            return Verdict(reward=0.0)
+        return await verdict(self._reward, response, prompt.answer)
 
     def _bonuses_T(self, sample: Sample, of_format: float) -> FloatArray | None:
         bonuses = self._prompt.bonuses

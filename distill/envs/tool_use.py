@@ -8,6 +8,7 @@ from functools import partial
 import chz
 
 from distill.chat.template import Message
+from distill.chat.thinking import Response
 from distill.data.prompts import ChatStyle, Prompt
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
@@ -38,10 +39,10 @@ class Question(MessageEnv):
 
     async def step(self, message: Message) -> MessageStep:
         answer, earned = self._prompt.answer, Verdict(reward=0.0)
-        text = message.get("content") or ""
+        response = Response.of(message)
         if self._reward is not None and answer is not None:
-            earned = await verdict(self._reward, text, answer)
-        metrics = await format_of(text, self._format)
+            earned = await verdict(self._reward, response, answer)
+        metrics = await format_of(response.text, self._format)
         bonuses = self._prompt.bonuses
         oracle = partial(phrase_bonuses, bonuses=bonuses) if bonuses else None
         bonus = self._format.reward * metrics.get("format", 0.0)

@@ -30,7 +30,7 @@ _CHILD_TIMEOUT_S = 5.0
 def matches(response: str, answer: str) -> float:
     r"""1 if the response, surrounding whitespace aside, matches the regular expression `answer`.
 
-    All of it must, as in `<think>.*</think>\s*\d+`; a dot is any character, line ends too. What
+    All of it must, as in `The answer is \d+\.`; a dot is any character, line ends too. What
     takes longer than a second to match does not.
 
     Raises:

@@ -33,7 +33,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
 
 
-def conversation(prompt: Prompt, response: str) -> Conversation:
+def conversation(prompt: Prompt, response: str | Message) -> Conversation:
     return Conversation(
         response=response, prompt=prompt.text, messages=prompt.messages, tools=prompt.tools
     )

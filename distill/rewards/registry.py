@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from distill.chat.thinking import Response
 from distill.errors import ConfigError, DataError, described
 from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
@@ -52,8 +53,10 @@ _NUMBER = re.compile(
 )
 
 
-async def judge(reward: RewardFunction, response: str, answer: str) -> float:
+async def judge(reward: RewardFunction, response: Response | str, answer: str) -> float:
     """`reward(response, answer)`, in the one thread that this process has for rewards.
+
+    Of a `Response` the reward is given its `judged_text`.
 
     A reward may take long and need not be thread-safe, and what else the process does goes on
     meanwhile. Each has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
@@ -63,10 +66,11 @@ async def judge(reward: RewardFunction, response: str, answer: str) -> float:
     return (await verdict(reward, response, answer)).reward
 
 
-async def verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
+async def verdict(reward: RewardFunction, response: Response | str, answer: str) -> Verdict:
     """`judge`, and what is to be said of the response: what is right, or what the tests found."""
     call = asyncio.get_running_loop().run_in_executor
-    return await call(_THREAD, _verdict, reward, response, answer)
+    text = response if isinstance(response, str) else judged_text(reward, response)
+    return await call(_THREAD, _verdict, reward, text, answer)
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -108,6 +112,16 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "matches": matches,
     "json_schema": json_schema,
 }
+
+
+def judged_text(reward: RewardFunction, response: Response) -> str:
+    """The text of a response that a reward judges.
+
+    Built-in rewards judge the answer alone: a number in a thought is no answer, and a response that
+    was cut off within its thinking has none. A user's function may look at the thinking too, and is
+    given all of the response, with the marks around the thinking.
+    """
+    return response.answer if reward in _BUILT_IN.values() else response.text
 
 
 # What a response answers, where a reward knows: responses that answer the same vote together.

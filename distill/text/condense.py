@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import bm25s
 import numpy as np
 
+from distill.chat.responses import read_response
 from distill.chat.template import Message, render_messages, render_text
 from distill.engine import GenerateRequest, Sampler
 from distill.errors import ConfigError, DataError
@@ -27,6 +27,7 @@ from distill.lookup import resolve_function
 from distill.sampling import Sampling
 from distill.text.bm25_words import words
 from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
+from distill.tools.text import neutralised
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ INSTRUCTION = (
 _PIECE_TOKENS = 16, 48
 # So many of a text's own terms stand in for a focus.
 _SALIENT_TERMS = 32
-_THINKING = re.compile(r"\A.*?</think>|<think>.*\Z", re.DOTALL)
 # One, as for rewards: condensing takes long, and a user's function need not be thread-safe.
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="condense")
 
@@ -194,7 +194,7 @@ def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
 class ModelCondenser:
     """Summarises chunk after chunk by a model, and the summaries again until they fit.
 
-    An answer over its share is cut at a sentence's end; `<think>` is no part of an answer.
+    An answer over its share is cut at a sentence's end; the thinking is no part of an answer.
 
     Attributes:
         sampling: max_new_tokens leaves room for the answer, and for thinking where the model does.
@@ -239,8 +239,8 @@ class ModelCondenser:
             seed=self.seed,
         )
         [sample] = await self.sampler.generate(request)
-        answer = str(self.tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        answer = _THINKING.sub("", answer).strip()
+        response = read_response(self.tokenizer, request.prompt_tokens_T, sample)
+        answer = neutralised(response.answer.strip(), self.tokenizer)
         return cut_text(answer, tokenizer=self.tokenizer, max_tokens=max_tokens)
 
     def _prompt(self, text: str, focus: str, max_tokens: int) -> TokenArray:

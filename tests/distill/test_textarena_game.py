@@ -135,12 +135,6 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
     }
 
 
-def test_thoughts_are_no_moves() -> None:
-    game = TextArenaGame("TicTacToe-v0", 0)
-    game.move("<think>[0] or [1]?</think>\n[4]")
-    assert "in cell 4" in game.view(1) and "or [1]?" not in game.view(1)
-
-
 @pytest.mark.parametrize("problem", [0, 1])
 def test_an_opponent_of_listed_moves(tokenizer: PreTrainedTokenizerBase, problem: int) -> None:
     episodes, policy = play(

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.chat.template import chat_text
+from distill.chat.token_text import agreement
 from distill.chat.tool_calls import (
     ParsedTurn,
-    agreement,
     assistant_message,
     detect_format,
     parse_turn,

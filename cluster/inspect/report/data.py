@@ -11,7 +11,7 @@ from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
 from cluster.run_files.redact import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
-from distill.chat.token_text import token_texts
+from distill.chat.token_text import decode, token_texts
 from distill.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ def _texts_of_alternatives(
     }
     if tokenizer is None or not ids:
         return None
-    return {id_: str(tokenizer.decode([id_])) for id_ in sorted(ids)}
+    return {id_: decode(tokenizer, [id_]) for id_ in sorted(ids)}
 
 
 def _segment(

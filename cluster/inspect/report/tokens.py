@@ -7,6 +7,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from cluster.run_files.rollouts import KeptGroup
+from distill.chat.token_text import decode
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -53,4 +54,4 @@ def largest_shares(
 
 
 def _text(id_: int, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    return None if tokenizer is None else str(tokenizer.decode([id_]))
+    return None if tokenizer is None else decode(tokenizer, [id_])

@@ -22,7 +22,6 @@ from distill.envs.games.two_player import SEATS, Game, IllegalMove, Player, TwoP
 from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
 
-_THOUGHT = "</think>"
 # "Available Moves: '[0]', '[4]'": how the games that list their moves do it, in one line.
 _LISTED = re.compile(r"\b(?:available|valid|legal) (?:moves|actions)[^:\n]*:(.*)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]\n]+\]")
@@ -78,7 +77,7 @@ class TextArenaGame(Game):
         seat = self._to_move
         flagged = self._invalid(seat)
         with self._own_random():
-            done, _ = self._env.step(text.rpartition(_THOUGHT)[2].strip())
+            done, _ = self._env.step(text.strip())
             if not done:
                 self._look()
                 return

@@ -17,7 +17,6 @@ FREE = "."
 _LINES = (
     (0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6),
 )  # fmt: skip
-_THOUGHT = "</think>"
 
 
 class TicTacToe(Game):
@@ -50,7 +49,7 @@ class TicTacToe(Game):
         return f"{MARKS[seat]}\n{rows}"
 
     def move(self, text: str) -> None:
-        digits = re.findall(r"[0-9]+", text.rpartition(_THOUGHT)[2])
+        digits = re.findall(r"[0-9]+", text)
         if len(digits) != 1 or not 1 <= int(digits[0]) <= 9:
             raise IllegalMove(f"{text[:40]!r} names no square, 1 to 9")
         square = int(digits[0]) - 1

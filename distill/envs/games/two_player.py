@@ -224,7 +224,8 @@ class FrozenPlayer:
             seed=self._seed,
         )
         [sample] = await self._model.generate(request)
-        return self._conversation.said(sample).content
+        self._conversation.said(sample)
+        return self._conversation.response.answer
 
 
 NewOpponent = Callable[[int, Mapping[str, Sampler]], Player]
