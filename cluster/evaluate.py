@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.config import choose_dtype, choose_engine, running_engines
-from actors.rollout.evaluator import Evaluator, Response
+from actors.rollout.evaluator import EvaluatedResponse, Evaluator
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
@@ -161,7 +161,7 @@ def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
     return Subset(problems, range(count if limit is None else min(limit, count)))
 
 
-Results = dict[str, tuple[dict[str, float], list[Response]]]
+Results = dict[str, tuple[dict[str, float], list[EvaluatedResponse]]]
 
 
 async def _measure(

@@ -47,7 +47,7 @@ _SEED = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class EvaluatedResponse:
     """The policy's response to one problem, and its judgement.
 
     Attributes:
@@ -82,7 +82,7 @@ class Evaluation:
     """`eval/*` metrics, and those of the responses that are kept for people to look at."""
 
     metrics: dict[str, float]
-    responses: list[Response]
+    responses: list[EvaluatedResponse]
 
 
 class Evaluator:
@@ -101,14 +101,14 @@ class Evaluator:
 
     async def respond(
         self, engine: Engine, sampling: EvalSampling, models: Mapping[str, Any] | None = None
-    ) -> list[Response]:
+    ) -> list[EvaluatedResponse]:
         """`sampling.num_samples` episodes per problem, in order.
 
         Args:
             models: what environments may ask besides the engine, by name.
         """
 
-        async def one(p: int) -> list[Response]:
+        async def one(p: int) -> list[EvaluatedResponse]:
             builder = self._problems.builder(p, sampling.num_samples)
             episodes = await play_group(
                 engine,
@@ -156,10 +156,10 @@ class Evaluator:
 
     def _response(
         self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
-    ) -> Response:
+    ) -> EvaluatedResponse:
         first, last = episode.turns[0], episode.turns[-1]
         response = read_response(self._tokenizer, last.observation_T, last.sample)
-        return Response(
+        return EvaluatedResponse(
             line=self._problems.line(problem),
             prompt=decode(self._tokenizer, first.observation_T),
             sample=number,
@@ -187,7 +187,7 @@ class Evaluator:
         kept = [each for each in responses if (each.source, each.line) in problems]
         return Evaluation(self.summarise(responses), kept)
 
-    def summarise(self, responses: Sequence[Response]) -> dict[str, float]:
+    def summarise(self, responses: Sequence[EvaluatedResponse]) -> dict[str, float]:
         """`eval/*` metrics of some responses."""
         return summarise(responses, self._problems.answer)
 
@@ -234,7 +234,7 @@ class Evaluator:
 
 
 def summarise(
-    responses: Sequence[Response], answer: Callable[[str], Hashable | None] | None = None
+    responses: Sequence[EvaluatedResponse], answer: Callable[[str], Hashable | None] | None = None
 ) -> dict[str, float]:
     """`eval/*` metrics of some responses, the same number to each problem.
 

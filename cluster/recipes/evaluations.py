@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from actors.rollout.evaluator import Response
+from actors.rollout.evaluator import EvaluatedResponse
 from cluster.config.on_policy import KeepRollouts, RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
@@ -35,7 +35,7 @@ class Measured:
     """Metrics of an evaluation, and the responses that are kept."""
 
     metrics: dict[str, float]
-    responses: list[Response]
+    responses: list[EvaluatedResponse]
 
 
 class Evaluations:

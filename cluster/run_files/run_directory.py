@@ -44,7 +44,7 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 
 if TYPE_CHECKING:
-    from actors.rollout.evaluator import Response
+    from actors.rollout.evaluator import EvaluatedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +332,9 @@ class RunDirectory:
             line for line in read_lines(self._events.path, {"t", "event"}) if line["event"] == event
         ]
 
-    def append_evaluation(self, step: int, who: str, responses: Sequence[Response]) -> None:
+    def append_evaluation(
+        self, step: int, who: str, responses: Sequence[EvaluatedResponse]
+    ) -> None:
         """A line of evaluations.jsonl: responses of the evaluation of `who` after `step`."""
         line = {"step": step, "who": who, "responses": [asdict(each) for each in responses]}
         self._evaluations.append(json.dumps(line).encode())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.rollout.evaluator import Evaluator, Response, summarise
+from actors.rollout.evaluator import EvaluatedResponse, Evaluator, summarise
 from distill.data.prompts import Prompt
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.single_turn import PromptDataset
@@ -147,7 +147,7 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
     answers = {1: ["so 3", "3.0", "4", "none"], 2: ["7", "8", "9", "8"], 3: ["?", "?", "?", "?"]}
     right = {1: "3", 2: "9", 3: "1"}
     responses = [
-        Response(
+        EvaluatedResponse(
             prompt="",
             line=line, sample=i, text=text, said=text, stop_reason=StopReason.EOS, num_tokens=1,
             num_turns=1, metrics={}, correct=last_number(text, right[line]),
