@@ -84,8 +84,8 @@ FAMILIES = {
     ),
     "channels": Family(
         assistant="<|start|>assistant{% if loop.last and m.thinking %}"
-        "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|channel|>final<|message|>"
-        "{{ m.content }}<|end|>",
+        "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+        "<|channel|>final<|message|>{{ m.content }}<|end|>",
         before="<|channel|>analysis<|message|>",
         between="<|end|><|start|>assistant<|channel|>final<|message|>",
         stop="<|return|>",
