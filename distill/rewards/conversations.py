@@ -39,12 +39,9 @@ class ConversationEncoder:
     def __call__(self, asked: Conversation) -> TokenArray:
         """Raises DataError: text that cannot be encoded, or that exceeds the model's context."""
         said = asked.response
-        if isinstance(said, str):
-            if not asked.messages:
-                return self._encoder.completion(asked.prompt, said).tokens_T
-            messages = answered(asked.messages, said)
-        else:
-            messages = [*asked.messages, said]
+        if isinstance(said, str) and not asked.messages:
+            return self._encoder.completion(asked.prompt, said).tokens_T
+        messages = answered(asked.messages, said)
         tools = None if asked.tools is None else list(asked.tools)
         [chain] = self._encoder.conversation(messages, tools, context=len(messages) - 1)
         return chain.tokens_T
