@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from distill.errors import ConfigError, DataError
+from distill.json_values import loads
 from distill.sandbox.bounded_calls import OverLimit, in_child
 
 logger = logging.getLogger(__name__)
@@ -65,26 +65,44 @@ def _prepare() -> None:
 
 def _matches(response: str, answer: str) -> float:
     try:
-        found = regex.fullmatch(answer, response, flags=regex.DOTALL, timeout=_TIMEOUT_S)
-    except regex.error as error:
+        pattern = compiled(answer)
+    except ValueError as error:
         raise DataError(f"the answer {answer[:80]!r} is no regular expression: {error}") from error
-    except TimeoutError:
+    try:
+        return float(pattern.fullmatch(response, timeout=_TIMEOUT_S) is not None)
+    except (TimeoutError, MemoryError):
         return 0.0
-    return float(found is not None)
+
+
+@lru_cache(maxsize=256)
+def compiled(pattern: str) -> regex.Pattern:
+    """The regular expression, in which a dot is any character.
+
+    Raises:
+        ValueError: it is none, or one too large to be read.
+    """
+    try:
+        return regex.compile(pattern, flags=regex.DOTALL)
+    except regex.error as error:
+        raise ValueError(str(error)) from error
+    except (RecursionError, OverflowError, MemoryError) as error:
+        raise ValueError(
+            f"it is nested too deeply, or too large ({type(error).__name__})"
+        ) from error
 
 
 def _fits(response: str, answer: str) -> float:
     validator = _validator(answer)
     try:
-        return float(validator.is_valid(json.loads(response)))
-    except (ValueError, RecursionError):  # no JSON, or brackets in brackets without end
+        return float(validator.is_valid(loads(response)))
+    except Exception:  # no JSON, or a value such as 10**400 that leads jsonschema into any error
         return 0.0
 
 
 @lru_cache(maxsize=256)
 def _validator(answer: str) -> Draft202012Validator:
     try:
-        schema = json.loads(answer)
+        schema = loads(answer)
         Draft202012Validator.check_schema(schema)
         resource = DRAFT202012.create_resource(schema)
         root = REGISTRY.with_resource("", resource)
@@ -132,8 +150,8 @@ class Format:
                 )
             return
         try:
-            regex.compile(self.pattern)
-        except regex.error as error:
+            compiled(self.pattern)
+        except ValueError as error:
             raise ConfigError(
                 f"env.format={self.pattern!r} is no regular expression: {error}"
             ) from error

@@ -111,6 +111,65 @@ def test_nothing_is_fetched_for_a_schema(tmp_path: Path) -> None:
         json_schema("1", '{"$ref": "#/const", "const": 1}')
 
 
+DEEP = 5000
+
+
+@pytest.mark.parametrize(
+    ("response", "schema", "reward"),
+    [
+        ("1e400", {"multipleOf": 0.1}, 0),
+        ("1" + "0" * 400, {"multipleOf": 0.1}, 0),
+        ("1" + "0" * 400, {"type": "integer"}, 1),
+        ("1" + "0" * 10_000, {}, 0),
+        ("NaN", {}, 0),
+        ("[-Infinity]", {}, 0),
+        ("[" * DEEP + "]" * DEEP, {}, 0),
+        ('{"a": ' * DEEP + "1" + "}" * DEEP, {"type": "object"}, 0),
+        ('"\\ud800"', {}, 0),
+        ('{"a": 1, "a": 2}', {"const": {"a": 2}}, 1),
+    ],
+)
+def test_every_response_has_a_verdict(response: str, schema: dict, reward: float) -> None:
+    assert json_schema(response, json.dumps(schema)) == reward
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"minimum": NaN}',
+        '{"maximum": 1e400}',
+        '{"multipleOf": 1e-400}',
+        '{"pattern": "("}',
+        '{"properties": {"a": {"pattern": "("}}}',
+        '{"patternProperties": {"(": {}}}',
+        '{"patternProperties": {"\\\\p{L}": {}}}',
+        json.dumps({"pattern": "(" * 3000 + ")" * 3000}),
+        '{"not": ' * DEEP + "{}" + "}" * DEEP,
+        "[1]",
+        "NaN",
+    ],
+)
+def test_every_schema_that_cannot_be_checked_is_refused(answer: str) -> None:
+    for response in ("1", '"a"', '{"a": "a"}'):
+        with pytest.raises(DataError, match="is no JSON schema"):
+            json_schema(response, answer)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(" * 3000 + ")" * 3000, "(" * 3000, "a{99999999999999999999}", "[", r"\p{NoSuchScript}",
+     "(?<n>a)(?<1>", "(?P<a>.)(?P=b)", "*", "a" + "{1,2}" * 3],
+)  # fmt: skip
+def test_every_pattern_is_one_or_refused(pattern: str) -> None:
+    try:
+        assert matches("no such text", pattern) == 0
+    except DataError:
+        with pytest.raises(ConfigError, match=r"env\.format="):
+            SingleTurn(format=pattern)
+    else:
+        SingleTurn(format=pattern)
+
+
 def test_they_are_rewards_by_name() -> None:
     assert load_reward("matches") is matches and load_reward("json_schema") is json_schema
 
