@@ -1,9 +1,10 @@
 """Seccomp filter for untrusted programs, as the kernel takes it.
 
-What it refuses has no use in a computation: memory that no limit counts (memfd, System V), keys,
-sockets of rare families, io_uring, tracing, mounting, new namespaces, BPF, modules. Refused calls
-fail as they would on a kernel without them, and the program goes on; so do all calls of other
-architectures than the machine's own (32 bits, x32), whose numbers would mean other calls.
+What it refuses has no use in a computation: memory that no limit counts (memfd, System V, pages
+that vmsplice pins, larger buffers of sockets), keys, sockets of rare families, io_uring, tracing,
+mounting, new namespaces, BPF, modules. Refused calls fail as they would on a kernel without
+them, and the program goes on; so do all calls of other architectures than the machine's own (32
+bits, x32), whose numbers would mean other calls.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "vmsplice": (278, 75),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -70,12 +72,15 @@ _CLONE, _SOCKET, _SOCKETPAIR = (56, 220), (41, 198), (53, 199)
 # Its flags are in memory, out of a filter's sight; the C library falls back on `clone`.
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000  # CLONE_NEW*
+# Sizes of buffers, which are the kernel's memory: SO_SNDBUF, SO_RCVBUF, and the same by force.
+_SETSOCKOPT, _SOL_SOCKET, _BUFFERS = (54, 208), 1, (7, 8, 32, 33)
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what namespaces confine
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 
 _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _JUMP_IF_ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+# Offsets in struct seccomp_data.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
@@ -106,6 +111,12 @@ def filter_program(*, sockets: bool = True) -> bytes:
             _step(_LOAD, _FIRST_ARGUMENT),
             _step(_JUMP_IF_ANY, _NAMESPACES, other=1),
             _fail(errno.EPERM),
+            _step(_RETURN, _ALLOW),
+            _step(_JUMP_IF_EQUAL, _SETSOCKOPT[column], other=4 + 2 * len(_BUFFERS)),
+            _step(_LOAD, _SECOND_ARGUMENT),
+            _step(_JUMP_IF_EQUAL, _SOL_SOCKET, other=1 + 2 * len(_BUFFERS)),
+            _step(_LOAD, _THIRD_ARGUMENT),
+            *(_step(_JUMP_IF_EQUAL, name, other=1) + _fail(errno.EPERM) for name in _BUFFERS),
             _step(_RETURN, _ALLOW),
             _step(_JUMP_IF_EQUAL, _SOCKET[column], then=1),
             _step(_JUMP_IF_EQUAL, _SOCKETPAIR[column], other=2 + 2 * len(families)),

@@ -162,6 +162,13 @@ def family(number):
         return socket.socket(number, socket.SOCK_STREAM).family
     except OSError as error:
         return errno.errorcode[error.errno]
+def buffer(option):
+    pair = socket.socketpair()
+    try:
+        pair[0].setsockopt(socket.SOL_SOCKET, option, 1 << 24)
+        return "set"
+    except OSError as error:
+        return errno.errorcode[error.errno]
 try:
     memory = os.memfd_create("more")
 except OSError as error:
@@ -178,6 +185,11 @@ print(json.dumps({
     "clone of a namespace": call(56 if x86 else 220, 0x10000011, 0, 0, 0, 0),
     "clone3": call(435, 0, 0),
     "x32": call(0x40000000 + 39) if x86 else "ENOSYS",
+    "vmsplice": call(278 if x86 else 75, 1, 0, 0, 0),
+    "send buffer": buffer(socket.SO_SNDBUF),
+    "receive buffer": buffer(socket.SO_RCVBUF),
+    "forced buffer": buffer(32),
+    "reused address": buffer(socket.SO_REUSEADDR),
     "vsock": family(40),
     "netlink": family(16),
     "packet": family(17),
@@ -194,6 +206,7 @@ def test_system_calls_that_no_computation_needs_are_refused(isolation) -> None:
     assert result.outcome == "ok", result
     refused = json.loads(result.stdout)
     assert refused.pop("pair") == [1, 1] and refused.pop("internet") == [2, 10]
+    assert refused.pop("reused address") == "set"
     families = dict.fromkeys(("vsock", "netlink", "packet"), "EAFNOSUPPORT")
     missing = dict.fromkeys(("x32", "clone3"), "ENOSYS")
     assert refused == dict.fromkeys(refused, "EPERM") | families | missing
