@@ -90,7 +90,7 @@ class Judge:
             raise ConfigError(f"env.judge_timeout_s={self.timeout_s} must be above 0, and finite")
 
     async def check(self) -> None:
-        """Asks which models there are, which costs nothing; nothing is judged.
+        """Asks which models there are (`GET .../models`), which costs nothing; nothing is judged.
 
         Raises:
             ConfigError: the library is missing, or nobody answers as an OpenAI endpoint does.
@@ -103,7 +103,9 @@ class Judge:
                 reason = quick._complaint(error)
                 if isinstance(reason, ConfigError):
                     raise reason from None
-                raise ConfigError(f"env.judge_url={self.url} cannot be used: {reason}") from None
+                raise ConfigError(
+                    f"env.judge_url={self.url} cannot be used: GET .../models: {reason}"
+                ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
                 f"env.judge_url={self.url} does not answer as an OpenAI endpoint does; its API "
@@ -117,6 +119,24 @@ class Judge:
                 self.model,
                 known_names(self.model, names[:_SHOWN]),
             )
+
+    async def try_verdict(self, rubric: str, *, pairs: bool) -> None:
+        """Asks for a verdict about made-up answers, to know before a run that it can be read.
+
+        Raises:
+            ConfigError: no answer, or none with the line that holds the verdict.
+        """
+        answers = {"answer A": "4", "answer B": "5"} if pairs else {"answer": "4"}
+        task = COMPARING if pairs else SCORING
+        try:
+            await self._verdict(task, rubric, "What is 2 + 2?", None, answers)
+        except (DataError, EngineError) as error:
+            raise ConfigError(
+                f"env.judge_url={self.url} env.judge_model={self.model} cannot be used: {error}"
+            ) from None
+        finally:
+            for client, _ in _CONNECTED.pop(asyncio.get_running_loop(), {}).values():
+                await client.close()
 
     async def score(
         self, question: str, answer: str, rubric: str, reference: str | None = None
@@ -178,11 +198,11 @@ class Judge:
             if found is not None and not cut:
                 return found
             messages = [*messages[:1], *verdicts.reminder(said[-self.max_chars :])]
+        ended = f"was cut off at env.judge_max_tokens={self.max_tokens}" if cut else "ended"
         raise DataError(
-            f"the judge {self.model} gave no verdict, asked twice; it "
-            + (f"was cut off at env.judge_max_tokens={self.max_tokens}" if cut else "ended")
-            + f" with {verdicts.last_line(said)[-_SHOWN:]!r}. Give it more env.judge_max_tokens, "
-            "or take another env.judge_model"
+            f"the judge {self.model} gave no verdict, asked twice: its last line must be "
+            f"{task.form}, and it {ended} with {verdicts.last_line(said)[-_SHOWN:]!r}. "
+            + ("Give it more env.judge_max_tokens" if cut else "Take another env.judge_model")
         )
 
     async def _ask(self, messages: Messages) -> tuple[str, bool]:

@@ -251,11 +251,17 @@ class Judged(ChatEnvConfig):
         return chz.replace(self, mode="score", max_pairs=None)
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
-        """Reads the prompts, and asks the judge which models it has: a run without it is no run."""
+        """Reads the prompts, and asks the judge for its models and for one verdict."""
         dataset = super().__call__(path, setting)
         if self.reward_model is None:
-            asyncio.run(self.judge().check())
+            asyncio.run(self._try_judge())
         return dataset
+
+    async def _try_judge(self) -> None:
+        assert self.rubric is not None
+        judge = self.judge()
+        await judge.check()
+        await judge.try_verdict(read_rubric(self.rubric), pairs=self.mode == "pairs")
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         source = require_path(path, "Judged")

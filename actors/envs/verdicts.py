@@ -20,9 +20,16 @@ _CONTROL = re.compile(r"<(?=[|｜]|/?s>|(?:start|end)_of_turn>)|\[(?=/?INST\])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Instructions for the judge, and the pattern of its last line: one group, the verdict."""
+    """Instructions for the judge, and its last line.
+
+    Attributes:
+        words: instructions.
+        form: the line, as a user reads it.
+        line: its pattern; its one group is the verdict.
+    """
 
     words: str
+    form: str
     line: re.Pattern[str]
 
 
@@ -33,6 +40,7 @@ SCORING = Task(
         f"write nothing after it:\nScore: N\nwhere N is a whole number from {WORST}, the worst "
         f"answer, to {BEST}, the best."
     ),
+    form=f"`Score: N`, with N from {WORST} to {BEST}",
     line=re.compile(r"Score: *([1-9]|10)"),
 )
 PREFERENCES = {"A": 1.0, "TIE": 0.5, "B": 0.0}
@@ -42,6 +50,7 @@ COMPARING = Task(
         "Think it over briefly. Then end with one of these lines, and write nothing after it:\n"
         "Verdict: A\nVerdict: B\nVerdict: TIE"
     ),
+    form="`Verdict: A`, `Verdict: B` or `Verdict: TIE`",
     line=re.compile(r"Verdict: *(A|B|TIE)"),
 )
 

@@ -133,7 +133,8 @@ def test_every_response_is_scored(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
     dataset = judged(server)(prompts, setting(tokenizer))
-    assert not server.bodies, "a verdict before there is a response"
+    assert len(server.bodies) == 1 and RUBRIC in server.asked[0]
+    server.bodies.clear()
     server.delay_s = 0.2
     episodes = play(dataset, Scripted(tokenizer, ["1", "10", "4"]), 3)
     assert rewards(episodes) == pytest.approx([0.0, 1.0, 1 / 3])
@@ -148,6 +149,7 @@ def test_what_the_judge_sees_of_a_chat(
     seen: list[dict[str, str]] = []
     server.script = lambda text, given: seen.append(given) or "Score: 1"
     dataset = judged(server, system="Be brief")(prompts, setting(tokenizer))
+    seen.clear()
     policy = Scripted(tokenizer, ["<think>9, or 8?</think>\n\n7"])
     play(dataset, policy, 1, problem=1)
     question = "[system]\nBe brief\n\n[user]\nHi\n\n[assistant]\nHi.\n\n[user]\nAnother"
@@ -159,6 +161,7 @@ def test_thinking_without_an_answer_earns_nothing(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
     dataset = judged(server)(prompts, setting(tokenizer))
+    server.bodies.clear()
     assert rewards(play(dataset, Scripted(tokenizer, ["<think>9", ""]), 2)) == [0.0, 0.0]
     assert not server.bodies
 
@@ -167,6 +170,7 @@ def test_all_pairs_are_compared(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
     dataset = judged(server, mode="pairs")(prompts, setting(tokenizer))
+    server.bodies.clear()
     episodes = play(dataset, Scripted(tokenizer, ["3", "1", "8", "3"]), 4)
     assert rewards(episodes) == pytest.approx([0.5, 0.0, 1.0, 0.5])
     assert len(server.bodies) == 2 * 5, "two that say the same are no question"
@@ -176,6 +180,7 @@ def test_some_pairs_are_compared(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
     dataset = judged(server, mode="pairs", max_pairs=6)(prompts, setting(tokenizer))
+    server.bodies.clear()
     said = ["1", "2", "3", "4", "5", "6"]
     episodes = play(dataset, Scripted(tokenizer, said), 6)
     assert len(server.bodies) == 2 * 6
@@ -202,9 +207,13 @@ def test_pairs_are_balanced(group_size: int) -> None:
 def test_a_judge_without_a_verdict_fails_the_group(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
-    server.script = lambda text, given: "Nice!"
+    right = server.script
     for mode in ("score", "pairs"):
+        server.script = right
         dataset = judged(server, mode=mode)(prompts, setting(tokenizer))
+        server.script = lambda text, given: "Nice!"
+        with pytest.raises(ConfigError, match="gave no verdict"):
+            judged(server, mode=mode)(prompts, setting(tokenizer))
         with pytest.raises(DataError, match="gave no verdict"):
             play(dataset, Scripted(tokenizer, ["1", "2"]), 2)
 
