@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -210,18 +211,25 @@ def _as_text(arguments: Mapping[str, Any] | str) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+@cache
+def _known(template: str) -> tuple[bool, tuple[str, ...]]:
+    """(True if the template names the role `developer`, fields of reasoning that it reads)."""
+    developer = re.search(r"['\"]developer['\"]", template) is not None
+    named = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
+    return developer, tuple(named)
+
+
 def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
     """The message with the role and the field of reasoning by the names that the template knows.
 
     `developer` is OpenAI's later name of `system`.
     """
-    if message.get("role") == "developer" and not re.search(r"['\"]developer['\"]", template):
+    developer, named = _known(template)
+    if message.get("role") == "developer" and not developer:
         message = {**message, "role": "system"}
-    named = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
-    for name in REASONING:
-        if name in message and named and not any(each in message for each in named):
-            message = {**message, named[0]: message[name]}
-            del message[name]
+    given = [name for name in REASONING if name in message]
+    if given and named and not any(name in named for name in given):
+        message = {**message, named[0]: message[given[0]]}
     return message
 
 

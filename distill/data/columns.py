@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import chz
 
+from distill.chat.messages import parsed_json
 from distill.data.answers import answer_text
 from distill.data.row_files import Rows, located
 from distill.errors import ConfigError, DataError
@@ -16,6 +17,7 @@ from distill.settings import Section
 
 # Of each, a row has one: beside the first, no word is a misspelling of the second.
 _EITHER = (("prompt", "messages"), ("teacher_prompt", "teacher_messages"))
+_TEXT_OR_CHAT = frozenset({"prompt", "teacher_prompt", "completion", "chosen", "rejected"})
 # A shorter name is too near to other words.
 _SHORTEST = 5
 
@@ -79,13 +81,26 @@ def _value_of(row: Mapping[str, Any], column: str) -> Any:
 
 
 def with_chats(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a `prompt` or `teacher_prompt` that is a list of messages as `messages`."""
+    """The row with a `prompt` or `teacher_prompt` that is a list of messages as `messages`.
+
+    JSON text of such a list is parsed, there and in the answers: no model is meant to read it.
+    """
     made = dict(row)
+    for name in _TEXT_OR_CHAT & made.keys():
+        made[name] = _parsed_chat(made[name])
     for prefix in ("", "teacher_"):
         text, messages = f"{prefix}prompt", f"{prefix}messages"
         if isinstance(made.get(text), list) and made.get(messages) is None:
             made[messages] = made.pop(text)
     return made
+
+
+def _parsed_chat(value: Any) -> Any:
+    parsed = parsed_json(value)
+    if not isinstance(parsed, list) or not parsed:
+        return value
+    chat = all(isinstance(each, Mapping) and "role" in each for each in parsed)
+    return parsed if chat else value
 
 
 @chz.chz

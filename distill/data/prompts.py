@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from distill.types import TokenArray
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 # Fields of a row that are read.
 FIELDS = frozenset(
@@ -155,6 +157,14 @@ def load_prompts(
                 its_own = (teacher_tokenizers or {}).get(prompt.teacher, tokenizer)
                 prompt = _with_feedback(prompt, feedback, its_own, teacher_limit, max_new_tokens)
         prompts.append(prompt)
+    begun = sum(bool(prompt.messages) and is_begun(prompt.messages) for prompt in prompts)
+    if begun:
+        logger.warning(
+            "%d of %d prompts of %s end with an assistant message, which is continued",
+            begun,
+            len(prompts),
+            path,
+        )
     return prompts
 
 

@@ -243,6 +243,7 @@ def trained(path: str, **columns: str) -> list[list[int]]:
         ({"prompt": ASK, "completion": SAY}, {}),
         ({"prompt": ASK, "completion": SAY}, {"prompt_key": "prompt"}),
         ({"prompt": ASK, "completion": "3"}, {}),
+        ({"prompt": json.dumps(ASK), "completion": json.dumps(SAY)}, {}),
         ({"messages": ASK, "completion": SAY}, {}),
         ({"chat": ASK, "answer": SAY}, {"prompt_key": "chat", "completion_key": "answer"}),
         ({"in": {"q": ASK}, "out": {"a": "3"}}, {"prompt_key": "in.q", "completion_key": "out.a"}),
@@ -257,6 +258,7 @@ def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -
     ("row", "columns"),
     [
         ({"prompt": ASK, "answer": "3"}, {}),
+        ({"q": json.dumps(ASK), "answer": "3"}, {"prompt_key": "q"}),
         (
             {"prompt": ASK, "reward_model": {"ground_truth": "3", "style": "rule"}},
             {"answer_key": "reward_model.ground_truth"},
@@ -279,3 +281,15 @@ def test_prompts_as_they_are_published(tmp_path: Path, row: dict, columns: dict)
     )
     read.require_columns()
     assert prompt.answer == "3" and prompt.messages == ASK
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[INST] hi [/INST]", '["role"]', "{}", '[{"a": 1}]'])
+def test_a_text_that_is_no_chat_stays_a_text(tmp_path: Path, text: str) -> None:
+    [prompt] = load_prompts(
+        json_lines(tmp_path / "a.jsonl", [{"prompt": text}]),
+        chat_tokenizer("qwen2.5"),
+        vocab_size=1000,
+        context_length=1000,
+        max_new_tokens=8,
+    )
+    assert prompt.text == text

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.order import PromptStream
-from distill.data.prompts import Prompt, load_prompts
+from distill.data.prompts import ChatStyle, Prompt, load_prompts
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError
@@ -169,6 +169,17 @@ def test_tools_reach_the_template(load, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     [prompt] = load(CHAT[:-1] + ', "tools": [{"name": "add"}]}', tokenizer=tokenizer)
     assert tokenizer.decode(prompt.tokens_T.tolist()).startswith("add:")
+
+
+def test_a_begun_answer_is_continued_and_said(
+    load, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    [prompt, _] = load(json.dumps({"messages": begun}), json.dumps({"prompt": "a"}))
+    assert tokenizer.decode(prompt.tokens_T.tolist()) == "u:hi\na:ho"
+    assert "1 of 2" in caplog.text
+    with pytest.raises(DataError, match="last message"):
+        load(json.dumps({"messages": begun}), chat=ChatStyle())
 
 
 def named(teacher: str | None) -> str:
