@@ -107,7 +107,14 @@ class _Child:
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = _started(child_command(__name__, str(theirs.fileno())), theirs.fileno())
-        _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
+        try:
+            _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
+        except OverLimit as late:  # of no call: nothing may be judged by it
+            code = self._process.poll()
+            raise RuntimeError(
+                f"the child process for bounded calls did not start within {_START_S:g} s"
+                + ("" if code is None else f"; it ended with exit code {code}")
+            ) from late
         if error is not None:
             raise error
 

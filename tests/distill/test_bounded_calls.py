@@ -98,6 +98,15 @@ def test_a_child_that_cannot_be_prepared_says_why() -> None:
         in_child(fail_to_prepare, divmod, 7, 2, timeout_s=60)
 
 
+def exit_while_preparing() -> None:
+    os._exit(3)
+
+
+def test_a_child_that_ends_at_its_start_is_no_call_over_its_limit() -> None:
+    with pytest.raises(RuntimeError, match="did not start"):
+        in_child(exit_while_preparing, divmod, 7, 2, timeout_s=60)
+
+
 def test_a_fork_has_a_child_of_its_own() -> None:
     assert in_child(nothing, os.getppid, timeout_s=60) == os.getpid()
     forked = os.fork()

@@ -34,6 +34,9 @@ FUNCTIONS = {
     "parametrized twice": "import pytest\n\n@pytest.mark.parametrize('x', [2, 3])\n"
     "@pytest.mark.parametrize(['n'], [(1,), (2,)])\n"
     "def test_f(x, n):\n    assert f(x) * n == x * x * n\n",
+    "pytest that is started": "import sys\nimport pytest\n\n"
+    "def test_f():\n    assert f(3) == 9\n\n"
+    "if __name__ == '__main__':\n    sys.exit(pytest.main([__file__]))\n",
     "a pytest class": "class TestF:\n    def setup_method(self):\n        self.x = 3\n\n"
     "    def test_two(self):\n        assert f(2) == 4\n\n"
     "    def test_three(self):\n        assert f(self.x) == 9\n",
@@ -110,7 +113,7 @@ def passes(program: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 @pytest.mark.parametrize(
     "kind",
-    ["parametrized", "a pytest class", "unittest without main", "HumanEval", "a list of asserts",
+    ["parametrized", "pytest that is started", "a pytest class", "unittest without main", "HumanEval", "a list of asserts",
      "HumanEval with its entry point"],
 )  # fmt: skip
 def test_functions_in_the_sandbox(kind: str) -> None:
