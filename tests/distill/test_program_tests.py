@@ -113,8 +113,8 @@ def passes(program: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 @pytest.mark.parametrize(
     "kind",
-    ["parametrized", "pytest that is started", "a pytest class", "unittest without main", "HumanEval", "a list of asserts",
-     "HumanEval with its entry point"],
+    ["parametrized", "pytest that is started", "a pytest class", "unittest without main",
+     "HumanEval", "HumanEval with its entry point", "a list of asserts"],
 )  # fmt: skip
 def test_functions_in_the_sandbox(kind: str) -> None:
     assert unit_tests(RIGHT, FUNCTIONS[kind]) == 1
