@@ -310,7 +310,7 @@ def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
     shape = Format(pattern=r"so\s+\d!", reward=2.0)
     problems = pickle.loads(pickle.dumps(PromptDataset([prompt], tokenizer, contains, shape)))
     builder = problems.builder(0, 1)
-    tokens = tokenizer(said)["input_ids"]
+    tokens = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
     result = asyncio.run(builder.make_envs({})[0].step(sample(*tokens)))
     assert builder.pays_bonuses and result.metrics == {"format": has} and result.reward == 1.0
     phrase_T = phrase_bonuses(np.array(tokens), tokenizer, {"so": 1.0})
@@ -321,7 +321,8 @@ def test_a_format_without_a_reward_is_only_counted(tokenizer: PreTrainedTokenize
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1)
     problems = PromptDataset([prompt], tokenizer, format=Format(pattern="4", reward=0.0))
     builder = problems.builder(0, 1)
-    result = asyncio.run(builder.make_envs({})[0].step(sample(*tokenizer("4")["input_ids"])))
+    said = sample(*tokenizer("4")["input_ids"], tokenizer.eos_token_id)
+    result = asyncio.run(builder.make_envs({})[0].step(said))
     assert not builder.pays_bonuses
     assert result.bonuses_T is None and result.metrics == {"format": 1.0}
 
