@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from actors.addresses import split_address
+from distill.chat.template import request_messages
 from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import EvalSampling, Sampling
 
@@ -232,8 +233,10 @@ class TextEndpoint:
                     f"is the model's own; leave {_COMPLETIONS} out of the address"
                 )
             return {**asked, "prompt": shown}
-        chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else list(shown)
-        return {**asked, "messages": chat} | ({"tools": list(tools)} if tools else {})
+        chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+        return {**asked, "messages": request_messages(chat)} | (
+            {"tools": list(tools)} if tools else {}
+        )
 
     async def _attempts(self, asked: Mapping[str, Any], troubles: list[str]) -> Answer:
         done, useless, pause_s = 0, 0, _FIRST_PAUSE_S

@@ -203,6 +203,13 @@ def _with_arguments(
     return made
 
 
+def request_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as a chat endpoint takes them: normal form, with arguments as JSON text."""
+    given = [normal_message(message) for message in messages]
+    asked = [{name: m[name] for name in m if name not in ("weight", "train")} for m in given]
+    return _with_arguments(asked, _as_text)
+
+
 def _as_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 

@@ -76,6 +76,15 @@ def test_chats_and_texts_are_asked_at_the_run_s_temperature(server: TextServer) 
         ask(address(f"{server.url}/completions"), CHAT)
 
 
+def test_calls_of_a_chat_are_asked_in_openai_s_form(server: TextServer) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
+    ask(address(server.url), [*CHAT, said])
+    written = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    sent = {"role": "assistant", "content": "", "tool_calls": [written]}
+    assert [chat["messages"] for chat in server.chats] == [[*CHAT, sent]]
+
+
 @pytest.mark.parametrize(
     ("said", "ended"),
     [(Says("a"), True), (Says("a", "length"), False), (Says("a", None), False)],
