@@ -72,7 +72,9 @@ _XML_CALLS = (
     "{%- for call in m.tool_calls or [] %}{%- if spoken or not loop.first %}{{- '\n' }}{%- endif %}"
     "{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}"
     "{%- for key, value in call.function.arguments.items() %}"
-    "{{- '<parameter=' + key + '>\n' ~ value ~ '\n</parameter>\n' }}{%- endfor %}"
+    "{{- '<parameter=' + key + '>\n' ~ (value | tojson if value is mapping or "
+    "(value is iterable and value is not string) else value) ~ '\n</parameter>\n' }}"
+    "{%- endfor %}"
     "{{- '</function>\n</tool_call>' }}{%- endfor %}"
 )
 # One call at most, and nothing beside it.
@@ -129,6 +131,84 @@ _DEEPSEEK = (
 )
 _DEEPSEEK = _DEEPSEEK.replace("-begin", f"{_GAP}begin").replace("-end", f"{_GAP}end")
 
+_EACH_CALL = (
+    "{%- for call in m.tool_calls or [] %}{%- set name = call.function.name %}"
+    "{%- set arguments = call.function.arguments %}"
+)
+_GAP_BEFORE = "{%- if spoken or not loop.first %}{{- '\n' }}{%- endif %}"
+_JSON_OR_TEXT = "{{- (value if value is string else value | tojson) }}"
+_GLM_CALLS = (
+    f"{_EACH_CALL}{_GAP_BEFORE}{{{{- '<tool_call>' + name + '\n' }}}}"
+    "{%- for key, value in arguments.items() %}"
+    "{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' }}"
+    f"{_JSON_OR_TEXT}{{{{- '</arg_value>\n' }}}}{{%- endfor %}}"
+    "{{- '</tool_call>' }}{%- endfor %}"
+)
+
+
+def _invoke_calls(tag: str, section: str, gap: str, kind: str = "") -> str:
+    return (
+        f"{{%- if m.tool_calls %}}{{{{- ('{gap}' if spoken) ~ '<{section}>\n' }}}}{_EACH_CALL}"
+        f"{{{{- '<{tag}invoke name=\"' + name + '\">\n' }}}}"
+        "{%- for key, value in arguments.items() %}"
+        f"{{{{- '<{tag}parameter name=\"' + key + '\"{kind}>' }}}}{_JSON_OR_TEXT}"
+        f"{{{{- '</{tag}parameter>\n' }}}}{{%- endfor %}}"
+        f"{{{{- '</{tag}invoke>\n' }}}}{{%- endfor %}}"
+        f"{{{{- '</{section}>' }}}}{{%- endif %}}"
+    )
+
+
+_DSML = f"{_BAR}DSML{_BAR}"
+_KIND = " string=\"' ~ ('true' if value is string else 'false') ~ '\""
+_KIMI_CALLS = (
+    "{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}"
+    f"{_EACH_CALL}{{{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}}}"
+    "{{- arguments | tojson + '<|tool_call_end|>' }}{%- endfor %}"
+    "{{- '<|tool_calls_section_end|>' }}{%- endif %}"
+)
+_GEMMA_VALUE = (
+    "{%- macro written(value) %}{%- if value is string %}{{- '<|\"|>' + value + '<|\"|>' }}"
+    "{%- elif value is mapping %}{{- '{' }}{%- for key, inner in value | dictsort %}"
+    "{{- key + ':' + written(inner) }}{{- '' if loop.last else ',' }}{%- endfor %}{{- '}' }}"
+    "{%- elif value is iterable %}{{- '[' }}{%- for inner in value %}{{- written(inner) }}"
+    "{{- '' if loop.last else ',' }}{%- endfor %}{{- ']' }}"
+    "{%- elif value is boolean %}{{- value | tojson }}{%- else %}{{- value }}{%- endif %}"
+    "{%- endmacro %}"
+)
+_GEMMA_CALLS = (
+    f"{_EACH_CALL}{{{{- '<|tool_call>call:' + name + written(arguments) + '<tool_call|>' }}}}"
+    "{%- endfor %}"
+)
+_PYTHON_CALLS = (
+    f"{{%- if m.tool_calls %}}{{{{- '<|tool_call_start|>[' }}}}{_EACH_CALL}{{{{- name + '(' }}}}"
+    "{%- for key, value in arguments.items() %}{{- key + '=' + value | tojson }}"
+    "{{- '' if loop.last else ', ' }}{%- endfor %}{{- ')' + ('' if loop.last else ', ') }}"
+    "{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}"
+)
+# Words stand between marks, and several calls behind each other.
+_LLAMA4_WORDS = (
+    "{%- set spoken = m.content if not m.tool_calls "
+    "else '<|python_start|>' + m.content + '<|python_end|>' %}"
+)
+_LLAMA4_CALLS = (
+    f'{_EACH_CALL}{{{{- \'{{"name": "\' + name + \'", "parameters": \' }}}}'
+    "{{- arguments | tojson + '}' }}{%- endfor %}"
+)
+# One call at most; words beside it are thinking.
+_HARMONY = (
+    "{{- tools | tojson if tools else '' }}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{- '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' }}"
+    "{{- m.content | tojson + '<|end|>' }}{%- elif m.role != 'assistant' %}"
+    "{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- elif m.tool_calls %}"
+    "{%- if m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content }}"
+    "{{- '<|end|>' }}{%- endif %}"
+    "{{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name }}"
+    "{{- '<|channel|>commentary json<|message|>' }}"
+    "{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{%- else %}"
+    "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}"
+    "{%- endif %}{%- endfor %}{{- '<|start|>assistant' if add_generation_prompt else '' }}"
+)
+
 TEMPLATES = {
     "qwen2.5": _chatml(_AS_IT_IS),
     "qwen3": _chatml(_RECENT_THINKING, calls=_QWEN3_CALLS, before=_LAST_QUERY),
@@ -140,7 +220,20 @@ TEMPLATES = {
     "mistral": _MISTRAL,
     "gemma": _GEMMA,
     "deepseek": _DEEPSEEK,
+    "deepseek v3.2": _chatml(
+        _AS_IT_IS,
+        calls=_invoke_calls(_DSML, f"{_DSML}function_calls", "\n\n", _KIND),
+    ),
+    "glm": _chatml(_AS_IT_IS, calls=_GLM_CALLS),
+    "gemma4": _chatml(_AS_IT_IS, calls=_GEMMA_CALLS, before=_GEMMA_VALUE),
+    "gpt-oss": _HARMONY,
+    "kimi": _chatml(_AS_IT_IS, calls=_KIMI_CALLS),
+    "lfm2.5": _chatml(_AS_IT_IS, calls=_PYTHON_CALLS),
+    "llama4": _chatml(_LLAMA4_WORDS, calls=_LLAMA4_CALLS),
+    "minimax": _chatml(_AS_IT_IS, calls=_invoke_calls("", "minimax:tool_call", "\n")),
 }
+# They differ from "qwen2.5" in the format of calls alone.
+ONLY_CALLS = ("deepseek v3.2", "glm", "gemma4", "kimi", "lfm2.5", "llama4", "minimax")
 FORMATS: dict[str, ToolFormat] = {
     "qwen2.5": "hermes",
     "qwen3": "hermes",
@@ -151,8 +244,22 @@ FORMATS: dict[str, ToolFormat] = {
     "llama": "llama",
     "mistral": "mistral",
     "deepseek": "deepseek",
+    "deepseek v3.2": "dsml",
+    "glm": "glm",
+    "gemma4": "gemma",
+    "gpt-oss": "harmony",
+    "kimi": "kimi",
+    "lfm2.5": "pythonic",
+    "llama4": "llama",
+    "minimax": "minimax",
 }
-STOPS = {"llama": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "deepseek": "</s>"}
+STOPS = {
+    "llama": "<|eot_id|>",
+    "mistral": "</s>",
+    "gemma": "<end_of_turn>",
+    "deepseek": "</s>",
+    "gpt-oss": "<|call|>",
+}
 
 
 def stop_of(family: str) -> str:
@@ -177,6 +284,18 @@ _SPECIAL = (
     "<start_of_turn>",
     "<end_of_turn>",
     f"<{_BAR}tool{_GAP}sep{_BAR}>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_start|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|tool_call>",
+    '<|"|>',
 )
 _PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 

@@ -8,8 +8,9 @@ model, and stays in the history as it was written.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 from distill.chat.template import chat_text
 from distill.chat.thinking import THINK, ThinkingMarks
 from distill.chat.token_text import agreement
-from distill.chat.tool_formats import GRAMMARS, Grammar, Piece, Schemas, ToolCall, ToolFormat
+from distill.chat.tool_formats import GRAMMARS, Grammar, ToolFormat
+from distill.chat.tool_readers import Piece, Schemas, ToolCall
 from distill.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,69 +125,132 @@ def _after(mark: str, text: str, start: int) -> int:
 def _content(text: str, pieces: list[Piece], grammar: Grammar) -> str:
     if not pieces:
         return text
-    before = text[: pieces[0].start]
-    if grammar.own_line:
-        before = before.removesuffix("\n")
+    before = text[: pieces[0].start].removesuffix(grammar.gap).removeprefix(grammar.before_words)
     after = [text[one.stop : other.start].strip() for one, other in pairwise(pieces)]
     after.append(text[pieces[-1].stop :].strip())
     return "\n".join(part for part in (before, *after) if part.strip())
 
 
-_PROBE = "isotherm_probe"
-_PROBE_TOOL = {
+_NAME = "isotherm_probe"
+_TOOL = {
     "type": "function",
     "function": {
-        "name": _PROBE,
+        "name": _NAME,
         "description": "Answers a probe.",
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
-_PROBE_QUESTION = {"role": "user", "content": "a question to probe with"}
+_QUESTION, _WORDS = "a question to probe with", "words to probe with"
+_VALUES = ("a value", "another value")
+# As strict templates want them, and as those that write no name but in the id (Kimi K2).
+_IDS = (("probe0000", "probe0001"), (f"functions.{_NAME}:0", f"functions.{_NAME}:1"))
 _REMEDY = "take a model or a template that is made for tools, or train without tools"
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """A turn of the assistant's with calls, and the chat template's text of it.
+
+    Attributes:
+        what: description of the turn.
+        values: the argument of each call that the text shows.
+        texts: the turn with more and with less of what stands before it; the generation prompt may
+            not be how the template begins a turn that it has.
+        refusal: the template's reason for refusing the turn; empty if it has not.
+        left_out: the same for parts of the turn that the text does not show.
+    """
+
+    what: str
+    values: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    refusal: str = ""
+    left_out: str = ""
+
+    def reads(self, tool_format: ToolFormat) -> bool:
+        """True if the turn is read back as the calls that it shows."""
+        expected = [(_NAME, {"key": value}) for value in self.values]
+        read = (parse_turn(text, tool_format, [_TOOL]).calls for text in self.texts)
+        return any([(call.name, call.arguments) for call in calls] == expected for calls in read)
 
 
 def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-    """The format of the tokenizer's own chat template: the one that reads what it writes.
+    """Format of the tokenizer's own chat template: the one that reads what the template writes.
+
+    A call, one beside words and two at once have to be read back. What the template refuses or
+    leaves out of the latter is logged: the model is then shown another turn than it wrote.
 
     Raises:
-        ConfigError: the template does not show tools to the model, or writes calls in no format
-            that is known here.
+        ConfigError: the template does not show tools to the model, refuses a call, or writes calls
+            in no format that is known here.
     """
-    prompt, bare = _probe_template(tokenizer, [_PROBE_TOOL]), _probe_template(tokenizer, None)
-    if prompt is None or _PROBE not in prompt or (bare is not None and _PROBE in bare):
-        raise ConfigError(f"the chat template does not show `tools` to the model; {_REMEDY}")
-    arguments = {"key": "value"}
-    said = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_openai_call("probe0000", _PROBE, arguments)],
-    }
-    written = _probe_template(tokenizer, [_PROBE_TOOL], said)
-    if written is None:
-        raise ConfigError(f"the chat template refuses an assistant's tool call; {_REMEDY}")
-    spoken = written[agreement(prompt, written) :]
-    answered = written.rpartition(str(_PROBE_QUESTION["content"]))[2]
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for tool_format, grammar in GRAMMARS.items():
-        for text in (spoken, answered):
-            for token in special:
-                if token not in grammar.markers:
-                    text = text.replace(token, "")
-            calls = parse_turn(text, tool_format, [_PROBE_TOOL]).calls
-            if [(call.name, call.arguments) for call in calls] == [(_PROBE, arguments)]:
+    _require_tools(tokenizer)
+    unread: list[_Probe] = []
+    for ids in _IDS:
+        probes = [
+            _probed(tokenizer, "a tool call", ids[:1]),
+            _probed(tokenizer, "a tool call beside words", ids[:1], _WORDS),
+            _probed(tokenizer, "two tool calls at once", ids),
+        ]
+        if not probes[0].values:
+            reason = probes[0].refusal or probes[0].left_out
+            raise ConfigError(
+                f"the chat template does not write an assistant's tool call: {reason}; {_REMEDY}"
+            )
+        written = [probe for probe in probes if not probe.refusal]
+        for tool_format in GRAMMARS:
+            if all(probe.reads(tool_format) for probe in written):
+                _log_what_is_not_shown(tokenizer, probes)
                 return tool_format
+        unread += [probe for probe in written if not any(map(probe.reads, GRAMMARS))]
+    told = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
     raise ConfigError(
-        f"the chat template writes a tool call as {spoken[:200]!r}, none of the formats "
-        f"{', '.join(GRAMMARS)}; {_REMEDY}"
+        f"the chat template writes {told}, in none of the formats {', '.join(GRAMMARS)}; {_REMEDY}"
     )
 
 
-def _probe_template(
+def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown, reason = _rendered(tokenizer, [_TOOL])
+    without, _ = _rendered(tokenizer, None)
+    if _NAME not in shown or _NAME in without:
+        told = f": {reason}" if reason else ""
+        raise ConfigError(f"the chat template does not show `tools` to the model{told}; {_REMEDY}")
+
+
+def _probed(
+    tokenizer: PreTrainedTokenizerBase, what: str, ids: Sequence[str], words: str = ""
+) -> _Probe:
+    calls = [
+        _openai_call(call_id, _NAME, {"key": value})
+        for call_id, value in zip(ids, _VALUES, strict=False)
+    ]
+    turn = {"role": "assistant", "content": words, "tool_calls": calls}
+    prompt, _ = _rendered(tokenizer, [_TOOL])
+    text, refusal = _rendered(tokenizer, [_TOOL], turn)
+    special = tuple(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
+    while (text := text.rstrip()).endswith(special):  # the stop token is no part of a turn
+        text = text.removesuffix(next(token for token in special if text.endswith(token)))
+    texts = text[agreement(prompt, text) :], text.rpartition(_QUESTION)[2]
+    values = tuple(value for value in _VALUES[: len(ids)] if value in text)
+    left_out = "" if words in text and len(values) == len(ids) else "it leaves parts of it out"
+    return _Probe(what=what, values=values, texts=texts, refusal=refusal, left_out=left_out)
+
+
+def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[_Probe]) -> None:
+    for probe in probes:
+        told = f"the chat template does not write {probe.what} as it was sampled"
+        reason = probe.refusal or probe.left_out
+        if reason and (key := f"{tokenizer.chat_template}{told}") not in _logged:
+            _logged.add(key)
+            logger.warning("%s: %s", told, reason)
+
+
+def _rendered(
     tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *said: Mapping[str, Any]
-) -> str | None:
-    """The probe conversation as the chat template writes it; None where it refuses."""
-    messages = [_PROBE_QUESTION, *said]
+) -> tuple[str, str]:
+    """The probe conversation as the chat template writes it, and its reason where it refuses."""
+    messages = [{"role": "user", "content": _QUESTION}, *said]
     try:
-        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not said)
-    except DataError:
-        return None
+        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not said), ""
+    except DataError as error:
+        return "", str(error.__cause__ or error)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from distill.chat.template import Message
-from distill.chat.tool_formats import ToolCall
+from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError, IsothermError
 from distill.json_values import loads, mismatch, require_plain
 from distill.lookup import known_names

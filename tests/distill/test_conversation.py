@@ -22,7 +22,7 @@ from distill.chat.template import chat_text, encode_chat, render_messages
 from distill.engine import Sample
 from distill.errors import ConfigError, DataError
 from distill.types import Segment, StopReason, TokenArray
-from tests.chat_templates import ADD, FORMATS, TEMPLATES, chat_tokenizer, stop_of
+from tests.chat_templates import ADD, FORMATS, ONLY_CALLS, TEMPLATES, chat_tokenizer, stop_of
 from tests.samples import sample
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
@@ -42,7 +42,31 @@ CALLS = {
     "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]',
     "deepseek": DEEPSEEK.replace("|", BAR).replace("_", GAP),
+    "deepseek v3.2": (
+        '<|DSML|function_calls>\n<|DSML|invoke name="add">\n'
+        '<|DSML|parameter name="a" string="false">1</|DSML|parameter>\n'
+        '<|DSML|parameter name="b" string="false">2</|DSML|parameter>\n'
+        "</|DSML|invoke>\n</|DSML|function_calls>"
+    ).replace("|", BAR),
+    "glm": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    ),
+    "gemma4": "<|tool_call>call:add{a:1,b:2}<tool_call|>",
+    "gpt-oss": ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}',
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "lfm2.5": "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>",
+    "llama4": '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="b">2</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
 }
+# Templates that write another turn than was sampled: without its thinking, or in a channel.
+REWRITES = ("qwq", "gpt-oss")
 
 
 def result(parsed: turns.ParsedTurn, content: str = "3") -> dict[str, Any]:
@@ -138,7 +162,7 @@ def test_a_tool_loop(family: str) -> None:
     extended = episode.hears(result(parsed))
     assert extended == (family != "qwq")
     episode.says(f"{thought}It is 3.")
-    assert episode.hears(THANKS) == (family != "qwq")
+    assert episode.hears(THANKS) == (family not in REWRITES)
     roles = [message["role"] for message in episode.talk.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "user"]
     assert len(episode.segments()) == (2 if family == "qwq" else 1)
@@ -389,7 +413,7 @@ def turns_of(draw: st.DrawFn, family: str) -> tuple[Sample, str]:
     return (taken if ended else replace(taken, stop_reason=StopReason.LENGTH)), draw(_HEARD)
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in ONLY_CALLS])
 @given(data=st.data())
 def test_sampled_tokens_land_once_in_the_context_that_the_model_saw(
     family: str, data: st.DataObject

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chat.tool_formats import ToolCall
+from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError, DataError
 from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator

@@ -1,0 +1,352 @@
+"""Readers of tool calls: from the text behind a format's opening mark to the calls.
+
+A reader never fails: what cannot be read is told to the model. There is one reader for each way in
+which formats write a call; `distill.chat.tool_formats` has the formats' marks.
+
+json_calls     an object with a name and arguments          {"name": "add", "arguments": {"a": 1}}
+listed_calls   a list of such objects, or named calls       [{"name": "add", "arguments": {"a": 1}}]
+whole_turn     nothing but such objects in the turn         {"name": "add", "parameters": {"a": 1}}
+named_call     a name, then the arguments as an object      add ... {"a": 1}
+tagged_call    a name, then each argument between tags      add <parameter=a>1</parameter>
+gemma_call     a name, then a notation of its own           call:add{a:1,s:<|"|>text<|"|>}
+python_calls   calls as Python writes them                  [add(a=1)]
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from distill.json_values import loads, read_json, require_plain, value_of_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call, as the model wrote it.
+
+    `arguments` are an object by name; or the text that is none, as it stands. `id` ties the answer
+    to the call, where the model's format has such.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    id: str | None = None
+
+
+Schemas: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The part of a turn from a format's opening mark to `stop`: calls, or why there is none."""
+
+    start: int = 0
+    stop: int
+    calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+
+# (text, position behind the opening mark, tools); None: the mark turns out to open no call.
+Reader: TypeAlias = Callable[[str, int, Schemas], Piece | None]
+
+# What the strictest templates take for the id of a call (Mistral's).
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+_LEADING_NAME = re.compile(r'[\s\[{]*"name"\s*:\s*"([^"\\]+)"')
+_NO_OBJECT = "it is no JSON object with a name and arguments"
+_NO_NAME = "it has no name"
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int] | None:
+    """The JSON value at `start` and where it ends; None where none can be read and written."""
+    try:
+        return read_json(text, start)
+    except ValueError:
+        return None
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _body(text: str, start: int, end: str) -> tuple[str, int]:
+    """The text up to `end` or the turn's end, and where it is over."""
+    found = text.find(end, start) if end else -1
+    return (text[start:], len(text)) if found < 0 else (text[start:found], found + len(end))
+
+
+def _call_of(value: object) -> ToolCall | None:
+    """The call that an object with a name is; None for anything else."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str) or not name:
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, (dict, str)):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=name, arguments=arguments, id=_usable_id(value.get("id")))
+
+
+def _usable_id(value: object) -> str | None:
+    return value if isinstance(value, str) and _ID.fullmatch(value) else None
+
+
+def _unread(name: str | None, arguments: str, stop: int, error: str = _NO_NAME) -> Piece:
+    """A call whose arguments cannot be read, or one without a name."""
+    if not name:
+        return Piece(stop=stop, error=error)
+    return Piece(stop=stop, calls=(ToolCall(name=name, arguments=arguments.strip()),))
+
+
+def _unread_object(body: str, stop: int) -> Piece:
+    """A call of the name that the text begins with, its arguments the text itself."""
+    name = _LEADING_NAME.match(body)
+    return _unread(name and name[1], body, stop, _NO_OBJECT)
+
+
+def json_calls(end: str) -> Reader:
+    """Reader of one object up to the mark `end`, which the turn's last call may leave out."""
+
+    def read(text: str, start: int, tools: Schemas) -> Piece:
+        if found := _json_at(text, start):
+            value, stop = found
+            stop, call = _skip_space(text, stop), _call_of(value)
+            if call and (stop == len(text) or text.startswith(end, stop)):
+                return Piece(stop=min(stop + len(end), len(text)), calls=(call,))
+        return _unread_object(*_body(text, start, end))
+
+    return read
+
+
+def listed_calls(opener: str, named: Reader, is_named: str) -> Reader:
+    """Reader of a list of objects, or of a named call where `is_named` matches."""
+    begins_named = re.compile(is_named)
+
+    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+        other = text.find(opener, start)
+        stop = len(text) if other < 0 else other
+        if begins_named.match(text, start):
+            return named(text[:stop], start, tools)
+        if found := _json_at(text, start):
+            listed = found[0] if isinstance(found[0], list) else [found[0]]
+            calls = [call for item in listed if (call := _call_of(item))]
+            if calls and len(calls) == len(listed):
+                return Piece(stop=found[1], calls=tuple(calls))
+        return _unread_object(text[start:stop], stop)
+
+    return read
+
+
+# A turn that begins so is meant as a call; an answer may be a JSON object too.
+_MEANT = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]+"\s*,\s*"(?:parameters|arguments)"\s*:')
+
+
+def whole_turn(*marks: str) -> Reader:
+    """Reader of a turn, or the rest of one, that is one object or several, with `;` or nothing
+    between. `marks` say that a call is meant; without one it has to look like a call."""
+
+    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+        calls, position = [], start
+        while found := _json_at(text, position):
+            call = _call_of(found[0])
+            if call is None or not found[0].keys() & {"parameters", "arguments"}:
+                break
+            calls.append(call)
+            position = _skip_space(text, found[1])
+            position += text.startswith(";", position)
+        if calls and _skip_space(text, position) == len(text):
+            return Piece(stop=len(text), calls=tuple(calls))
+        if text.endswith(marks, 0, start) or _MEANT.match(text, start):
+            return _unread_object(text[start:], len(text))
+        return None
+
+    return read
+
+
+def named_call(head: str, end: str) -> Reader:
+    """Reader of a name, an object of arguments, and `end`; an empty `end` is the object's.
+
+    `head` is a regular expression with a group `name`, and a group `id` where the format has ids.
+    """
+    begins, ends = re.compile(head), re.compile(end)
+
+    def read(text: str, start: int, tools: Schemas) -> Piece:
+        named = begins.match(text, start)
+        found = _json_at(text, named.end()) if named else None
+        if named and found and isinstance(found[0], dict) and (over := ends.match(text, found[1])):
+            call = ToolCall(
+                name=named["name"].strip(), arguments=found[0], id=named.groupdict().get("id")
+            )
+            return Piece(stop=over.end(), calls=(call,))
+        over = ends.search(text, start) if end else None
+        body_stop, stop = over.span() if over else (len(text), len(text))
+        if named is None or named.end() > body_stop:
+            return _unread(None, "", stop)
+        return _unread(named["name"].strip(), text[named.end() : body_stop], stop)
+
+    return read
+
+
+def tagged_call(
+    *,
+    head: str,
+    opens: str,
+    key: str,
+    closes: str,
+    end: str,
+    section_end: str,
+    own_line: bool = False,
+) -> Reader:
+    """Reader of a name, arguments between tags, each of the type that its schema tells, and `end`.
+
+    Attributes:
+        head: regular expression of a call's beginning, with a group `name`.
+        opens, key: the text that begins an argument, and the regular expression of what stands
+            between it and the value, with a group `name`. A group `text` is "true" where the value
+            is text, and "false" where it is JSON.
+        closes: the text behind a value. A value may speak of it; the one that ends the value is
+            followed by another argument or the call's end.
+        end: regular expression of the call's end.
+        section_end: a mark behind which nothing belongs to a call that cannot be read.
+        own_line: a value has a line break on each side.
+    """
+    begins, ends = re.compile(head), re.compile(end)
+    argument = re.compile(rf"\s*{re.escape(opens)}{key}", re.DOTALL)
+    closing = re.compile(rf"{re.escape(closes)}(?=\s*(?:{re.escape(opens)}|{end}))")
+    gives_up = re.compile(rf"{end}|{re.escape(section_end)}|\Z")
+
+    def read(text: str, start: int, tools: Schemas) -> Piece:
+        named, over = begins.match(text, start), ends.search(text, start)
+        if named and over and named.end() <= over.start():
+            name = named["name"].strip()
+            schema, arguments, position = _parameters(name, tools), {}, named.end()
+            while opened := argument.match(text, position, over.start()):
+                closed = closing.search(text, opened.end(), over.end())
+                if closed is None:
+                    break
+                value, position = text[opened.end() : closed.start()], closed.end()
+                if own_line:
+                    value = value.removeprefix("\n").removesuffix("\n")
+                arguments |= _argument(opened, value, schema)
+            if _skip_space(text, position) >= over.start():
+                return Piece(stop=over.end(), calls=(ToolCall(name=name, arguments=arguments),))
+        given_up = gives_up.search(text, named.end() if named else start)
+        body_stop, stop = given_up.span() if given_up else (len(text), len(text))
+        if named is None:
+            return _unread(None, "", stop)
+        return _unread(named["name"].strip(), text[named.end() : body_stop], stop)
+
+    return read
+
+
+def _argument(opened: re.Match[str], value: str, schema: Mapping[str, Any]) -> dict[str, object]:
+    name = opened["name"].strip()
+    return {name: _value(name, value, schema, opened.groupdict().get("text"))}
+
+
+def _parameters(name: str, tools: Schemas) -> Mapping[str, Any]:
+    """JSON schema of a tool's arguments; an empty one where there is none."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, Mapping) else {}
+    return {}
+
+
+# Templates print these as Python does.
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}
+
+
+def _value(name: str, written: str, schema: Mapping[str, Any], is_text: str | None) -> object:
+    """The value of an argument written without quotes; `is_text` as the model says, if it does."""
+    if is_text == "true":
+        return written
+    try:
+        parsed = loads(_AS_JSON.get(written, written))
+    except ValueError:
+        return written
+    return parsed if is_text else value_of_text(written, parsed, name, schema)
+
+
+_GEMMA_HEAD = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?=\{)")
+_GEMMA_KEY = re.compile(r'([{,]\s*)([^"{}\[\],:]*[^"{}\[\],:\s])(?=\s*:)')
+_PYTHON_WORD = re.compile(r'(?<!")\b(?:True|False|None)\b(?!")')
+
+
+def gemma_call(quote: str, end: str) -> Reader:
+    """Reader of Gemma 4's notation: JSON with bare keys, and `quote` around text as it stands."""
+
+    def as_json(body: str) -> str:
+        between, quoted = body.split(quote)[::2], body.split(quote)[1::2]
+        keyed = (_GEMMA_KEY.sub(r'\1"\2"', part) for part in between)
+        structure = [_PYTHON_WORD.sub(lambda word: _AS_JSON[word[0]], part) for part in keyed]
+        texts = [*(json.dumps(part) for part in quoted), ""]
+        return "".join(part for pair in zip(structure, texts, strict=False) for part in pair)
+
+    def read(text: str, start: int, tools: Schemas) -> Piece:
+        body, stop = _body(text, start, end)
+        named = _GEMMA_HEAD.match(body)
+        if named is None:
+            return _unread(None, "", stop)
+        written = body[named.end() :]
+        try:
+            arguments = loads(as_json(written))
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return _unread(named["name"], written, stop)
+        return Piece(stop=stop, calls=(ToolCall(name=named["name"], arguments=arguments),))
+
+    return read
+
+
+_PYTHON_NAME = re.compile(r"\s*\[?\s*([\w.]+)\s*\(")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def python_calls(*ends: str) -> Reader:
+    """Reader of a list of Python calls with keywords; without an end mark, of the whole turn."""
+
+    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+        found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]
+        body_stop, end = min(found, default=(len(text), ""))
+        body, stop = text[start:body_stop], body_stop + len(end)
+        try:
+            listed = ast.parse(body.strip(), mode="eval").body
+            parts = listed.elts if isinstance(listed, ast.List) else [listed]
+            calls = tuple(_python_call(part) for part in parts)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            calls = ()
+        if calls:
+            return Piece(stop=stop, calls=calls)
+        name = _PYTHON_NAME.match(body)
+        return _unread(name and name[1], body, stop)
+
+    return read
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+        raise ValueError("no call with named arguments")
+    arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords}
+    require_plain(arguments)
+    return ToolCall(name=ast.unparse(node.func), arguments=arguments)
+
+
+def _python_value(node: ast.expr) -> object:
+    match node:
+        case ast.Name(id=name) if name in _CONSTANTS:  # as JSON writes them
+            return _CONSTANTS[name]
+        case ast.List():
+            return [_python_value(part) for part in node.elts]
+        case ast.Dict() if None not in node.keys:
+            keys = [_python_value(key) for key in node.keys if key is not None]
+            return dict(zip(keys, map(_python_value, node.values), strict=True))
+    return ast.literal_eval(node)
