@@ -168,7 +168,7 @@ def _with_calls(
         try:
             return _written(tokenizer, _with_arguments(messages, _as_text), settings)
         except DataError:
-            raise error from None
+            raise error from error.__cause__
     objects = [str(_as_object(each)) for each in arguments if _as_object(each)]
     if not any(each in written for each in objects):
         return written

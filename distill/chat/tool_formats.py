@@ -95,8 +95,8 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
     ),
     # Llama 3; Llama 4, with words between marks of their own; GigaChat 3.1, behind a mark.
     "llama": Grammar(
-        opener=r"<\|python_tag\|>|<\|function_call\|>|<\|python_end\|>(?=\s*\{)|"
-        r"(?:\A|(?<=</think>))\s*(?=\{)",
+        opener=r"<\|python_tag\|>|<\|function_call\|>|<\|python_end\|>(?=\s*\{)|\A\s*(?=\{)|"
+        r'(?=\{\s*"name"\s*:)',
         read=whole_turn("<|python_tag|>", "<|function_call|>"),
         example='{"name": NAME, "parameters": {...}}',
         before_words="<|python_start|>",
@@ -119,7 +119,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
         read=named_call(
             head=rf"\s*(?:\w+{_SEPARATOR}(?=[^\n`]+\n```json\n))?(?P<name>[^\n`<]+)"
             rf"(?:{_SEPARATOR}|\n```json\n)",
-            end=rf"\s*(?:```)?\s*(?:{_CALL_END}|\Z)\s*(?:{_CALLS_END})?",
+            end=rf"(?:```\s*)?(?:{_CALL_END}|\Z)\s*(?:{_CALLS_END})?",
         ),
         example=f"{_CALLS}{_CALL}function{_SEPARATOR}NAME\n```json\n{{...}}\n```{_CALL_END}"
         f"{_CALLS_END}",
@@ -130,8 +130,8 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
     ),
     # gpt-oss
     "harmony": Grammar(
-        opener=rf"(?:<\|start\|>assistant)?\s*{_CHANNEL}?\s*to=(?={_RECIPIENT}{_REST})",
-        read=named_call(head=_RECIPIENT + _REST, end=r"\s*(?:<\|call\|>|<\|end\|>|\Z)"),
+        opener=rf"(?:<\|start\|>assistant)?\s?{_CHANNEL}?\s?to=(?={_RECIPIENT}{_REST})",
+        read=named_call(head=_RECIPIENT + _REST, end=r"<\|call\|>|<\|end\|>|\Z"),
         example="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}",
     ),
     # GLM-4.5 to 4.7
@@ -142,7 +142,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
             opens="<arg_key>",
             key=r"(?P<name>.*?)</arg_key>\s*<arg_value>",
             closes="</arg_value>",
-            end=r"\s*(?:</tool_call>|\Z)",
+            end=r"</tool_call>|\Z",
             section_end="</tool_call>",
         ),
         example="<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
@@ -154,7 +154,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
         read=named_call(
             head=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*"
             r"<\|tool_call_argument_begin\|>",
-            end=r"\s*(?:<\|tool_call_end\|>|\Z)\s*(?:<\|tool_calls_section_end\|>)?",
+            end=r"(?:<\|tool_call_end\|>|\Z)\s*(?:<\|tool_calls_section_end\|>)?",
         ),
         example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
         "<|tool_call_argument_begin|>{...}<|tool_call_end|><|tool_calls_section_end|>",
@@ -168,8 +168,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
     ),
     # Llama 4 where its template asks for Python, LFM2.5
     "pythonic": Grammar(
-        opener=r"<\|tool_call_start\|>|<\|python_start\|>(?=\s*\[)|"
-        r"\A\s*(?=\[\s*[\w.]+\([\s\S]*\)\s*\]\s*\Z)",
+        opener=r"<\|tool_call_start\|>|<\|python_start\|>(?=\s*\[)|(?=\[\s*[\w.]+\()",
         read=python_calls("<|tool_call_end|>", "<|python_end|>"),
         example="[NAME(KEY=VALUE)]",
     ),

@@ -143,13 +143,19 @@ def listed_calls(opener: str, named: Reader, is_named: str) -> Reader:
     return read
 
 
-# A turn that begins so is meant as a call; an answer may be a JSON object too.
+# A turn that begins so is meant as a call; an answer may be a JSON object too, or speak of a call.
 _MEANT = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]+"\s*,\s*"(?:parameters|arguments)"\s*:')
+
+
+def _alone(text: str, start: int) -> bool:
+    """True if no words stand before `start`, but nothing or a mark."""
+    before = text[:start].rstrip()
+    return not before or before.endswith((">", "]"))
 
 
 def whole_turn(*marks: str) -> Reader:
     """Reader of a turn, or the rest of one, that is one object or several, with `;` or nothing
-    between. `marks` say that a call is meant; without one it has to look like a call."""
+    between. `marks` say that a call is meant; so does the look of one without words before it."""
 
     def read(text: str, start: int, tools: Schemas) -> Piece | None:
         calls, position = [], start
@@ -162,7 +168,7 @@ def whole_turn(*marks: str) -> Reader:
             position += text.startswith(";", position)
         if calls and _skip_space(text, position) == len(text):
             return Piece(stop=len(text), calls=tuple(calls))
-        if text.endswith(marks, 0, start) or _MEANT.match(text, start):
+        if text.endswith(marks, 0, start) or (_alone(text, start) and _MEANT.match(text, start)):
             return _unread_object(text[start:], len(text))
         return None
 
@@ -179,7 +185,8 @@ def named_call(head: str, end: str) -> Reader:
     def read(text: str, start: int, tools: Schemas) -> Piece:
         named = begins.match(text, start)
         found = _json_at(text, named.end()) if named else None
-        if named and found and isinstance(found[0], dict) and (over := ends.match(text, found[1])):
+        over = ends.match(text, _skip_space(text, found[1])) if found else None
+        if named and found and isinstance(found[0], dict) and over:
             call = ToolCall(
                 name=named["name"].strip(), arguments=found[0], id=named.groupdict().get("id")
             )
@@ -312,12 +319,14 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def python_calls(*ends: str) -> Reader:
-    """Reader of a list of Python calls with keywords; without an end mark, of the whole turn."""
+    """Reader of a list of Python calls with keywords; without an end mark, of the turn's rest."""
 
     def read(text: str, start: int, tools: Schemas) -> Piece | None:
         found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]
         body_stop, end = min(found, default=(len(text), ""))
         body, stop = text[start:body_stop], body_stop + len(end)
+        if not (end or body.rstrip().endswith("]") or _alone(text, start)):
+            return None  # cheap: an answer may have many brackets
         try:
             listed = ast.parse(body.strip(), mode="eval").body
             parts = listed.elts if isinstance(listed, ast.List) else [listed]
@@ -326,6 +335,8 @@ def python_calls(*ends: str) -> Reader:
             calls = ()
         if calls:
             return Piece(stop=stop, calls=calls)
+        if not _alone(text, start):
+            return None
         name = _PYTHON_NAME.match(body)
         return _unread(name and name[1], body, stop)
 

@@ -154,6 +154,7 @@ def test_one_call(tool_format: ToolFormat, text: str) -> None:
         ("gemma", "".join([ONE_CALL["gemma"][0]] * 2)),
         ("pythonic", "<|tool_call_start|>[add(a=1, b=2), add(b=2, a=1)]<|tool_call_end|>"),
         ("llama", ONE_CALL["llama"][0] * 2),
+        ("llama", "<|python_tag|>" + ONE_CALL["llama"][0] * 2),
         ("llama", "<|python_start|><|python_end|>" + ONE_CALL["llama"][0] * 2),
     ],
 )
@@ -170,6 +171,14 @@ def test_content_stands_beside_the_calls() -> None:
     assert parse(f"Let me see.\n\n{call}").content == "Let me see.\n"
     assert parse(f"{call}\nOne more:\n{call} Done.").content == "One more:\nDone."
     assert parse("  no call \n").content == "  no call \n"
+
+
+def test_words_before_a_call_without_marks() -> None:
+    for call in (ONE_CALL["llama"][0], "<|function_call|>" + ONE_CALL["llama"][0]):
+        parsed = parse(f"Let me see. {call}", "llama")
+        assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
+    marked = f"<|python_start|>Let me see.<|python_end|>{ONE_CALL['llama'][0]}"
+    assert parse(marked, "llama").content == "Let me see."
 
 
 def test_a_call_in_the_thinking_is_a_thought() -> None:
@@ -317,8 +326,16 @@ def test_a_call_without_a_name_is_malformed(tool_format: ToolFormat, text: str, 
 
 
 def test_an_answer_in_json_is_no_call() -> None:
-    for answer in ('{"answer": 4}', '{"name": "Ada"}', "{", "{'a': 1} is a dict"):
+    spoken_of = f"I called {ONE_CALL['llama'][0]} and it is 3."
+    for answer in ('{"answer": 4}', '{"name": "Ada"}', "{", "{'a': 1} is a dict", spoken_of):
         assert parse(answer, "llama") == ParsedTurn(text=answer, content=answer)
+
+
+def test_brackets_in_an_answer_are_no_call() -> None:
+    for answer in ("See [f(x) for x in y].", "It is [1, 2].", "So [g(1, 2)] it is", "[a](b)"):
+        assert parse(answer, "pythonic") == ParsedTurn(text=answer, content=answer)
+    parsed = parse("Let me see. [add(a=1, b=2)]", "pythonic")
+    assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
 
 
 def test_arguments_too_deep_to_be_written_again_are_text() -> None:
