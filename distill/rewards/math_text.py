@@ -12,8 +12,13 @@ _LONGEST = 20_000
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+_MARKED = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 # US$18, and \$18 as LaTeX writes money.
-_CURRENCY = re.compile(r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b")
+_CURRENCY = re.compile(
+    r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b|[€£¥₹]"
+)
+# Spaces between thousands: 1 000 and 1\,000.
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\s|\\[,;: ]|~)\d{3})+(?!\d)")
 _SYMBOLS = str.maketrans(
     {
         **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{NON-BREAKING HYPHEN}", "-"),
@@ -48,6 +53,8 @@ def response_text(response: str) -> str:
     end = _CURRENCY.sub("", end)
     if not _MARKS.search(end):
         end = _PLAIN.sub(lambda found: f" ${_latex(found[0].rstrip('.'))}$ ", end)
+    else:
+        end = _MARKED.sub(lambda found: _latex(found[0]), end)
     return _exact_decimals(end.translate({ord("\N{MINUS SIGN}"): "-"}))
 
 
@@ -85,6 +92,7 @@ def _boxed(content: str) -> str:
 def _latex(text: str) -> str:
     """The text with LaTeX in place of other notations of the same."""
     text = _CURRENCY.sub("", text)
+    text = _THOUSANDS.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
     text = re.sub(f"[{_VULGAR}]", _vulgar, text)
     text = re.sub(f"[{_SUPERSCRIPTS}]+", _superscript, text)
     while (rooted := _ROOT.sub(_root, text)) != text:

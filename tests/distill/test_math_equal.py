@@ -41,7 +41,9 @@ EQUAL = [
     (r"\begin{pmatrix}1\\0.5\end{pmatrix}", r"\begin{pmatrix}1\\\frac12\end{pmatrix}"),
     ("(x+1)^2", "x^2+2x+1"), (r"\sin^2x+\cos^2x", "1"), ("0.5x", r"\frac{x}{2}"),
     (r"\text{yes}", r"\text{yes}"), ("A", "A"), ("2x+3y=6", "4x+6y=12"), (r"90^\circ", "90"),
-    ("7", "The answer is $7$."),
+    ("7", "The answer is $7$."), ("€18", "18"), ("18", "18€"), (r"1\,000", "1000"),
+    ("1 000 000", "1000000"), (r"x\ge 3", r"[3,\infty)"), ("3≤x<5", "[3,5)"), ("⅓", "1/3"),
+    (r"[0, 1]", r"0\le x\le 1"), ("1/√2", r"\frac{1}{\sqrt{2}}"), (r"\text{(A)}", "A"),
 ]  # fmt: skip
 UNEQUAL = [
     (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), ("10^{-20}", r"2\cdot 10^{-20}"),
@@ -73,6 +75,8 @@ def test_equality_is_exact_but_for_decimals() -> None:
         (r"\boxed{3}, no: \fbox{4}", "4", 1),
         (r"\boxed{7", "7", 1),
         ("It costs US$18.", "18", 1),
+        ("The answer is $1 1/2$.", "3/2", 1),
+        (r"\boxed{5}, or \boxed{ }", "5", 0),
         (r"It costs \$18.50 in all.", r"\$18.50", 1),
         ("It costs $18 of $20.", "20", 1),
         ("The answer is ½.", "1/2", 1),
