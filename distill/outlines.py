@@ -106,6 +106,7 @@ class GroupTally:
         teacher_versions: sum of the weight versions of the teacher at each; None of a teacher whose
             weights never change.
         repeated: sum over trajectories of `repeated_share`.
+        equal: all members are the same tokens, which chance hardly ever makes of their log-probs.
         turns: number of them in all trajectories.
         turn_gaps: of the first turns of every trajectory, by their number.
         gap, gap_q1: sums of log p_T - log q_T and log p_T - log q_1; None where one was not scored.
@@ -127,6 +128,7 @@ class GroupTally:
     reference_gap: float | None
     bonus: float | None
     teacher_versions: int | None = None
+    equal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

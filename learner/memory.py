@@ -198,10 +198,14 @@ class PassMemory:
 
 def _mlp_widths(text: Any) -> tuple[int, int]:
     """Width of a token's MLP (experts: of all that it visits), and copies of its input to them."""
+    # GPT-Neo's and GPT-2's None, under either name, is four times the hidden size.
+    names = ("intermediate_size", "n_inner")
+    widths = (getattr(text, name, None) for name in names)
+    dense: int = next(filter(None, widths), 4 * text.hidden_size)
     visited = getattr(text, "num_experts_per_tok", None)
     if not visited:
-        return text.intermediate_size, 0
-    expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        return dense, 0
+    expert = getattr(text, "moe_intermediate_size", None) or dense
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
     return visited * expert + shared, 2 * visited
 

@@ -12,7 +12,7 @@ does, and echoes the T it applied; what echoes another T than was asked for is r
 server without an echo is taken as it is: whether it scores at T is for the handshake to find out.
 
 SGLang draws its samples from one generator for all requests, so `GenerateRequest.seed` is heeded
-only by a server that runs with --enable-deterministic-inference.
+only by a server that runs deterministically, as its /server_info says.
 """
 
 from __future__ import annotations
@@ -483,12 +483,24 @@ class SglangEngine:
         if self.server is not None:
             self.server.stop()
 
+    async def _start(self, server: SglangServer) -> None:
+        await server.ready()
+        self._note_seeds(await self._client.get("/server_info"))
+
+    def _note_seeds(self, info: Any) -> None:
+        """Notes from /server_info whether samples need seeds of their own.
+
+        A deterministic server gives all samples without one the same: every member of a group
+        would be equal. Several flags make it deterministic, --rl-on-policy-target among them.
+        """
+        self._seeded = isinstance(info, dict) and bool(info.get("enable_deterministic_inference"))
+
     async def _ready(self) -> None:
         """Waits for a hosted server's start, once for all callers."""
         if self.server is None:
             return
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self.server.ready())
+            self._starting = asyncio.ensure_future(self._start(self.server))
         await asyncio.shield(self._starting)
         if not self.server.running:
             raise EngineLost(self.server.obituary())

@@ -76,6 +76,7 @@ class ExternalSglangEngine(SglangEngine):
             )
         if info.get("tokenizer_path") is None or info.get("is_embedding"):
             raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
+        self._note_seeds(info)
         self._context_length = int(info["max_req_input_len"]) - 1
         dtype = str(info.get("dtype"))
         # Unknown means the looser bounds: auto is half precision of some kind.

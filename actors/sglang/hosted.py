@@ -7,7 +7,7 @@ from functools import partial
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
-from actors.sglang.flags import InFlight, parse_flags
+from actors.sglang.flags import InFlight
 from actors.sglang.nodes import MeetingPoint, RanksStore
 from actors.sglang.parallelism import parallelism
 from actors.sglang.start import start_server
@@ -128,7 +128,7 @@ class HostedSglangEngine(SglangEngine):
                 bucket_bytes=push_bucket_bytes,
                 handle_key=server.handle_key,
             ),
-            seeded="--enable-deterministic-inference" in parse_flags(flags),
+            seeded=False,  # until the server has started and says
             mixture=mixture,
         )
 

@@ -8,6 +8,8 @@ from cluster.findings.training import PATIENCE, gained
 
 # Shares of episodes, and growth of lengths.
 _CUT, _CUT_MORE, _LONGER = 0.5, 0.1, 2.0
+# Share of groups of equal members.
+_EQUAL = 0.5
 # Shares of sampled tokens that repeat: so many, and so many more than at the start.
 _REPEATED, _REPEATED_MORE = 0.3, 0.2
 # Episodes that ended by themselves at the start, and the share of them that is left.
@@ -26,6 +28,22 @@ def responses_are_cut(history: History, setup: Setup) -> Finding | None:
         f"max_new_tokens={setup.max_new_tokens} or the context (rollout/stop/length)",
         remedy="raise max_new_tokens, unless this is meant",
         settings=("max_new_tokens",),
+    )
+
+
+def members_are_equal(history: History, _setup: Setup) -> Finding | None:
+    """Members of most groups are the same tokens, against the odds of their log-probs."""
+    equal = history.of("rollout/equal_groups")
+    if equal is None or equal.values[-1] <= _EQUAL:
+        return None
+    return Finding(
+        name="members_are_equal",
+        step=history.step,
+        text=f"in {equal.values[-1]:.0%} of the groups all members are the same tokens, though "
+        "they were sampled at a temperature above 0 (rollout/equal_groups)",
+        remedy="the engine draws all members with one seed. Leave out the flag of "
+        "policy_server_flags= that makes SGLang deterministic, or use engine=embedded",
+        settings=("policy_server_flags", "engine"),
     )
 
 

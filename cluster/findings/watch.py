@@ -13,6 +13,7 @@ from cluster.findings.flow import learner_starves, staleness_at_its_bound, teach
 from cluster.findings.history import History
 from cluster.findings.responses import (
     eos_vanishes,
+    members_are_equal,
     responses_are_cut,
     responses_grow,
     responses_repeat,
@@ -89,6 +90,7 @@ DETECTORS = (
     Detector(engine_gap_grows),
     Detector(updates_are_lost),
     Detector(responses_are_cut, _cut),
+    Detector(members_are_equal, _any),
     Detector(responses_grow, _length),
     Detector(responses_repeat, _repeated),
     Detector(eos_vanishes, _cut),

@@ -24,9 +24,10 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     objective that scores the teacher at temperature 1. `reference/kl` is the sampled
     KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| that the tokens have
     which are furthest off, a hundredth of each group's, and `rollout/repeated_share` that of
-    `repeated_share`. `opd/teacher_age` is how many versions a teacher that moves was behind these
-    weights. Where groups have teachers, tags or sources, reverse KL and reward come once
-    more for each of them, and for sources their share of the groups.
+    `repeated_share`. `rollout/equal_groups` is the share of groups whose members are the same
+    tokens and could hardly be so by chance. `opd/teacher_age` is how many versions a teacher that
+    moves was behind these weights. Where groups have teachers, tags or sources, reverse KL and
+    reward come once more for each of them, and for sources their share of the groups.
 
     What is of a teacher is of the groups that it scored. All of that is of what the policy sampled;
     of the teacher's samples there is `teacher_samples/*`, and nothing else where the step has no
@@ -90,6 +91,7 @@ def _policy_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str,
             np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])
         ),
         "rollout/repeated_share": sum(t.repeated for t in tallies) / len(trajectories),
+        "rollout/equal_groups": float(np.mean([tally.equal for tally in tallies])),
     }
     metrics |= _turn_metrics(groups_P)
     env = _means([trajectory.metrics for trajectory in trajectories])

@@ -16,6 +16,7 @@ from distill.types import FloatArray, Segment, TokenArray, Trajectory, Trajector
 
 # Share of a group's tokens, those furthest from the teacher, of which `opd/kl_top_share` tells.
 _TOP = 0.01
+_BY_CHANCE = 1e-6
 # Of longer episodes, the reverse KL of so many turns is told apart.
 TURNS_SHOWN = 8
 
@@ -91,7 +92,20 @@ def tally(group: TrajectoryGroup) -> GroupTally:
         reference_gap=reference,
         bonus=sum(bonuses) if bonuses else None,
         teacher_versions=_teacher_versions(segments),
+        equal=_equal(group.trajectories_G),
     )
+
+
+def _equal(members_G: Sequence[Trajectory]) -> bool:
+    """True if all members are equal, and independent samples would be with p below _BY_CHANCE."""
+    tokens_G = {tuple(s.tokens_T.tobytes() for s in member.segments) for member in members_G}
+    if len(members_G) < 2 or len(tokens_G) > 1:
+        return False
+    logprob = sum(
+        float(segment.behaviour_logprobs_T[segment.action_mask_T].sum(dtype=np.float64))
+        for segment in members_G[0].segments
+    )
+    return (len(members_G) - 1) * logprob < math.log(_BY_CHANCE)
 
 
 def _teacher_versions(segments: Sequence[Segment]) -> int | None:

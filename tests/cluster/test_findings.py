@@ -103,6 +103,7 @@ FAILURES: Mapping[str, dict[str, Curve]] = {
     "engine_gap_grows": {"train__logprob_gap": late(0.01, 0.3)},
     "updates_are_lost": {"push__lost_share": late(0.8, 0.8)},
     "responses_are_cut": {"rollout__stop__length": late(0.1, 0.8)},
+    "members_are_equal": {"rollout__equal_groups": late(0.0, 0.9)},
     "responses_grow": {
         "rollout__response_length": late(60, 200),
         "rollout__stop__length": late(0.05, 0.35),

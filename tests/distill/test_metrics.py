@@ -76,6 +76,7 @@ def test_every_metric_written_out() -> None:
             "rollout/response_length": tokens / trajectories,
             "rollout/eos_share": eos / trajectories,
             "rollout/repeated_share": 0.0,
+            "rollout/equal_groups": 0.0,
             "time/rollout": 3.0,
             "time/teacher": 1.0,
         }
@@ -190,6 +191,26 @@ def test_reference_bonuses_and_constant_groups_written_out() -> None:
     assert metrics["reward/constant_groups"] == 0.5
     without = group_metrics([group()], version=0)
     assert "reference/kl" not in without and "reward/bonus" not in without
+
+
+@pytest.mark.parametrize(
+    ("logprob", "members", "differs", "share"),
+    [
+        (-2.0, 4, False, 1.0),
+        (-2.0, 4, True, 0.0),
+        (-1e-3, 4, False, 0.0),  # the model is sure: equal answers are no surprise
+        (-2.0, 1, False, 0.0),
+    ],
+)
+def test_equal_members_are_told_from_sure_ones(
+    logprob: float, members: int, differs: bool, share: float
+) -> None:
+    def member(g: int):
+        seed = g if differs else 0
+        return trajectory(segment(1, 6, seed=seed, behaviour_logprobs_T=[0.0] + [logprob] * 6))
+
+    made = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(member, range(members))))
+    assert group_metrics([made], version=0)["rollout/equal_groups"] == share
 
 
 def test_reward_and_kl_come_once_more_for_each_teacher_and_tag() -> None:

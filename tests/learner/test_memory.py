@@ -12,7 +12,14 @@ import chz
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from distill.errors import ConfigError
 from distill.models.shared_prefix import SharedPrefixModel
@@ -121,6 +128,19 @@ def plan(workers: int, free: int, **asked: Any) -> PassPlan:
     memory = memory_of(QWEN3_8B, "bfloat16", workers, device="cuda", parameters=count)
     settings = {"token_budget": None, "gradient_checkpointing": None} | asked
     return fit_pass(memory, free - states, device="cuda:0", **settings)
+
+
+@pytest.mark.parametrize("width", [None, 512])
+def test_a_config_may_leave_the_width_of_its_mlp_to_its_model(width: int | None) -> None:
+    neo = GPTNeoConfig(
+        hidden_size=128, num_layers=2, num_heads=4, attention_types=[[["global"], 2]],
+        intermediate_size=width,
+    )  # fmt: skip
+    gpt2 = GPT2Config(n_embd=128, n_layer=2, n_head=4, n_inner=width)
+    passes = [memory_of(config, "float32", 1).in_layer for config in (neo, gpt2)]
+    assert passes[0] == passes[1] > 0
+    neo.intermediate_size = 512
+    assert memory_of(neo, "float32", 1).in_layer == passes[0], "four times the hidden size"
 
 
 def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
