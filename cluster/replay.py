@@ -1,15 +1,13 @@
 """`python -m cluster.replay out=DIR step=N [key=value ...]`: a step of a run, done again.
 
-    as it was    from the checkpoint before it, in one process: the steps between, and then the step
-                 itself, on the groups that the run kept (replay_keep=). Bit-equal, or the first
-                 tensor that differs. Equal bits need the same machine, the same number of threads,
-                 and a learner of one worker; of several, norms must agree to a hundredth.
-    what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
-                 its metrics beside those of the run's own
-    blame=20     the prompts, responses and tokens that have the largest shares of its gradient, and
-                 where the page of cluster.report shows them
-
-Kept groups are pickles: replay the runs that you trust.
+as it was    from the checkpoint before it, in one process: the steps between, and then the step
+             itself, on the groups that the run kept (replay_keep=). Bit-equal, or the first
+             tensor that differs. Equal bits need the same machine, the same number of threads,
+             and a learner of one worker; of several, norms must agree to a hundredth.
+what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
+             its metrics beside those of the run's own
+blame=20     the prompts, responses and tokens that have the largest shares of its gradient, and
+             where the page of cluster.report shows them
 """
 
 from __future__ import annotations

@@ -278,8 +278,7 @@ class RolloutConfig(
     rollouts: str | None = chz.field(
         default=None,
         doc="out= of a run that has kept its steps (replay_keep=): train on their "
-        "groups, in order, with no engines; to debug a learner or an objective. They are pickles: "
-        "give a run that you trust",
+        "groups, in order, with no engines; to debug a learner or an objective",
     )
     train: bool = chz.field(
         default=True,

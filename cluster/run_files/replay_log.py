@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.run_files import plain_pickle
 from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
@@ -214,7 +215,7 @@ class KeptSteps:
     def _state(self, step: int) -> dict[str, Any]:
         path = _path(self._root, step, "groups")
         try:
-            return pickle.loads(path.read_bytes())
+            return plain_pickle.loads(path.read_bytes())
         except _UNREADABLE as error:
             raise ConfigError(
                 f"{path} cannot be read ({described(error)}): another version of isotherm kept it, "
@@ -270,7 +271,7 @@ def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[Traject
         "begun_again": taken.begun_again,
         "start_max": taken.start_max,
     }
-    _replace(_path(root, step, "groups"), pickle.dumps(state, protocol=5))
+    _replace(_path(root, step, "groups"), plain_pickle.dumps(state))
 
 
 def drop_groups_after(root: Path, step: int) -> None:
