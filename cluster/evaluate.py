@@ -177,7 +177,7 @@ async def _measure(
             responses = await evaluator.respond(engine, config.eval_sampling(), asked)
             metrics = evaluator.summarise(responses)
             for teacher in teachers:
-                metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
+                metrics |= await evaluator.reverse_kl(
                     engine, {"": teacher}, config.train_sampling(), config.num_samples, asked
                 )
             results[name] = metrics, responses

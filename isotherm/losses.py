@@ -11,15 +11,17 @@ from torch import Tensor
 from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
 from distill.objective.batching import Batch, TrainingRow
+from distill.objective.custom import per_position
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.settings import AUTO, LossName, ObjectiveConfig
+from distill.objective.settings import AUTO, LossName, ObjectiveConfig, is_own
 from learner.dpo import PreferenceLoss
 from learner.forward import Forward, LossFunction
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.teachers import LocalTeachers
 
-# Of the log-probs of a batch's trained tokens (N,), each at its row's T, and the batch: the *sum*
-# of its tokens' losses.
-TokenLossFunction = Callable[[Tensor, Batch], Tensor]
+# (logprobs_N, old_N, advantages_N) of some trained tokens -> each token's loss, (N,): the contract
+# of the setting loss=module:function (`distill.objective.custom`).
+TokenLossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = str | ObjectiveConfig | PreferenceLoss | TokenLossFunction
 # The divisor of an update: the number of these in all the rows since the update before.
 Unit = Literal["token", "sequence", "pair"]
@@ -37,14 +39,19 @@ class FunctionLoss:
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts
     ) -> tuple[Tensor, Metrics]:
-        stats = forward(batch)
-        loss = self.function(stats.logprobs_N, batch)
-        if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.requires_grad:
+        logprobs_N = forward(batch).logprobs_N
+        function = per_position(f"loss={_name(self.function)}", self.function)
+        loss_N = function(logprobs_N, batch.behaviour_logprobs_N, batch.advantages_N)
+        if not loss_N.requires_grad:
             raise DataError(
-                f"the loss function returned {_described(loss)}; return a scalar tensor that "
-                "depends on the log-probs: the sum of the tokens' losses"
+                f"loss={_name(self.function)} does not depend on the log-probs of its first "
+                "argument: it has no gradient"
             )
-        return loss / counts.tokens, {}
+        return loss_N.sum() / counts.tokens, {}
+
+
+def _name(function: TokenLossFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,35 +69,38 @@ class ChosenLoss:
         return sum(row.ends_sequence for row in rows_D) // self.rows_per_unit
 
 
-def choose_loss(loss: Loss) -> ChosenLoss:
-    """The loss that is meant.
+def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
+    """The loss that is meant; `teacher` gives the distributions of estimator=full.
 
     Raises:
-        ConfigError: an unknown name, or an objective that needs more than rows have.
+        ConfigError: an unknown name, an objective that needs more than rows have, or a teacher that
+            it does not ask.
     """
+    whole = isinstance(loss, ObjectiveConfig) and loss.estimator == "full" and loss.kl_coef > 0
+    if teacher is not None and not whole:
+        raise ConfigError(
+            "teacher= changes nothing with this loss; give loss=ObjectiveConfig(estimator='full')"
+        )
     if isinstance(loss, ObjectiveConfig):
-        if loss.estimator in ("full", AUTO):
+        if loss.estimator == AUTO:
+            raise ConfigError("estimator=auto is for isotherm.run; name the estimator")
+        if whole and teacher is None:
             raise ConfigError(
-                f"estimator={loss.estimator} is for isotherm.run, which has teachers in its "
-                "learner; use estimator=sampled or top_k"
+                "estimator=full needs the teacher's distributions: give forward_backward a "
+                "teacher=DIR, or use estimator=sampled or top_k"
             )
-        return ChosenLoss(function=PolicyObjectiveLoss(objective=loss), unit=loss.normalisation)
+        function = PolicyObjectiveLoss(objective=loss, teachers=teacher)
+        return ChosenLoss(function=function, unit=loss.normalisation)
     if isinstance(loss, PreferenceLoss):
         return ChosenLoss(function=loss, unit="pair", rows_per_unit=2)
     if callable(loss):
         return ChosenLoss(function=FunctionLoss(function=loss), unit="token")
     if loss == "cross_entropy":
         return ChosenLoss(function=cross_entropy_loss, unit="token")
-    if loss not in _POLICY_LOSSES:
+    if loss not in _POLICY_LOSSES and not is_own(loss):
         raise ConfigError(
             f"loss={loss!r} is unknown; {known_names(loss, _NAMES)}; or an ObjectiveConfig, a "
-            "PreferenceLoss, a function of (log-probs, batch)"
+            "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)"
         )
     # The rows' advantages are the whole signal: no row has a teacher's distribution.
     return choose_loss(ObjectiveConfig(loss=loss, kl_coef=0.0))
-
-
-def _described(loss: object) -> str:
-    if not isinstance(loss, Tensor):
-        return f"a {type(loss).__name__}"
-    return f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"

@@ -16,25 +16,27 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import supervised_row
 from distill.delivery import TrainedGroups
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, DataError
 from distill.models.loading import context_length, stop_token_ids, vocab_size
 from distill.models.model_files import check_model_files
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
 from distill.sampling import UNSCALED, Sampling
-from distill.types import FloatArray
+from distill.types import FloatArray, TokenArray
 from isotherm.losses import Loss, Unit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.digests import disk_remedy
 from learner.learner import Learner, Part
+from learner.teachers import LocalTeachers
 
 _PUSH_TIMEOUT_S = 3600.0
 
@@ -77,6 +79,7 @@ class Policy(Samples):
         check_model_files(model, self.tokenizer)
         self.version = self.steps = 0
         self._accumulated: dict[Unit, int] = defaultdict(int)
+        self._teachers: dict[str, LocalTeachers] = {}
         if self._config.lora_adapter is not None:
             self.push()  # the sampler's checkpoint lacks the adapter
 
@@ -94,6 +97,7 @@ class Policy(Samples):
             ConfigError, DataError: a temperature not above 0, or nothing to score.
         """
         tokens_T = np.asarray(tokens, np.int32)
+        self._check_tokens(tokens_T)
         row = row_to_score(tokens_T, np.arange(len(tokens_T)) >= start, temperature, "tokens")
         return self.learner.logprobs([row])[0]
 
@@ -118,15 +122,19 @@ class Policy(Samples):
 
     # training
 
-    def forward_backward(self, batch: Sequence[TrainingRow], loss: Loss) -> dict[str, float]:
+    def forward_backward(
+        self, batch: Sequence[TrainingRow], loss: Loss, *, teacher: str | None = None
+    ) -> dict[str, float]:
         """Adds the gradient of the batch's loss to what has accumulated since `optim_step`.
 
         Args:
             loss: "cross_entropy"; a policy loss over the rows' advantages, "importance_sampling",
                 "ppo", "cispo", "dro" or "gspo", or an `ObjectiveConfig` with its settings; a
-                `PreferenceLoss`, over pairs of rows; or a function of (log-probs (N,) of the
-                trained tokens, the batch of these tokens) to a scalar, the *sum* of their losses.
+                `PreferenceLoss`, over pairs of rows; or a function of (logprobs_N, old_N,
+                advantages_N), as `loss=module:function` of a run is one, to each token's loss (N,).
                 Large batches are cut into micro-batches, and the function is called for each.
+            teacher: checkpoint whose distributions an `ObjectiveConfig(estimator="full")` asks. It
+                is loaded once.
 
         Returns the loss's metrics, means over this batch; `train/loss` among them.
 
@@ -135,9 +143,16 @@ class Policy(Samples):
                 earlier call since `optim_step`.
             NonFiniteError: a loss is NaN or infinite. All that has accumulated is dropped.
         """
-        chosen = choose_loss(loss)
         if not batch:
             raise ConfigError("the batch is empty; give at least one row")
+        for i, row in enumerate(batch):
+            if not isinstance(row, TrainingRow):
+                raise ConfigError(
+                    f"batch[{i}] is a {type(row).__name__}, not a TrainingRow; a completion makes "
+                    "one: completion.row(advantages=...)"
+                )
+            self._check_tokens(row.tokens_T)
+        chosen = choose_loss(loss, None if teacher is None else self._teacher(teacher))
         if others := self._accumulated.keys() - {chosen.unit}:
             raise ConfigError(
                 f"loss={loss} is a mean over {chosen.unit}s, and the gradients that have "
@@ -155,6 +170,22 @@ class Policy(Samples):
             raise
         self._accumulated[chosen.unit] += count
         return metrics | {"train/loss": metrics["train/loss"] / count}
+
+    def _teacher(self, path: str) -> LocalTeachers:
+        if path not in self._teachers:
+            self._teachers[path] = LocalTeachers(
+                {"": path}, dtype=torch.float32, device=self.learner.device
+            )
+        return self._teachers[path]
+
+    def _check_tokens(self, tokens_T: TokenArray) -> None:
+        """Raises DataError for tokens that the model lacks."""
+        size = vocab_size(self.learner.model.config)
+        if len(tokens_T) and not 0 <= tokens_T.min() <= tokens_T.max() < size:
+            raise DataError(
+                f"tokens from {tokens_T.min()} to {tokens_T.max()} are given, and the model has "
+                f"ids from 0 to {size - 1}; encode the text with this model's tokenizer"
+            )
 
     def optim_step(self) -> dict[str, float]:
         """One AdamW step by all that has accumulated, as if it had been one batch; drops it.

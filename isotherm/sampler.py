@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.embedded.engine import EmbeddedEngine
@@ -20,6 +20,7 @@ from cluster.supervision.failures import root_cause
 from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
+from distill.errors import ConfigError, DataError, EngineError
 from distill.objective.batching import TrainingRow
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.tokenizer import load_tokenizer
@@ -77,9 +78,15 @@ class Completion:
 
         Raises:
             ConfigError: it was sampled greedily (temperature 0).
-            DataError: nothing was sampled, or an advantage is not finite.
+            DataError: nothing was sampled, or the advantages are of another number, or not finite.
         """
-        on_sample_N = np.broadcast_to(np.asarray(advantages, np.float32), self.tokens_T.shape)
+        given = np.asarray(advantages, np.float32)
+        if given.shape not in ((), self.tokens_T.shape):
+            raise DataError(
+                f"advantages have the shape {given.shape}, and {len(self.tokens_T)} tokens were "
+                "sampled; give one number, or one for each token"
+            )
+        on_sample_N = np.broadcast_to(given, self.tokens_T.shape)
         before_T = np.zeros(self.start, np.float32)
         return TrainingRow(
             tokens_T=self.chain_T,
@@ -178,11 +185,20 @@ class Sampler(Samples):
         return _value(self.engine.info.remote()).weight_version
 
     def encode(self, prompt: Prompt) -> TokenArray:
-        """Token ids of a prompt."""
+        """Token ids of a prompt.
+
+        Raises:
+            ConfigError: it is no text, no messages and no array of ids.
+        """
         if isinstance(prompt, str):
             return render_text(self.tokenizer, prompt)
         if isinstance(prompt, np.ndarray):
             return prompt.astype(np.int32)
+        if not prompt or not all(isinstance(message, Mapping) for message in prompt):
+            raise ConfigError(
+                "a prompt is a text, a list of messages ({'role': ..., 'content': ...}) or a numpy "
+                f"array of token ids, not {prompt!r:.80}; sample_batch takes several prompts"
+            )
         return render_messages(self.tokenizer, prompt)
 
     def _sampled(
@@ -266,5 +282,7 @@ def _value(reference: Any) -> Any:
     """The value of a call; what it raised, as the engine raised it."""
     try:
         return calls.get(reference)
+    except RayActorError:
+        raise EngineError("the sampler is closed; make a new Sampler (or Policy)") from None
     except RayError as error:
         raise root_cause(error) from None

@@ -41,7 +41,14 @@ KL_CLIP = 0.5
 StateDivergence = Callable[[Tensor, Tensor], Tensor]
 
 
+def conditional(log_q_V: Tensor, log_p_V: Tensor) -> Tensor:
+    """log q given that the token is one of p's, where q has padding ids besides."""
+    width = len(log_p_V)
+    return log_q_V if len(log_q_V) == width else log_q_V[:width].log_softmax(dim=0)
+
+
 def reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    log_q_V = conditional(log_q_V, log_p_V)
     return (log_p_V.exp() * (log_p_V - log_q_V)).sum()
 
 
@@ -59,10 +66,12 @@ def clipped_kl(clip: float) -> StateDivergence:
 
 
 def forward_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    log_q_V = conditional(log_q_V, log_p_V)
     return (log_q_V.exp() * (log_q_V - log_p_V)).sum()
 
 
 def jsd(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    log_q_V = conditional(log_q_V, log_p_V)
     log_m_V = ((log_p_V.exp() + log_q_V.exp()) / 2).log()
     return (reverse_kl(log_p_V, log_m_V) + reverse_kl(log_q_V, log_m_V)) / 2
 
@@ -76,14 +85,17 @@ def top_tokens(support: TopKFrom, log_p_V: Tensor, log_q_V: Tensor) -> list[int]
 
 
 def coarse_reverse_kl(support: TopKFrom) -> StateDivergence:
-    """Of some likely tokens and all the others as one."""
+    """Of some likely tokens and all the others as one; listed padding of the teacher is left out,
+    other padding is in its rest."""
 
     def divergence(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
-        top = top_tokens(support, log_p_V.detach(), log_q_V)
-        rest = [v for v in range(len(log_q_V)) if v not in top]
+        listed = top_tokens(support, log_p_V.detach(), log_q_V)
+        top = [v for v in listed if v < len(log_p_V)]
 
         def merged(log_V: Tensor) -> Tensor:
-            return torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
+            rest = [v for v in range(len(log_V)) if v not in listed]
+            parts = torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
+            return parts.log_softmax(dim=0)
 
         return reverse_kl(merged(log_p_V), merged(log_q_V))
 
@@ -142,10 +154,14 @@ ESTIMATORS = {
 }
 
 
-def tiny(seed: int) -> PreTrainedModel:
+def tiny(seed: int, padding: int = 0, pad_token_id: int | None = 0) -> PreTrainedModel:
+    """A model whose embedding of the pad token, one of the five, is 0.
+
+    RMSNorm is not continuous there: with any other embedding the model is not near to this one.
+    """
     model = new_qwen3(
-        vocab_size=VOCAB, hidden_size=32, layers=1, heads=1, context_length=8,
-        eos_token_id=EOS, pad_token_id=0, seed=seed,
+        vocab_size=VOCAB + padding, hidden_size=32, layers=1, heads=1, context_length=8,
+        eos_token_id=EOS, pad_token_id=pad_token_id, seed=seed,
     )  # fmt: skip
     model.model.norm.weight.data.mul_(8)
     return model
@@ -211,17 +227,28 @@ class World:
     """Student and teacher, and copies of both in the hands of the learner."""
 
     def __init__(
-        self, directory: Path, stops: tuple[int, ...] = (EOS,), device: str = "cpu"
+        self,
+        directory: Path,
+        stops: tuple[int, ...] = (EOS,),
+        device: str = "cpu",
+        padding: int = 0,
+        pad_token_id: int | None = 0,
     ) -> None:
         """`directory` receives the teacher's checkpoint; several `stops` are one event.
+
+        The teacher's vocabulary has `padding` ids more than the student's. `pad_token_id`: None
+        where weights move by small distances (`tiny`).
 
         On another `device` is what trains; truths are computed on the CPU.
         """
         self.stops = stops
         self._event = event = stops if len(stops) > 1 else ()
-        self.student, self.teacher = tiny(0), tiny(1)
+        assert not padding or len(stops) == 1
+        student, self.teacher, self.current = (
+            tiny(seed, more, pad_token_id) for seed, more in ((0, 0), (1, padding), (0, 0))
+        )
+        self.student, self.learning = student, tiny(0, 0, pad_token_id).to(device)
         self.teacher.requires_grad_(False)
-        self.learning, self.current = tiny(0).to(device), tiny(0)
         self._device = device
         self._forward = Forward(self.learning, event=event)
         self._probabilities: dict[float, Tensor] = {}
@@ -341,7 +368,8 @@ class World:
                 for log_p_V, log_q_V in zip(log_p_NV, log_q_NV, strict=True)
             ]
         ).view(len(response), TOP_K)
-        top_ids_NK = torch.tensor(outcomes(self.stops))[top_NK]
+        columns = [*outcomes(self.stops), *range(VOCAB, self.teacher.config.vocab_size)]
+        top_ids_NK = torch.tensor(columns)[top_NK]
         observed = len(PROMPT)
         return Segment(
             tokens_T=np.array([*PROMPT, *response]),

@@ -35,7 +35,7 @@ from distill.chat.token_text import decode
 from distill.engine import Engine
 from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
 from distill.errors import DataError, EngineError, IsothermError, described
-from distill.rewards.accuracy import interval, majority, pass_at_k
+from distill.rewards.accuracy import interval, majority, pass_at_k, ratio_interval
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
 
@@ -198,8 +198,9 @@ class Evaluator:
         sampling: TrainSampling,
         num_samples: int = 1,
         models: Mapping[str, Any] | None = None,
-    ) -> float:
-        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes per problem.
+    ) -> dict[str, float]:
+        """`eval/reverse_kl`: sampled KL(p_T || q_T), mean per token, over `num_samples` fresh
+        episodes per problem; `_low` and `_high`: its 95 % interval over problems.
 
         Scored as in training: by the teacher that the problem names, after the context it gives.
 
@@ -230,7 +231,12 @@ class Evaluator:
             )
 
         gaps = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
-        return float(np.concatenate(gaps).mean())
+        sums_P = [float(gaps_N.sum(dtype=np.float64)) for gaps_N in gaps]
+        counts_P = list(map(len, gaps))
+        metrics = {"eval/reverse_kl": sum(sums_P) / sum(counts_P)}
+        if (bounds := ratio_interval(sums_P, counts_P)) is not None:
+            metrics["eval/reverse_kl_low"], metrics["eval/reverse_kl_high"] = bounds
+        return metrics
 
 
 def summarise(
@@ -266,7 +272,7 @@ def summarise(
         by_source[source].append(mean)
     for source in sorted(filter(None, by_source)):
         metrics[f"eval/accuracy/source={source}"] = fmean(by_source[source])
-    if (bounds := interval(means_P)) is not None:
+    if (bounds := interval(rewards_PN)) is not None:
         metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = bounds
     num_samples = len(rewards_PN[0])
     k = 2

@@ -64,18 +64,10 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     models = [teacher.model for teacher in config.teacher_models().values()]
     served = {model: ask_server(model) for model in models if is_url(model)}
     width = vocab_size(load_config(config.student))
-    alike = all(
-        width == (served[model].vocab_size if model in served else vocab_size(load_config(model)))
-        for model in models
-    )
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
-    # The sampled token tells the reverse KL alone; padding with mass would fail a step of `full`.
-    if config.divergence == "reverse_kl":
-        if not alike:
-            return "sampled", "student and teacher have vocabularies of different sizes"
-        if without:
-            return "sampled", f"the server at {without[0]} runs without isotherm's plugin"
+    if config.divergence == "reverse_kl" and without:  # of others a sampled token tells nothing
+        return "sampled", f"the server at {without[0]} runs without isotherm's plugin"
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
     if width > 3 * DEFAULT_TOP_K:

@@ -17,7 +17,14 @@ from cluster.config.rollout_checks import RolloutInputs
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
-from distill.objective.custom import AdvantageTrial, LossTrial, own_advantage, own_loss
+from distill.objective.custom import (
+    AdvantageTrial,
+    DivergenceTrial,
+    LossTrial,
+    own_advantage,
+    own_divergence,
+    own_loss,
+)
 from distill.objective.settings import is_own
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rewards.registry import CheckedReward
@@ -86,8 +93,8 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
 
 
 def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:
-    """Finds an advantage and a loss of the user's own, and tries each on made-up numbers, in a
-    process of its own.
+    """Finds an advantage, a loss and a divergence of the user's own, and tries each on made-up
+    numbers, in a process of its own.
 
     Raises:
         ConfigError: one cannot be imported or called so; it raises, hangs, or answers in another
@@ -102,6 +109,10 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
     if is_own(objective.loss):
         own_loss(objective.loss)
         trials.append((f"loss={objective.loss}", LossTrial(name=objective.loss)))
+    if is_own(objective.divergence):
+        own_divergence(objective.divergence)
+        trial = DivergenceTrial(name=objective.divergence)
+        trials.append((f"divergence={objective.divergence}", trial))
     for setting, trial in trials if config.try_first else ():
         try:
             wrong = tried(trial, _START_S)

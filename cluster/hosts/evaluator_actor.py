@@ -51,7 +51,7 @@ class EvaluatorActor:
         teachers: Mapping[str, EnginePool],
         sampling: TrainSampling,
         models: Models = MappingProxyType({}),
-    ) -> float:
+    ) -> dict[str, float]:
         """See `Evaluator.reverse_kl`."""
         with self._asking([policy, *teachers.values(), *models.values()]):
             return await self._evaluator.reverse_kl(policy, teachers, sampling, models=models)

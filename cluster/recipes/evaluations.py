@@ -241,7 +241,7 @@ class Evaluations:
         decoded = yield from self._decoded(when, policy)
         metrics = decoded.metrics
         if teachers := teacher_roles(self._config):
-            metrics["eval/reverse_kl"] = yield Ask(
+            metrics |= yield Ask(
                 "evaluation",
                 lambda: self._fleet.evaluator.reverse_kl.remote(
                     policy(),

@@ -53,10 +53,11 @@ def load_config(path: str) -> Any:
             + run_remedy(path)
         )
     if not Path(path).exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
+        beside = Path(path).parent
+        near = get_close_matches(Path(path).name, [each.name for each in beside.glob("*")], n=1)
         raise CheckpointError(
             f"cannot read a model config from {path!r}: there is no such directory"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {str(beside / near[0])!r}?" if near else "")
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -195,7 +196,7 @@ def new_qwen3(
     heads: int,
     context_length: int,
     eos_token_id: int,
-    pad_token_id: int,
+    pad_token_id: int | None,
     seed: int,
 ) -> Qwen3ForCausalLM:
     """A randomly initialised Qwen3-shaped model (head_dim 64, tied embeddings), fp32.
@@ -403,7 +404,16 @@ def silence(layer: torch.nn.Module) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """`auto` is the first CUDA device where there is one, else the CPU.
+
+    Raises:
+        ConfigError: torch has no device of that name.
+    """
+    if device != "auto":
+        try:
+            torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"device={device} is unknown; use auto, cpu or cuda") from None
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 

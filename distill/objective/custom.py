@@ -1,12 +1,16 @@
-"""Advantages and losses of a user's own, `module:function`: found, held to their form, tried.
+"""Advantages, losses and divergences of a user's own, `module:function`: found, checked, tried.
 
     advantage(rewards_P)                         a step's groups (`GroupRewards`) -> an array of
                                                  each group's advantages, shape (G,)
     loss(logprobs_N, old_N, advantages_N)        tensors of one micro-batch's trained tokens ->
                                                  each token's loss, shape (N,)
+    divergence(log_p_NV, log_q_NV)               log-probs of student and teacher at one
+                                                 temperature, a distribution a row -> the
+                                                 divergence of each row, shape (N,)
 
 `old_N` are the log-probs that ratios are taken against; it and the advantages carry no gradient. A
-token's loss may depend on that token alone: the loss of a step is a sum over micro-batches.
+token's loss may depend on that token alone: the loss of a step is a sum over micro-batches. The
+columns of a divergence are the vocabulary, or likely tokens and one bucket for the rest.
 """
 
 from __future__ import annotations
@@ -26,9 +30,12 @@ from distill.objective.group_rewards import GroupRewards
 from distill.types import FloatArray
 
 OwnAdvantage = Callable[[Sequence[GroupRewards]], list[FloatArray]]
-OwnLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Of tensors whose first dimension is positions, to one number for each of these.
+PerPosition = Callable[..., Tensor]
 
-_TRIED_TOKENS = 8
+_TRIED_TOKENS, _TRIED_VOCABULARY = 8, 6
+# Rounding errors of a divergence that is constant.
+_NO_GRADIENT = 1e-6
 
 
 @cache
@@ -61,29 +68,49 @@ def own_advantage(name: str) -> OwnAdvantage:
 
 
 @cache
-def own_loss(name: str) -> OwnLoss:
+def own_loss(name: str) -> PerPosition:
     """The tokens' losses by `module:function`.
 
     Raises:
         ConfigError: it cannot be imported, or called so.
         DataError: when called: it raised, or returned something else.
     """
-    function = resolve_function("loss", name, ())
-    require_arguments("loss", name, function, "logprobs_N", "old_N", "advantages_N")
+    return _own("loss", name, "logprobs_N", "old_N", "advantages_N")
 
-    def loss(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
+
+@cache
+def own_divergence(name: str) -> PerPosition:
+    """The divergences by `module:function`; it raises as `own_loss` does."""
+    return _own("divergence", name, "log_p_NV", "log_q_NV")
+
+
+def _own(setting: str, name: str, *arguments: str) -> PerPosition:
+    function = resolve_function(setting, name, ())
+    require_arguments(setting, name, function, *arguments)
+    return per_position(f"{setting}={name}", function)
+
+
+def per_position(what: str, function: PerPosition) -> PerPosition:
+    """The function, held to its form.
+
+    Raises:
+        DataError: when called: it raised, or returned no tensor of one number for each position.
+    """
+
+    def checked(*tensors: Tensor) -> Tensor:
         try:
-            made_N = function(logprobs_N, old_N, advantages_N)
+            made_N = function(*tensors)
         except (Exception, SystemExit) as error:  # the user's may raise anything
-            raise DataError(f"loss={name} raised {described(error)}") from error
-        if not isinstance(made_N, Tensor) or made_N.shape != logprobs_N.shape:
+            raise DataError(f"{what} raised {described(error)}") from error
+        wanted = tensors[0].shape[:1]
+        if not isinstance(made_N, Tensor) or made_N.shape != wanted:
             raise DataError(
-                f"loss={name} returned {_form(made_N)}; a tensor of the tokens' losses, of shape "
-                f"{tuple(logprobs_N.shape)}, is wanted"
+                f"{what} returned {_form(made_N)}; a tensor of one number for each token, of shape "
+                f"{tuple(wanted)}, is wanted"
             )
         return made_N
 
-    return loss
+    return checked
 
 
 def _form(made: Any) -> str:
@@ -128,24 +155,43 @@ class LossTrial:
     def __call__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         drawn_3N = torch.rand(3, _TRIED_TOKENS, generator=generator)
-        logprobs_N = -0.3 - 3 * drawn_3N[0]
-        old_N = logprobs_N + 0.4 * (drawn_3N[1] - 0.5)
+        logprobs_N = (-0.3 - 3 * drawn_3N[0]).requires_grad_()
+        old_N = logprobs_N.detach() + 0.4 * (drawn_3N[1] - 0.5)
         advantages_N = 2 * drawn_3N[2] - 1
-        logprobs_N.requires_grad_()
         loss = own_loss(self.name)
-        loss_N = loss(logprobs_N, old_N, advantages_N)
-        if not loss_N.requires_grad:
-            raise DataError(f"loss={self.name} does not depend on logprobs_N: it has no gradient")
-        [gradient_N] = torch.autograd.grad(loss_N.sum(), logprobs_N)
-        if not (loss_N.isfinite().all() and gradient_N.isfinite().all()):
-            raise DataError(f"loss={self.name} has a loss or a gradient that is not finite")
-        if not gradient_N.any():
-            raise DataError(f"loss={self.name} has a gradient of 0 at every token")
-        half = _TRIED_TOKENS // 2
-        alone_N = loss(logprobs_N[:half], old_N[:half], advantages_N[:half])
-        if not torch.allclose(alone_N, loss_N[:half]):
-            raise DataError(
-                f"loss={self.name} gives a token another loss beside other tokens: micro-batches "
-                "would not add up. Return each token's own loss; dividing by the count of tokens "
-                "is done afterwards (normalisation=)"
-            )
+        _try(f"loss={self.name}", loss, (logprobs_N, old_N, advantages_N), logprobs_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceTrial:
+    """A divergence, called with made-up distributions; it raises as `LossTrial` does."""
+
+    name: str
+
+    def __call__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        drawn_2NV = torch.randn(2, _TRIED_TOKENS, _TRIED_VOCABULARY, generator=generator)
+        logits_NV = (3 * drawn_2NV[0]).requires_grad_()
+        log_p_NV, log_q_NV = logits_NV.log_softmax(1), (3 * drawn_2NV[1]).log_softmax(1)
+        divergence = own_divergence(self.name)
+        _try(f"divergence={self.name}", divergence, (log_p_NV, log_q_NV), logits_NV)
+
+
+def _try(what: str, function: PerPosition, tensors: Sequence[Tensor], learnt: Tensor) -> None:
+    """Raises DataError for values that no micro-batches could add up, or without a gradient."""
+    made_N = function(*tensors)
+    if not made_N.requires_grad:
+        raise DataError(f"{what} does not depend on its first argument: it has no gradient")
+    [gradient] = torch.autograd.grad(made_N.sum(), learnt, retain_graph=True)
+    if not (made_N.isfinite().all() and gradient.isfinite().all()):
+        raise DataError(f"{what} has a value or a gradient that is not finite")
+    if gradient.abs().max() < _NO_GRADIENT:
+        raise DataError(f"{what} has a gradient of 0 at every token")
+    half = _TRIED_TOKENS // 2
+    alone_N = function(*(tensor[:half] for tensor in tensors))
+    if not torch.allclose(alone_N, made_N[:half], atol=1e-6):
+        raise DataError(
+            f"{what} gives a token another value beside other tokens: micro-batches would not add "
+            "up. Return each token's own; dividing by the count of tokens is done afterwards "
+            "(normalisation=)"
+        )

@@ -14,15 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-from distill.errors import DataError
 from distill.objective.advantages import clipped
-from distill.objective.settings import DivergenceName
+from distill.objective.custom import own_divergence
 
 # Least mass of a teacher's tail. What is left of 1 after its top K carries their rounding errors,
 # about 1e-6 in fp32; an empty tail would make the student's mass there infinitely bad.
 TAIL_FLOOR = 1e-6
-# Most mass that ids beyond the tokenizer's may have: divergences leave them out.
-PADDING_MASS = 1e-3
 # The log-prob of no mass at all, finite so that its gradient is 0 and no NaN.
 NO_MASS = -1e4
 
@@ -66,8 +63,12 @@ def generalised_jsd(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
     return beta * kl(log_q_NV, log_m_NV) + (1 - beta) * kl(log_p_NV, log_m_NV)
 
 
-def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: DivergenceName, jsd_beta: float) -> Tensor:
-    """The divergence of that name of the student's `log_p_NV` and the teacher's `log_q_NV`."""
+def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: str, jsd_beta: float) -> Tensor:
+    """The divergence of that name of the student's `log_p_NV` and the teacher's `log_q_NV`.
+
+    Raises:
+        DataError: one of the user's own (`module:function`) failed.
+    """
     match name:
         case "reverse_kl":
             return kl(log_p_NV, log_q_NV)
@@ -75,45 +76,39 @@ def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: DivergenceName, jsd_bet
             return kl(log_q_NV, log_p_NV)
         case "jsd":
             return generalised_jsd(log_p_NV, log_q_NV, jsd_beta)
+        case own:
+            return own_divergence(own)(log_p_NV, log_q_NV)
 
 
 def shared_columns(log_p_NV: Tensor, log_q_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns that both have, where one vocabulary is padded with tokens that nobody has.
+    """Both distributions over the token ids that both vocabularies have.
 
-    Raises:
-        DataError: the padding has mass, so that the rest is no distribution.
+    The wider vocabulary is padded with ids that no tokenizer uses. They are masked before its
+    softmax: what is left is normalised again, which adds a constant to a state's log-probs. Of the
+    teacher's, the gradient of a reverse KL has no part of it.
     """
     width = min(log_p_NV.shape[1], log_q_NV.shape[1])
-    for whose, logprobs_NV in (("student", log_p_NV), ("teacher", log_q_NV)):
-        _check_padding(whose, width, logprobs_NV.detach()[:, width:].exp())
-    return log_p_NV[:, :width], log_q_NV[:, :width]
+    return _first_columns(log_p_NV, width), _first_columns(log_q_NV, width)
 
 
-def _check_padding(whose: str, width: int, mass_NM: Tensor) -> None:
-    """Raises DataError if ids from `width` on have a `mass_NM` that is no padding's."""
-    mass = mass_NM.sum(dim=1).max().item() if mass_NM.numel() else 0.0
-    if not mass <= PADDING_MASS:
-        raise DataError(
-            f"the {whose} puts a mass of {mass:.2g} on token ids from {width} on, which the other "
-            f"model does not have; at most {PADDING_MASS:g} passes for padding. Resize its "
-            "embeddings to the tokenizer's length, or use estimator=sampled"
-        )
+def _first_columns(logprobs_NV: Tensor, width: int) -> Tensor:
+    if logprobs_NV.shape[1] == width:
+        return logprobs_NV
+    return logprobs_NV[:, :width].log_softmax(dim=1)
 
 
 def without_padding(width: int, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """log q of the teacher's likeliest tokens, with no mass on ids from `width` on.
+    """log q of the teacher's likeliest tokens, given that none of the listed padding was sampled.
 
-    Those are padding of a teacher's vocabulary beyond the student's; what little they have goes to
-    the rest.
-
-    Raises:
-        DataError: they have mass, so that they are more than padding.
+    Padding are ids from `width` on, beyond the student's vocabulary. Padding that is not listed
+    stays in the rest, with at most the mass of the least likely listed token each.
     """
     padding_NK = ids_NK >= width
     if not bool(padding_NK.any()):
         return log_q_NK
-    _check_padding("teacher", width, log_q_NK.exp().masked_fill(~padding_NK, 0.0))
-    return log_q_NK.masked_fill(padding_NK, NO_MASS)
+    mass_N1 = log_q_NK.exp().masked_fill(~padding_NK, 0.0).sum(dim=1, keepdim=True)
+    kept_N1 = (1 - mass_N1).clamp_min(TAIL_FLOOR)
+    return (log_q_NK - kept_N1.log()).masked_fill(padding_NK, NO_MASS)
 
 
 def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
@@ -124,12 +119,15 @@ def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
     assert ids_NK.shape[1] < log_p_NV.shape[1], "the top is the whole vocabulary: there is no rest"
     own_NK = _within(log_p_NV, ids_NK)
     rest_N1 = log_p_NV.scatter(1, own_NK, -math.inf).logsumexp(dim=1, keepdim=True)
+    rest_N1 = rest_N1.masked_fill((ids_NK >= log_p_NV.shape[1]).all(1, keepdim=True), 0.0)
     return torch.cat([_top_logprobs(log_p_NV, ids_NK), rest_N1], dim=1)
 
 
 def _within(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """The ids, and in place of those beyond the vocabulary others of their row."""
-    return torch.where(ids_NK < log_p_NV.shape[1], ids_NK, ids_NK.min(dim=1, keepdim=True).values)
+    """The ids, and in place of those beyond the vocabulary others of their row, if there are."""
+    width = log_p_NV.shape[1]
+    others_N1 = ids_NK.min(dim=1, keepdim=True).values.clamp_max(width - 1)
+    return torch.where(ids_NK < width, ids_NK, others_N1)
 
 
 def _top_logprobs(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
@@ -152,7 +150,9 @@ def top_of_reverse_kl(
     By itself no divergence: it is least where p puts its mass elsewhere, which is how truncated
     reverse KL collapses. It is meant to be completed by the sampled term of the tokens outside; so
     the log ratio is held fixed in the gradient, as it is there (their two extra terms, the
-    gradients of the two masses, cancel). With a clip, of the clipped log ratios.
+    gradients of the two masses, cancel). With a clip, of the clipped log ratios. Padding ids of the
+    teacher's count for nothing, since p has no mass there; log q stays as it is, like the sampled
+    term's.
     """
     log_p_NK = _top_logprobs(log_p_NV, ids_NK)
     gap_NK = clipped((log_p_NK - log_q_NK).detach(), kl_clip)

@@ -347,9 +347,10 @@ def teacher_divergence(
 
     def of_top(log_p_NV: Tensor, positions: slice) -> Tensor:
         ids_nK = ids_NK[positions]
-        log_q_nK = without_padding(log_p_NV.shape[1], ids_nK, log_q_NK[positions])
+        log_q_nK = log_q_NK[positions]
         if how.samples_tail:
             return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK, how.kl_clip)
+        log_q_nK = without_padding(log_p_NV.shape[1], ids_nK, log_q_nK)
         return of_whole(coarse(log_p_NV, ids_nK), with_tail(log_q_nK))
 
     return of_top

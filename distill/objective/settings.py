@@ -242,9 +242,10 @@ class ObjectiveConfig(PolicyObjective):
         "full: all of it, by a copy of the teacher in the learner; top_k: some likely tokens and "
         "the rest; auto (opd): full where that fits, else top_k, else sampled",
     )
-    divergence: DivergenceName = chz.field(
+    divergence: str = chz.field(
         default="reverse_kl",
-        doc="reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || p_T); jsd: between the two",
+        doc="reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || p_T); jsd: between the two; or "
+        "module:function of (log_p_NV, log_q_NV), tensors: each row's divergence",
     )
     jsd_beta: float | None = chz.field(
         default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); 0.5"
@@ -284,7 +285,8 @@ class ObjectiveConfig(PolicyObjective):
                 "estimator=sampled is the policy gradient of the reverse KL"
             )
         check_name("estimator", self.estimator, get_args(EstimatorName))
-        check_name("divergence", self.divergence, get_args(DivergenceName))
+        if not is_own(self.divergence):
+            check_name("divergence", self.divergence, get_args(DivergenceName))
         for name, known in (("tail", Tail), ("top_k_from", TopKFrom)):
             if (value := getattr(self, name)) is not None:
                 check_name(name, value, get_args(known))
@@ -373,7 +375,7 @@ class ObjectiveConfig(PolicyObjective):
     @property
     def support(self) -> TopKFrom:
         """Whose likeliest tokens the teacher's distribution is known at, with top_k."""
-        return self.top_k_from or _SUPPORT[self.divergence]
+        return self.top_k_from or _SUPPORT.get(self.divergence, "union")
 
     @property
     def samples_tail(self) -> bool:
@@ -412,8 +414,8 @@ class ObjectiveConfig(PolicyObjective):
 
 
 DEFAULT_TOP_K = 32
-# The side whose expectation the divergence is; both have one in the JSD.
-_SUPPORT: dict[DivergenceName, TopKFrom] = {
+# The side whose expectation the divergence is; both have one in the JSD. Of a user's own: union.
+_SUPPORT: dict[str, TopKFrom] = {
     "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
 }  # fmt: skip
 DEFAULT_JSD_BETA = 0.5

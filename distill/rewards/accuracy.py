@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, pvariance, stdev
 
 # Of a confidence interval.
 CONFIDENCE = 0.95
@@ -39,24 +39,80 @@ def majority(answers_N: Sequence[Hashable | None]) -> int | None:
     return answers_N.index(winner)
 
 
-def interval(values_P: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of a mean over prompts; None of fewer than two prompts.
+def interval(rewards_PN: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean reward over prompts; None of fewer than two prompts.
 
-    One value per prompt, whatever it was averaged over: responses to one prompt are not independent
-    of one another (Miller, 2024, arXiv:2411.00640, "clustered standard errors"). Values of 0 and 1
-    alone get Wilson's interval (1927), which holds for few prompts and near 0 and 1; others the
-    normal approximation.
+    Responses to one prompt are not independent of one another, so the spread is that of prompts'
+    means (Miller, 2024, arXiv:2411.00640, "clustered standard errors"). Rewards of 0 and 1 alone
+    get Wilson's interval (1927), which holds for few prompts and near 0 and 1; of several responses
+    a prompt, at the effective number of responses (Korn and Graubard, 1998): as many independent
+    ones would have the same spread. Other rewards get Student's interval, within [0, 1] if all
+    rewards are.
     """
-    n = len(values_P)
+    means_P = [fmean(rewards_N) for rewards_N in rewards_PN]
+    n = len(means_P)
     if n < 2:
         return None
-    mean = fmean(values_P)
-    low, high = -math.inf, math.inf
-    if set(values_P) <= {0, 1}:
-        low, high = 0.0, 1.0
-        centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-        half = _Z * math.sqrt(mean * (1 - mean) / n + (_Z / (2 * n)) ** 2) / (1 + _Z**2 / n)
+    mean, rewards = fmean(means_P), {reward for rewards_N in rewards_PN for reward in rewards_N}
+    low, high = (0.0, 1.0) if all(0 <= reward <= 1 for reward in rewards) else (-math.inf, math.inf)
+    if rewards <= {0, 1}:
+        centre, half = _wilson(mean, _effective_responses(means_P, max(map(len, rewards_PN))))
     else:
-        centre, half = mean, _Z * stdev(values_P) / math.sqrt(n)
+        centre, half = mean, student_quantile(n - 1) * stdev(means_P) / math.sqrt(n)
     # Rounding must not part them, nor take a share beyond its bounds.
     return max(low, min(centre - half, mean)), min(high, max(centre + half, mean))
+
+
+def ratio_interval(sums_P: Sequence[float], counts_P: Sequence[int]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of sum / count over prompts; None of fewer than two prompts.
+
+    Prompts are independent, what is summed within one is not: the standard error is that of the
+    residuals sum_p - ratio * count_p (a ratio estimator by the delta method).
+    """
+    n, count = len(sums_P), sum(counts_P)
+    if n < 2:
+        return None
+    ratio = math.fsum(sums_P) / count
+    squared = math.fsum((s - ratio * c) ** 2 for s, c in zip(sums_P, counts_P, strict=True))
+    half = student_quantile(n - 1) * math.sqrt(n / (n - 1) * squared) / count
+    return ratio - half, ratio + half
+
+
+def student_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else to 0.2 %.
+
+    The expansion around the normal quantile of Abramowitz and Stegun, 26.7.5.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if degrees == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
+    z = _Z
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / degrees**i for i, term in enumerate(terms))
+
+
+def _effective_responses(means_P: Sequence[float], responses: int) -> float:
+    """The number of independent right or wrong responses that a mean of `means_P` is worth.
+
+    `responses` is their number to each prompt. With several, the prompts' spread is estimated, for
+    which Student's quantile in place of the normal one takes some back.
+    """
+    n, mean, spread = len(means_P), fmean(means_P), pvariance(means_P)
+    if responses == 1 or mean in (0, 1):
+        return n
+    most = n * responses
+    found = most if spread == 0 else min(most, n * mean * (1 - mean) / spread)
+    return found * (_Z / student_quantile(n - 1)) ** 2
+
+
+def _wilson(mean: float, n: float) -> tuple[float, float]:
+    """(centre, half width) of Wilson's interval."""
+    centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    return centre, _Z * math.sqrt(mean * (1 - mean) / n + (_Z / (2 * n)) ** 2) / (1 + _Z**2 / n)

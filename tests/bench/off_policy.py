@@ -63,7 +63,7 @@ def bias_table(world: World) -> Table:
 def main() -> None:
     console = Console(width=120)
     with tempfile.TemporaryDirectory() as directory:
-        world = World(Path(directory))
+        world = World(Path(directory), pad_token_id=None)
         console.print(bias_table(world))
         console.print(updates_table(world))
 

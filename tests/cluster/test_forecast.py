@@ -94,7 +94,8 @@ def test_planted_pairs_get_their_verdicts(
     assert 0.3 < measured["student"]["reward"] < 0.7
     if teacher == "good":
         assert measured["teacher"]["reward"] > 0.9 and measured["reverse_kl"] > 0.05
-        assert written["forecast"]["estimator"] == "full" and written["pair"]["same_ends"]
+        assert written["forecast"]["estimator"] == measured["noise_of"] == "full"
+        assert written["pair"]["same_ends"]
     if teacher == "copy":
         assert abs(measured["reverse_kl"]) < 1e-4 and measured["teacher_holds"] == 1
 
@@ -105,7 +106,7 @@ MEASURED = Measured(
     reward_gain=0.4, reward_gain_error=0.05, reverse_kl=0.5, forward_kl=0.6, kl_early=0.4,
     kl_late=0.6, teacher_holds=0.9, student_holds=0.85, prompt_tokens=50,
     noise=NoiseScale(signal=1.0, within=100.0, between=25.0, prompts=64, group_size=2),
-    score_s=2.0, sample_s=20.0,
+    noise_of="sampled", score_s=2.0, sample_s=20.0,
 )  # fmt: skip
 PAIR = Pair(same_ends=True, same_template=True)
 
@@ -118,6 +119,14 @@ def test_a_good_pair_is_not_warned_of_and_its_settings_follow_from_the_numbers()
     tokens = 128 * 2 * (100 + 50)
     assert found.teacher_tokens == tokens
     assert found.teacher_s == pytest.approx(tokens * 2.0 / (128 * 150))
+
+
+def test_a_gradient_with_little_noise_needs_small_steps() -> None:
+    """However groups and prompts share it: those of a whole distribution's gradient are few."""
+    for between in (-0.1, 0.0, 0.3):
+        noise = replace(MEASURED.noise, within=1.3, between=between)
+        found = judge(replace(MEASURED, noise=noise, noise_of="full"), PAIR, 1e-5)
+        assert found.prompts_per_step * found.group_size <= 32
 
 
 @pytest.mark.parametrize(

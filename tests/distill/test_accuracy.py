@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import fmean
 
@@ -10,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.rewards.accuracy import interval, majority, pass_at_k
+from distill.rewards.accuracy import (
+    interval,
+    majority,
+    pass_at_k,
+    ratio_interval,
+    student_quantile,
+)
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=7)
 
@@ -38,29 +45,83 @@ def test_the_most_frequent_answer_wins_and_silence_does_not_vote() -> None:
     assert majority([None, None]) is None and majority([]) is None
 
 
+def once(rewards: Sequence[float]) -> list[list[float]]:
+    return [[reward] for reward in rewards]
+
+
 def test_an_interval_needs_two_prompts_and_never_leaves_the_possible() -> None:
-    assert interval([1.0]) is None
+    assert interval([[1.0]]) is None
     # Agresti and Coull (1998) tabulate Wilson's interval of 0 of 10.
-    assert interval([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert all((interval([0.0] * n) or (-1,))[0] == 0 for n in range(2, 400))
-    low, high = interval([1.0] * 10) or (0, 0)
+    assert interval(once([0.0] * 10)) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert all((interval(once([0.0] * n)) or (-1,))[0] == 0 for n in range(2, 400))
+    low, high = interval(once([1.0] * 10)) or (0, 0)
     assert low == pytest.approx(0.7225, abs=1e-4) and high == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("chance", [0.05, 0.5])
-def test_an_interval_holds_the_truth_as_often_as_it_says(chance: float) -> None:
-    draws = np.random.default_rng(3).random((2000, 40)) < chance
-    bounds = [interval(values.astype(float).tolist()) for values in draws]
+@given(data=st.data(), prompts=st.integers(2, 12), samples=st.integers(1, 8))
+def test_an_interval_of_shares_holds_their_mean_within_0_and_1(
+    data: st.DataObject, prompts: int, samples: int
+) -> None:
+    reward = data.draw(st.sampled_from([st.sampled_from([0.0, 1.0]), st.floats(0, 1)]))
+    rewards_N = st.lists(reward, min_size=samples, max_size=samples)
+    rewards_PN = data.draw(st.lists(rewards_N, min_size=prompts, max_size=prompts))
+    low, high = interval(rewards_PN) or (1, 0)
+    assert 0 <= low <= fmean(map(fmean, rewards_PN)) <= high <= 1
+    assert high > low or not set().union(*rewards_PN) <= {0, 1}
+
+
+@pytest.mark.parametrize("concentration", [0.5, 20.0, None])
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("chance", [0.5, 0.95])
+@pytest.mark.parametrize("prompts", [10, 40])
+def test_an_interval_holds_the_truth_as_often_as_it_says(
+    prompts: int, chance: float, samples: int, concentration: float | None
+) -> None:
+    """Prompts differ in how hard they are, from nearly always all or none to not at all."""
+    random = np.random.default_rng(3)
+    share_DP1 = np.full((400, prompts, 1), chance)
+    if concentration is not None:
+        a, b = concentration * chance, concentration * (1 - chance)
+        share_DP1 = random.beta(a, b, share_DP1.shape)
+    draws = (random.random((400, prompts, samples)) < share_DP1).astype(float)
+    bounds = [interval(rewards_PN.tolist()) for rewards_PN in draws]
     held = fmean(low <= chance <= high for low, high in filter(None, bounds))
-    assert 0.92 < held < 0.98
+    assert 0.88 < held <= 1  # Wilson's own least is 0.89 of 10 prompts at 0.95
+
+
+@pytest.mark.parametrize("prompts", [4, 12])
+def test_a_graded_reward_s_interval_holds_the_truth(prompts: int) -> None:
+    draws = np.random.default_rng(5).normal(3.0, 2.0, (1000, prompts, 1))
+    bounds = [interval(rewards_PN.tolist()) for rewards_PN in draws]
+    held = fmean(low <= 3.0 <= high for low, high in filter(None, bounds))
+    assert 0.93 < held < 0.97
+
+
+def test_a_ratio_s_interval_holds_the_truth() -> None:
+    """Sums over responses of different lengths, whose tokens are not independent."""
+    random = np.random.default_rng(6)
+    held = []
+    for _ in range(400):
+        counts_P = random.integers(5, 60, 20)
+        sums_P = counts_P * random.normal(0.7, 0.3, 20)
+        low, high = ratio_interval(sums_P.tolist(), counts_P.tolist()) or (1, 0)
+        held.append(low <= 0.7 <= high)
+    assert 0.92 < fmean(held) < 0.98
+    assert ratio_interval([1.0], [3]) is None
+
+
+# Of printed tables.
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)],
+)
+def test_student_s_quantile(degrees: int, quantile: float) -> None:
+    assert student_quantile(degrees) == pytest.approx(quantile, rel=2e-3)
 
 
 def test_responses_to_one_prompt_are_not_independent() -> None:
-    """Means of 8 responses that always agree say no more than one response does."""
-    values = np.random.default_rng(4).random((50, 1)) < 0.4
-    once = interval(values[:, 0].astype(float).tolist())
-    often = interval(np.repeat(values, 8, axis=1).mean(1).tolist())
-    assert once == often
-    graded = interval([0.25, 0.5, 0.75, 0.5])
-    assert graded is not None
-    assert graded == pytest.approx((0.5 - 0.2, 0.5 + 0.2), abs=2e-4)
+    """Eight responses that always agree say about as much as one response does."""
+    values = (np.random.default_rng(4).random((50, 1)) < 0.4).astype(float)
+    low, high = interval(values.tolist()) or (0, 0)
+    least, most = interval(np.repeat(values, 8, axis=1).tolist()) or (0, 0)
+    assert (least, most) == pytest.approx((low, high), abs=0.01)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distill.errors import DataError
 from distill.objective.divergences import (
     TAIL_FLOOR,
     coarse,
@@ -19,6 +18,7 @@ from distill.objective.divergences import (
     generalised_jsd,
     kl,
     reverse_kl,
+    shared_columns,
     top_of_reverse_kl,
     with_tail,
     without_padding,
@@ -190,17 +190,18 @@ def test_a_top_of_the_whole_vocabulary_has_no_rest() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None:
-    """It is as if the teacher had named one token less; the student's mass is all where it was."""
+    """It is as if the teacher had one token less; the student's mass is all where it was."""
     log_p_NV, log_q_NV = log_pair(3)
     log_p_NV = log_p_NV.requires_grad_(True)
     log_q_NK, ids_NK = likeliest(log_q_NV, 3)
     named_NK = torch.cat([ids_NK[:, :1], torch.full((6, 1), 11), ids_NK[:, 1:]], dim=1)
     padded_NK = torch.cat([log_q_NK[:, :1], torch.full((6, 1), -9.0), log_q_NK[:, 1:]], dim=1)
-    padded_NK = without_padding(log_p_NV.shape[1], named_NK, padded_NK)
+    kept_NK = without_padding(log_p_NV.shape[1], named_NK, padded_NK)
+    less_NK = log_q_NK - math.log1p(-math.exp(-9.0))
     for made_N, expected_N in (
         (
-            divergence(coarse(log_p_NV, named_NK), with_tail(padded_NK), name, 0.5),
-            divergence(coarse(log_p_NV, ids_NK), with_tail(log_q_NK), name, 0.5),
+            divergence(coarse(log_p_NV, named_NK), with_tail(kept_NK), name, 0.5),
+            divergence(coarse(log_p_NV, ids_NK), with_tail(less_NK), name, 0.5),
         ),
         (
             top_of_reverse_kl(log_p_NV, named_NK, padded_NK),
@@ -214,10 +215,27 @@ def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None
         torch.testing.assert_close(made_NV, expected_NV)
 
 
-def test_padding_in_the_top_that_has_mass_is_refused() -> None:
-    log_q_NK = torch.tensor([[0.9, 0.002, 0.05]]).log()
-    with pytest.raises(DataError, match=r"the teacher puts a mass of 0\.002 on .* 9 on"):
-        without_padding(9, torch.tensor([[4, 11, 2]]), log_q_NK)
+@pytest.mark.parametrize("mass", [0.0, 0.002, 0.5, 1.0 - 1e-7])
+def test_padding_in_the_top_is_left_out_whatever_its_mass(mass: float) -> None:
+    log_q_NK = torch.tensor([[0.6 * (1 - mass), mass, 0.3 * (1 - mass)]]).log()
+    kept_NK = without_padding(9, torch.tensor([[4, 11, 2]]), log_q_NK)
+    if mass < 0.9:
+        assert kept_NK.exp().tolist()[0] == pytest.approx([0.6, 0, 0.3])
+    assert with_tail(kept_NK).isfinite().all() and kept_NK.exp().sum() <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_of_a_whole_vocabulary_is_masked_before_the_softmax(name: DivergenceName) -> None:
+    logits_NV = torch.randn(6, 11, generator=torch.Generator().manual_seed(5))
+    log_p_NV, _ = log_pair(3)
+    made = shared_columns(log_p_NV, logits_NV.log_softmax(dim=1))
+    masked = logits_NV.masked_fill(torch.arange(11) >= 9, -math.inf).log_softmax(dim=1)[:, :9]
+    torch.testing.assert_close(
+        divergence(*made, name, 0.5),
+        divergence(log_p_NV, masked, name, 0.5),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

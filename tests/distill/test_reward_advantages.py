@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.errors import ConfigError, DataError
-from distill.objective.custom import AdvantageTrial, LossTrial
+from distill.objective.custom import AdvantageTrial, DivergenceTrial, LossTrial
+from distill.objective.divergences import divergence
 from distill.objective.group_rewards import GroupRewards
 from distill.objective.losses import token_losses
 from distill.objective.reward_advantages import sample_advantages
@@ -208,6 +209,21 @@ CODE = """
 
     def nothing(logprobs_N, old_N, advantages_N):
         return 0 * logprobs_N
+
+    def tv(log_p_NV, log_q_NV):
+        return (log_p_NV.exp() - log_q_NV.exp()).abs().sum(1) / 2
+
+    def of_teacher(log_p_NV, log_q_NV):
+        return log_q_NV.exp().sum(1)
+
+    def mass(log_p_NV, log_q_NV):
+        return log_p_NV.exp().sum(1)
+
+    def averaged(log_p_NV, log_q_NV):
+        return tv(log_p_NV, log_q_NV) * tv(log_p_NV, log_q_NV).mean()
+
+    def scalar(log_p_NV, log_q_NV):
+        return tv(log_p_NV, log_q_NV).sum()
 """
 
 
@@ -282,9 +298,9 @@ def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("detached", "does not depend on logprobs_N"),
-        ("over_the_batch", "gives a token another loss beside other tokens"),
-        ("summed", r"returned a tensor of shape \(\); a tensor of the tokens' losses"),
+        ("detached", "no gradient"),
+        ("over_the_batch", "gives a token another value beside other tokens"),
+        ("summed", r"returned a tensor of shape \(\); a tensor of one number for each"),
         ("infinite", "not finite"),
         ("nothing", "a gradient of 0 at every token"),
     ],
@@ -292,3 +308,34 @@ def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
 def test_what_is_wrong_with_a_loss_is_said(own: str, name: str, problem: str) -> None:
     with pytest.raises(DataError, match=f"loss={own}:{name} .*{problem}"):
         LossTrial(name=f"{own}:{name}")()
+
+
+def test_a_divergence_of_one_s_own_is_of_each_state(own: str) -> None:
+    how = ObjectiveConfig(estimator="full", divergence=f"{own}:tv")
+    DivergenceTrial(name=how.divergence)()
+    drawn = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
+    made_N = divergence(drawn[0], drawn[1], how.divergence, 0.5)
+    expected = [
+        sum(abs(math.exp(p) - math.exp(q)) for p, q in zip(*each, strict=True)) / 2
+        for each in zip(drawn[0].tolist(), drawn[1].tolist(), strict=True)
+    ]
+    assert made_N.tolist() == pytest.approx(expected, abs=1e-6)
+    top = ObjectiveConfig(estimator="top_k", divergence=f"{own}:tv")
+    assert top.support == "union" and not top.samples_tail and not top.has_advantages
+    for wrong in ({"estimator": "sampled"}, {"estimator": "top_k", "tail": "sampled"}):
+        with pytest.raises(ConfigError):
+            ObjectiveConfig(divergence=f"{own}:tv", **wrong)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("of_teacher", "no gradient"),
+        ("mass", "a gradient of 0"),
+        ("averaged", "another value beside other tokens"),
+        ("scalar", r"a tensor of shape \(\)"),
+    ],
+)
+def test_what_is_wrong_with_a_divergence_is_said(own: str, name: str, problem: str) -> None:
+    with pytest.raises(DataError, match=f"divergence={own}:{name} .*{problem}"):
+        DivergenceTrial(name=f"{own}:{name}")()

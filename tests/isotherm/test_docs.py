@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,11 +27,13 @@ def test_the_page_runs(
     text = page.read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     assert len(blocks) > 5
-    names: dict[str, Any] = {"__name__": "docs"}
+    main = ModuleType("__main__")  # as in a notebook
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    names: dict[str, Any] = main.__dict__
     for block in blocks:
         # Blank lines before it: a traceback then has the page's own line numbers.
         above = "\n" * text[: block.start(1)].count("\n")
         exec(compile(above + block[1], page, "exec"), names)
-    for made in names.values():
+    for made in list(names.values()):
         if isinstance(made, isotherm.Policy | isotherm.Sampler):
             made.close()

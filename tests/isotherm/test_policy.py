@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import isotherm
-from distill.objective.batching import Batch, TrainingRow
+from distill.objective.batching import TrainingRow
 from distill.weights.model_weights import gather_all
 from isotherm.losses import Loss
 from tests.conftest import TinyPair
@@ -27,13 +27,24 @@ PAIRS = [
     for row in ROWS
     for ones in [np.ones(len(row), np.float32)]
 ]
+
+
+def importance_sampling(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
+    return -(logprobs_N - old_N).exp() * advantages_N
+
+
+def own_reverse_kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dim=1)
+
+
 SEQUENCES = isotherm.ObjectiveConfig(loss="dro", normalisation="sequence", kl_coef=0.0)
 LOSSES: dict[str, Loss] = {
     "cross_entropy": "cross_entropy",
     "ppo": "ppo",
     "over sequences": SEQUENCES,
     "pairs": isotherm.PreferenceLoss(beta=0.3),
-    "a function": lambda logprobs_N, batch: -(batch.advantages_N * logprobs_N).sum(),
+    "a function": lambda logprobs_N, _old_N, advantages_N: -advantages_N * logprobs_N,
+    "its name": f"{__name__}:importance_sampling",
 }
 
 
@@ -92,15 +103,58 @@ def test_a_step_by_hand_is_the_learners_own(new_policy: Callable[..., isotherm.P
 def test_a_function_equal_to_ours_has_its_gradient(
     new_policy: Callable[..., isotherm.Policy],
 ) -> None:
-    def importance_sampling(logprobs_N: Tensor, batch: Batch) -> Tensor:
-        ratio_N = (logprobs_N - batch.behaviour_logprobs_N).exp()
-        return -(ratio_N * batch.advantages_N).sum()
-
     ours, theirs = new_policy(), new_policy()
     expected = ours.forward_backward(ROWS, "importance_sampling")
     made = theirs.forward_backward(ROWS, importance_sampling)
     assert_same(gradients_of(theirs.learner.model), gradients_of(ours.learner.model), 1e-6)
     assert made["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+
+
+def test_a_loss_over_distributions_asks_a_teacher(
+    new_policy: Callable[..., isotherm.Policy], tiny_pair: TinyPair
+) -> None:
+    ours, theirs = new_policy(), new_policy()
+    for policy, name in ((ours, "reverse_kl"), (theirs, f"{__name__}:own_reverse_kl")):
+        whole = isotherm.ObjectiveConfig(estimator="full", divergence=name)
+        metrics = policy.forward_backward(ROWS, whole, teacher=tiny_pair.teacher)
+        assert metrics["opd/divergence"] > 0.01
+        with pytest.raises(isotherm.ConfigError, match="teacher=DIR"):
+            policy.forward_backward(ROWS, whole)
+        with pytest.raises(isotherm.ConfigError, match="teacher= changes nothing"):
+            policy.forward_backward(ROWS, "ppo", teacher=tiny_pair.teacher)
+    assert_same(gradients_of(theirs.learner.model), gradients_of(ours.learner.model), 1e-6)
+
+
+def test_misuse_is_an_error_with_a_remedy(
+    new_policy: Callable[..., isotherm.Policy], tiny_pair: TinyPair
+) -> None:
+    policy = new_policy()
+    sampling = {"temperature": 0.7, "max_new_tokens": 3}
+    for prompt in (["a", "b"], [], [1, 2]):
+        with pytest.raises(isotherm.ConfigError, match="sample_batch"):
+            policy.sample(prompt, **sampling)  # pyright: ignore
+    [completion] = policy.sample("1 +", **sampling)
+    with pytest.raises(isotherm.ConfigError, match=r"batch\[0\].*completion.row"):
+        policy.forward_backward([completion], "ppo")  # pyright: ignore
+    with pytest.raises(isotherm.DataError, match="one for each token"):
+        completion.row(np.ones(len(completion.tokens_T) + 1))
+    with pytest.raises(isotherm.DataError, match="999999"):
+        policy.logprobs([1, 999_999], temperature=1.0)
+    row = ROWS[0]
+    with pytest.raises(isotherm.DataError, match="this model's tokenizer"):
+        policy.forward_backward([replace(row, tokens_T=row.tokens_T + 999_999)], "ppo")
+    with pytest.raises(isotherm.IsothermError, match="999999"):
+        policy.sampler.logprobs([1, 999_999], temperature=1.0)
+    with pytest.raises(isotherm.IsothermError):
+        policy.sample(np.array([1, 999_999]), **sampling)
+    with pytest.raises(isotherm.ConfigError, match="device=gpu"):
+        new_policy(device="gpu")
+    policy.close()
+    with pytest.raises(isotherm.EngineError, match="closed"):
+        policy.sample("1 +", **sampling)
+    with pytest.raises(isotherm.CheckpointError) as refused:
+        isotherm.Sampler("/nope")
+    assert "/opt" not in str(refused.value)
 
 
 def test_samples_are_at_t_and_learner_and_sampler_score_alike(
@@ -212,12 +266,12 @@ def test_what_cannot_be_meant_is_refused_and_leaves_no_gradient_behind(
     with pytest.raises(isotherm.ConfigError, match="call forward_backward first"):
         policy.optim_step()
     with pytest.raises(isotherm.DataError, match=r"a tensor of shape \(2,\)"):
-        policy.forward_backward(ROWS, lambda logprobs_N, _: logprobs_N[:2])
+        policy.forward_backward(ROWS, lambda logprobs_N, *_: logprobs_N[:2])
     policy.forward_backward(ROWS[:1], "ppo")
     with pytest.raises(isotherm.ConfigError, match="no common divisor"):
         policy.forward_backward(ROWS, SEQUENCES)
     with pytest.raises(isotherm.NonFiniteError, match="non_finite_rows"):
-        policy.forward_backward(ROWS, lambda logprobs_N, _: (logprobs_N / 0).sum())
+        policy.forward_backward(ROWS, lambda logprobs_N, *_: logprobs_N / 0)
     with pytest.raises(isotherm.ConfigError, match="call forward_backward first"):
         policy.optim_step()
     assert all(p.grad is None for p in policy.learner.model.parameters())

@@ -18,6 +18,7 @@ from tests.enumeration import (
     ESTIMATORS,
     KL_CLIP,
     TEMPERATURES,
+    VOCAB,
     World,
     error,
     k1,
@@ -26,6 +27,7 @@ from tests.enumeration import (
     mean_gradient,
     responses,
     reverse_kl,
+    state_logprobs,
     truncated_reverse_kl,
 )
 
@@ -43,6 +45,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def two_ends(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Student and teacher end with different tokens: either is the one event of stopping."""
     return World(tmp_path_factory.mktemp("two_ends"), stops=(1, 4))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The teacher has two ids that the student lacks."""
+    return World(tmp_path_factory.mktemp("padded"), padding=2)
 
 
 @cache
@@ -67,6 +75,15 @@ def test_the_enumeration_is_complete(world: World, T: float) -> None:
 def test_its_mean_is_the_gradient_it_claims(world: World, name: str, T: float) -> None:
     made = world.expected_gradient(ESTIMATORS[name].objective, T)
     assert error(made, claimed_by(world, name, T)) < 3e-5
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if "kl_clip" not in name])
+def test_a_teacher_s_padding_biases_none(padded: World, name: str, T: float = 0.5) -> None:
+    """However much mass it has: of a state's divergence it is a constant, and else masked."""
+    mass = state_logprobs(padded.teacher, (0, 2), T)[:, VOCAB:].exp().sum(dim=1)
+    assert mass.max() > 0.1
+    made = padded.expected_gradient(ESTIMATORS[name].objective, T)
+    assert error(made, claimed_by(padded, name, T)) < 3e-5
 
 
 @every_T

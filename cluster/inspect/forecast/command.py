@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
+from distill.objective.settings import ObjectiveConfig
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings
@@ -109,7 +110,7 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     run = config.run()
     inputs = check_rollout(run)
     run, why = with_estimator(run)
-    measured = asyncio.run(_measured(config, inputs))
+    measured = asyncio.run(_measured(config, run, inputs))
     tokenizers = [load_tokenizer(model) for model in (config.student, config.teacher)]
     ends = [
         ends_of(model, tokenizer)
@@ -121,11 +122,23 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     )
     width = load_config(config.student).get_text_config().hidden_size
     found = judge(measured, pair, suggested_lr("opd", width, adapter=False))
+    step = chz.replace(run, prompts_per_step=found.prompts_per_step, group_size=found.group_size)
+    scored = step.scored_by_teacher().share
+    found = replace(
+        found, teacher_tokens=scored * found.teacher_tokens, teacher_s=scored * found.teacher_s
+    )
     console.print(_table(measured))
     for warning in found.warnings:
         console.print(f"- {warning}", highlight=False, markup=False)
     console.print(f"verdict: {found.verdict}", highlight=False)
     console.print(why, highlight=False, markup=False)
+    if measured.noise_of != run.estimator:
+        console.print(
+            f"the noise is that of estimator={measured.noise_of}: estimator={run.estimator} has "
+            "less, and may need smaller steps than these",
+            highlight=False,
+            markup=False,
+        )
     console.print(
         f"to begin with: estimator={run.estimator} lr={found.lr:g} "
         f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; a step has "
@@ -141,10 +154,14 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         console.print(f"all of it is in {config.out}", highlight=False, markup=False)
 
 
-async def _measured(config: ForecastConfig, inputs: RolloutInputs) -> Any:
+async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInputs) -> Any:
+    import torch
+
     from cluster.inspect.forecast.measure import TOP, measure
     from learner.config import LearnerConfig
     from learner.learner import Learner
+    from learner.policy_loss import PolicyObjectiveLoss
+    from learner.teachers import LocalTeachers
 
     count = min(config.num_prompts, len(inputs.train))
     if count < 2:
@@ -163,6 +180,12 @@ async def _measured(config: ForecastConfig, inputs: RolloutInputs) -> Any:
             ),
             dump_dir=scratch,
         )
+        objective, event, teachers = ObjectiveConfig(), inputs.stops.event, None
+        if run.estimator == "full":
+            objective = run.objective()
+            models = {name: each.model for name, each in run.teacher_models().items()}
+            dtype = getattr(torch, choose_dtype(config.dtype, learner.device))
+            teachers = LocalTeachers(models, dtype=dtype, device=learner.device, event=event)
         async with running_engines(*engines) as (student, teacher):
             sizes = [(await engine.info()).vocab_size for engine in (student, teacher)]
             return await measure(
@@ -172,9 +195,9 @@ async def _measured(config: ForecastConfig, inputs: RolloutInputs) -> Any:
                 inputs.train,
                 chosen_P=sorted(chosen_P.tolist()),
                 samples=config.num_samples,
-                sampling=config.run().train_sampling(),
+                sampling=run.train_sampling(),
                 top=min(TOP, *sizes),
-                stop_event=inputs.stops.event,
+                loss=PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=event),
             )
 
 
@@ -198,7 +221,11 @@ def _table(measured: Any) -> Table:
         measured.teacher_holds, measured.student_holds)  # fmt: skip
     row("reverse KL in the first quarter of a response", measured.kl_early, None)
     row("reverse KL in the last", measured.kl_late, None)
-    row("noise scale of the gradient, responses", measured.noise.samples, None)
+    row(
+        f"noise scale of the gradient ({measured.noise_of}), responses",
+        measured.noise.samples,
+        None,
+    )
     return table
 
 

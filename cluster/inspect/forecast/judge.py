@@ -24,6 +24,8 @@ _LATE, _LATE_BY = 3.0, 0.1
 _MOST_CUT = 0.5
 # Prompts a step that anybody has, and what is made of a scale that was not seen.
 _FEWEST, _MOST = 8, 1024
+# The least group size of the docs' table of ranges.
+_SMALL_GROUP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,16 @@ def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
     warnings += _beside(measured, pair)
     noise = measured.noise
     group_size = noise.best_group_size(measured.prompt_tokens / max(measured.student.tokens, 1.0))
+    # Where so few prompts are enough, larger groups would only be dearer.
+    while group_size > _SMALL_GROUP and noise.prompts_for(group_size // 2) <= _FEWEST:
+        group_size //= 2
     wanted = noise.prompts_for(group_size)
     if not math.isfinite(wanted) or wanted > _MOST:
         seen = noise.prompts * noise.group_size
+        less = ", or estimator=full or top_k" if measured.noise_of == "sampled" else ""
         warnings.append(
-            f"the gradient is hidden in its noise even with {seen} responses: take large steps, "
-            "or estimator=full or top_k; more prompts here (num_prompts=) tell more"
+            f"the gradient is hidden in its noise even with {seen} responses: take large steps"
+            f"{less}; more prompts here (num_prompts=) tell more"
         )
     prompts = _power_of_two(min(max(wanted, _FEWEST), _MOST))
     seen_tokens = measured.student.tokens * noise.prompts * noise.group_size

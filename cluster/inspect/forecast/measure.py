@@ -18,7 +18,6 @@ from distill.engine import Engine
 from distill.envs.base import EnvDataset
 from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.objective.rows import policy_rows, rows_by_group
-from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from distill.types import FloatArray, StopReason, TopLogprobs, TrajectoryGroup
 from learner.learner import Learner, Part
@@ -57,7 +56,9 @@ class Measured:
             tokens have 90 % of their mass on the teacher's.
         student_holds: the same of the teacher's mass, on the student's.
         prompt_tokens: mean length of a prompt.
-        noise: of the gradient of sampled OPD, a sample being a response.
+        noise: of the gradient of the distillation, a sample being a response.
+        noise_of: the estimator that the gradient is of: the run's where that is `full`, else
+            `sampled`, whose noise is a bound of `top_k`'s.
         score_s, sample_s: seconds that scoring the student's samples by the teacher took, and
             sampling them.
     """
@@ -74,6 +75,7 @@ class Measured:
     student_holds: float
     prompt_tokens: float
     noise: NoiseScale
+    noise_of: str
     score_s: float
     sample_s: float
 
@@ -88,9 +90,11 @@ async def measure(
     samples: int,
     sampling: TrainSampling,
     top: int,
-    stop_event: tuple[int, ...],
+    loss: PolicyObjectiveLoss,
 ) -> Measured:
-    """Both engines are asked at the same time as little as can be: their seconds are measured."""
+    """`loss`: of which the noise is measured, by estimator=full or sampled.
+
+    Both engines are asked at the same time as little as can be: their seconds are measured."""
 
     async def answered(engine: Engine) -> list[TrajectoryGroup]:
         return await asyncio.gather(
@@ -134,7 +138,8 @@ async def measure(
         teacher_holds=teacher_holds,
         student_holds=student_holds,
         prompt_tokens=fmean(s.first_action for group in by_student for s in group.segments()),
-        noise=gradient_noise(learner, by_student, stop_event),
+        noise=gradient_noise(learner, by_student, loss),
+        noise_of=loss.objective.estimator,
         score_s=ended - sampled,
         sample_s=sampled - started,
     )  # fmt: skip
@@ -219,14 +224,14 @@ def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
 
 
 def gradient_noise(
-    learner: Learner, groups_P: Sequence[TrajectoryGroup], stop_event: tuple[int, ...]
+    learner: Learner, groups_P: Sequence[TrajectoryGroup], loss: PolicyObjectiveLoss
 ) -> NoiseScale:
-    """The noise of the gradient of sampled OPD, by a backward pass for each response.
+    """The noise of the gradient of a loss, by a backward pass for each response.
 
     A response's gradient is weighed by its tokens, as a step weighs it. Nothing is trained.
     """
-    loss = PolicyObjectiveLoss(objective=ObjectiveConfig(), stop_event=stop_event)
-    parts_PG = _rows_of_responses(groups_P, policy_rows(groups_P, loss.objective, None, stop_event))
+    rows_D = policy_rows(groups_P, loss.objective, None, loss.stop_event)
+    parts_PG = _rows_of_responses(groups_P, rows_D)
     mean = fmean(sum(r.num_trained for r in rows) for parts in parts_PG for rows in parts)
     total: list[torch.Tensor] = []
     squared_PG, squared_means_P = [], []
