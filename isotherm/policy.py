@@ -24,7 +24,7 @@ from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import supervised_row
 from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.models.loading import context_length, stop_token_ids, vocab_size
+from distill.models.loading import context_length, vocab_size
 from distill.models.model_files import check_model_files
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
@@ -57,12 +57,14 @@ class Policy(Samples):
         *,
         device: str = "auto",
         sampler_dtype: str = "float32",
+        stop_tokens: str = "",
         **settings: Any,
     ) -> None:
         """
         Args:
             model: Hugging Face checkpoint directory (or hub name) to start from.
             sampler_dtype: of the sampler's weights and activations.
+            stop_tokens: as of `Sampler`; `supervised_row` ends with one of them.
             settings: of the learner (`learner.config.LearnerConfig`): lr, max_grad_norm, lora_rank,
                 token_budget, dtype, seed, threads, ...; a schedule needs total_steps.
 
@@ -74,7 +76,9 @@ class Policy(Samples):
         self._dump_dir = str(Path(tempfile.gettempdir()) / f"isotherm-failed-{os.getpid()}")
         self.learner = Learner(self._config, self._dump_dir)
         seed = self._config.seed
-        self.sampler = Sampler(model, dtype=sampler_dtype, device=device, seed=seed)
+        self.sampler = Sampler(
+            model, dtype=sampler_dtype, device=device, seed=seed, stop_tokens=stop_tokens
+        )
         self.tokenizer = self.sampler.tokenizer
         check_model_files(model, self.tokenizer)
         self.version = self.steps = 0
@@ -117,7 +121,7 @@ class Policy(Samples):
             tokenizer=self.tokenizer,
             vocab_size=vocab_size(config),
             max_length=context_length(config),
-            stop_ids=stop_token_ids(self._config.model),
+            stop_ids=self.sampler.stops.ids,
         )
 
     # training

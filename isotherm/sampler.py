@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,8 +21,10 @@ from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import ConfigError, DataError, EngineError
+from distill.models.loading import ends_of
 from distill.objective.batching import TrainingRow
 from distill.sampling import EvalSampling, Sampling, TrainSampling
+from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray, StopReason, TokenArray
 
@@ -160,22 +162,37 @@ class Sampler(Samples):
         tokenizer: the checkpoint's.
         engine: handle of the `EmbeddedEngine`, for all else that it can do.
         next_seed: of the next call of `sample` that names none; it counts up.
+        stops: where samples end.
     """
 
     def __init__(
-        self, model: str, *, dtype: str = "float32", device: str = "auto", seed: int = 0
+        self,
+        model: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        seed: int = 0,
+        stop_tokens: str = "",
     ) -> None:
         """
         Args:
             model: Hugging Face checkpoint directory (or hub name).
             dtype: of weights and activations; log-probs are float32 whatever it is.
             seed: of the first call of `sample` that names none.
+            stop_tokens: as the setting of that name; empty: the checkpoint's and its tokenizer's.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: a stop token that is no token.
         """
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
-        self.engine: Any = LocalActor(EmbeddedEngine, model_path=model, dtype=dtype, device=device)
+        ends = [ends_of(model, self.tokenizer)]
+        chosen = StopSettings(stop_tokens=stop_tokens).stops(self.tokenizer, ends)
+        # Each is an outcome of its own, to the sampler and to `Policy`.
+        self.stops = replace(chosen, one_event=False)
+        self.engine: Any = LocalActor(
+            EmbeddedEngine, model_path=model, dtype=dtype, device=device, stops=self.stops
+        )
         self.next_seed = seed
         _value(self.engine.info.remote())
 

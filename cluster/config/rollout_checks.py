@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
@@ -29,6 +28,7 @@ from cluster.config.rows import digests_of, unweighted_sources
 from cluster.config.text_teachers import text_teachers
 from distill.data.columns import PromptColumns
 from distill.data.example_encoder import ExampleEncoder
+from distill.data.held_out import choose_held_out
 from distill.data.order import MixedPart, shares
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
@@ -396,15 +396,24 @@ def _hold_out(
 ) -> tuple[EnvDataset, EnvDataset]:
     """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
 
-    Of each source as many as its size asks for. `evaluated` are the same problems, as evaluations
-    play them.
+    Of each source as many as its size asks for. Problems with one prompt stay on one side.
+    `evaluated` are the same problems, as evaluations play them.
     """
     sizes = [len(each) for each in problems]
     counts = shares(sizes, min(config.eval_size, sum(sizes) // 10))
+    chosen = choose_held_out(
+        [_prompt_keys(i, each, config.group_size) for i, each in enumerate(problems)],
+        [min(count, size - 1) for count, size in zip(counts, sizes, strict=True)],
+        [[config.seed, i] for i in range(len(sizes))],
+    )
     train, apart = [], []
-    for i, (each, played, count) in enumerate(zip(problems, evaluated, counts, strict=True)):
-        order = np.random.default_rng([config.seed, i]).permutation(len(each)).tolist()
-        held_out = set(order[: min(count, len(each) - 1)])
+    for each, played, held_out in zip(problems, evaluated, chosen, strict=True):
         train.append(Subset(each, [p for p in range(len(each)) if p not in held_out]))
         apart.append(Subset(played, sorted(held_out)))
     return mixture(train, sources), mixture(apart, sources)
+
+
+def _prompt_keys(source: int, problems: EnvDataset, group_size: int) -> list[Hashable]:
+    """Key of each problem's prompt; one of its own where the problem tells none."""
+    keys = (problems.builder(p, group_size).prompt_key for p in range(len(problems)))
+    return [(source, p) if key is None else key for p, key in enumerate(keys)]

@@ -21,7 +21,7 @@ from cluster.config.model_checks import (
 from cluster.config.rows import digests_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
 from distill.data.columns import CompletionColumns, PreferenceColumns
-from distill.data.held_out import HeldOut, Unit, hold_out
+from distill.data.held_out import HeldOut, Unit, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
 from distill.data.row_reader import RowReader
@@ -50,7 +50,7 @@ class SupervisedInputs:
     """A checked sft, dpo or reward_model run; a pair is two rows, the chosen one first.
 
     `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting;
-    `padding` is a reward model's.
+    `padding` is a reward model's; `overlap` counts the held-out units with a trained prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -59,6 +59,7 @@ class SupervisedInputs:
     parts: list[MixedPart]
     digests: Mapping[str, str]
     held_out: Sequence[HeldOut] = ()
+    overlap: int = 0
     padding: int | None = None
     warning: str | None = None
 
@@ -158,59 +159,82 @@ def _supervised_inputs(
     rows_D: list[TrainingRow] = []
     parts: list[MixedPart] = []
     held_out: list[HeldOut] = []
-    for number, source in enumerate(parse_sources("data", config.data)):
-        units = load(source.place)
-        if config.validation_share is not None:
-            units, apart = _hold_out_rows(config, config.validation_share, source, number, units)
-            held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
+    sources = parse_sources("data", config.data)
+    units_by_source = [load(source.place) for source in sources]
+    if config.validation_share is not None:
+        units_by_source, held_out = _hold_out_rows(
+            config, config.validation_share, sources, units_by_source
+        )
+    overlap = 0
+    if config.validation is not None:
+        held_out, overlap = _validation_rows(config, config.validation, load, units_by_source)
+    for source, units in zip(sources, units_by_source, strict=True):
         ours = list(chain.from_iterable(units))
         rows_D += ours
         size = len(ours) // config.rows_per_unit
         parts.append(MixedPart(name=source.name, size=size, weight=source.weight))
-    if config.validation is not None:
-        held_out = _validation_rows(config, config.validation, load)
     read.require_columns()
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=rows_D,
         parts=parts,
         held_out=held_out,
+        overlap=overlap,
         digests=digests_of(config, {"data": read, "validation": read}),
         stops=stops,
     )
 
 
 def _hold_out_rows(
-    config: SupervisedConfig, share: float, source: Source, number: int, units: Sequence[Unit]
-) -> tuple[Sequence[Unit], Sequence[Unit]]:
-    """(trained, held out) of one source; raises ConfigError where nothing can be held out."""
-    trained, apart = hold_out(units, share, seed=config.seed, source=number)
-    if not apart:
-        raise ConfigError(
-            f"validation_share={share:g} of the {len(units)} rows of {source.place} is less than "
-            "its prompt with the fewest rows has, and a prompt's rows stay together; give a larger "
-            "share, or validation=FILE"
-        )
-    return trained, apart
+    config: SupervisedConfig,
+    share: float,
+    sources: Sequence[Source],
+    units_by_source: Sequence[Sequence[Unit]],
+) -> tuple[list[Sequence[Unit]], list[HeldOut]]:
+    """Units to train on, by source, and held-out rows.
+
+    Raises:
+        ConfigError: no unit of a source can be held out.
+    """
+    trained: list[Sequence[Unit]] = []
+    held_out = []
+    split = hold_out(units_by_source, share, seed=config.seed)
+    for source, (ours, apart) in zip(sources, split, strict=True):
+        if not apart:
+            raise ConfigError(
+                f"validation_share={share:g} of the {len(ours)} rows of {source.place} is less "
+                "than its prompt with the fewest rows has, and a prompt's rows stay together (one "
+                "in several sources is not held out); give a larger share, or validation=FILE"
+            )
+        trained.append(ours)
+        held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
+    return trained, held_out
 
 
 def _validation_rows(
     config: SftConfig | DpoConfig | RewardModelConfig,
     validation: str,
     load: Callable[[str], Sequence[Unit]],
-) -> list[HeldOut]:
-    """The rows of each source of `validation`; raises ConfigError for one that is trained on."""
+    trained_units: Sequence[Sequence[Unit]],
+) -> tuple[list[HeldOut], int]:
+    """The rows of each source of `validation`, and how many units have a prompt that is trained.
+
+    Raises:
+        ConfigError: a source is trained on as well.
+    """
     trained = {source.place for source in parse_sources("data", config.data)}
-    held_out = []
+    keys = {key for units in trained_units for key in unit_keys(units)}
+    held_out, overlap = [], 0
     for source in unweighted_sources("validation", validation):
         if source.place in trained:
             raise ConfigError(
                 f"validation={validation}: {source.place} is in data= as well, and what is trained "
                 "on is not held out; give another file, or validation_share=0.05"
             )
-        rows_D = list(chain.from_iterable(load(source.place)))
-        held_out.append(HeldOut(name=source.name, rows_D=rows_D))
-    return held_out
+        units = load(source.place)
+        overlap += sum(key in keys for key in unit_keys(units))
+        held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(units))))
+    return held_out, overlap
 
 
 def _without_end(

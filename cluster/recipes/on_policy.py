@@ -119,6 +119,18 @@ def _run_opened(
             run.to_the_end()
 
 
+def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
+    """Number of evaluated problems, and how many of them have a prompt that is trained."""
+    trained, evaluated = (
+        [problems.builder(p, config.group_size).prompt_key for p in range(len(problems))]
+        for problems in (inputs.train, inputs.held_out)
+    )
+    known = set(trained) - {None}
+    both = sum(key in known for key in evaluated)
+    overlap = f", {both} of them with a prompt that is trained" if both else ""
+    return f"{len(evaluated)} held out for evaluation{overlap}"
+
+
 def _plan(
     config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
 ) -> str:
@@ -139,7 +151,7 @@ def _plan(
         f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
-        f"{len(inputs.held_out)} held out for evaluation; env={type(config.env).__name__}\n"
+        f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts{again} x {config.group_size} samples of at "
         f"most {config.max_new_tokens} tokens, {_mode(config)}\n"
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"

@@ -77,7 +77,8 @@ def _run(
     units = len(inputs.rows_D) // config.rows_per_unit
     config = config.trained_on(units)
     apart = sum(len(source.rows_D) for source in inputs.held_out) // config.rows_per_unit
-    held_out = f" ({apart} held out)" if apart else ""
+    both = f", {inputs.overlap} of them with a prompt that is trained" if inputs.overlap else ""
+    held_out = f" ({apart} held out{both})" if apart else ""
     directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
     with opened(config, directory, say) as resume_from:

@@ -1,13 +1,14 @@
-"""Held-out rows of supervised data: of each source a seeded share, whole prompts at a time."""
+"""Held-out problems and rows: of each source a seeded choice, whole prompts at a time."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distill.data.prompts import prompt_key
 from distill.objective.batching import TrainingRow
 
 # Word of the seed that tells this choice from the order of training.
@@ -25,25 +26,54 @@ class HeldOut:
     rows_D: Sequence[TrainingRow]
 
 
-def hold_out(
-    units: Sequence[Unit], share: float, *, seed: int, source: int
-) -> tuple[list[Unit], list[Unit]]:
-    """(trained, held out): about `share` of the units; those of one prompt stay on one side.
+def unit_keys(units: Sequence[Unit]) -> list[Hashable]:
+    """Key of each unit's prompt: the tokens before the first that is trained."""
+    return [prompt_key(unit[0].tokens_T[: unit[0].first_trained].tobytes()) for unit in units]
 
-    Held out are at most so many, and at least one if some prompt has few enough of them.
+
+def choose_held_out(
+    keys_by_source: Sequence[Sequence[Hashable]], counts: Sequence[int], seeds: Sequence[list[int]]
+) -> list[set[int]]:
+    """Problems of each source to hold out: a seeded choice of whole prompts.
+
+    Problems with one key stay on one side. A prompt of several sources is not held out.
 
     Args:
-        source: which of several sources with one seed it is.
+        keys_by_source: the key of each problem's prompt.
+        counts: of each source, the most problems to hold out.
+        seeds: of each source's choice.
     """
-    by_prompt: dict[bytes, list[int]] = defaultdict(list)
-    for i, unit in enumerate(units):
-        by_prompt[unit[0].tokens_T[: unit[0].first_trained].tobytes()].append(i)
-    prompts = list(by_prompt.values())
-    most = min(max(1, round(share * len(units))), len(units) - 1)
-    apart: set[int] = set()
-    order = np.random.default_rng([seed, source, 0, _HELD_OUT]).permutation(len(prompts))
-    for p in order.tolist():
-        if len(apart) + len(prompts[p]) <= most:
-            apart.update(prompts[p])
-    trained = [unit for i, unit in enumerate(units) if i not in apart]
-    return trained, [units[i] for i in sorted(apart)]
+    sources_of = Counter(key for keys in keys_by_source for key in set(keys))
+    chosen = []
+    for keys, count, seed in zip(keys_by_source, counts, seeds, strict=True):
+        by_prompt: dict[Hashable, list[int]] = defaultdict(list)
+        for problem, key in enumerate(keys):
+            by_prompt[key].append(problem)
+        prompts = list(by_prompt.items())
+        apart: set[int] = set()
+        for p in np.random.default_rng(seed).permutation(len(prompts)).tolist():
+            key, problems = prompts[p]
+            if sources_of[key] == 1 and len(apart) + len(problems) <= count:
+                apart.update(problems)
+        chosen.append(apart)
+    return chosen
+
+
+def hold_out(
+    units_by_source: Sequence[Sequence[Unit]], share: float, *, seed: int
+) -> list[tuple[list[Unit], list[Unit]]]:
+    """(trained, held out) of each source: about `share` of its units, by `choose_held_out`.
+
+    Held out are at most so many, and at least one if some prompt has few enough of them.
+    """
+    sizes = [len(units) for units in units_by_source]
+    chosen = choose_held_out(
+        [unit_keys(units) for units in units_by_source],
+        [min(max(1, round(share * size)), size - 1) for size in sizes],
+        [[seed, source, 0, _HELD_OUT] for source in range(len(sizes))],
+    )
+    split = []
+    for units, apart in zip(units_by_source, chosen, strict=True):
+        trained = [unit for i, unit in enumerate(units) if i not in apart]
+        split.append((trained, [units[i] for i in sorted(apart)]))
+    return split

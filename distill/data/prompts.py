@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import (
@@ -78,6 +79,11 @@ class Prompt:
     def in_words(self) -> str | Sequence[Message]:
         """What a teacher that is asked in words sees: a text, or a chat."""
         return self.told or self.messages or self.text
+
+
+def prompt_key(prompt: bytes) -> bytes:
+    """Short key that is equal for equal prompts, given as the bytes of their tokens or texts."""
+    return blake2b(prompt, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

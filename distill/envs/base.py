@@ -118,6 +118,8 @@ class EnvGroupBuilder(ABC):
         judged: whether rewards mean anything here.
         pays_bonuses: whether single tokens may earn rewards.
         answer: what a right response says, where that is known.
+        prompt_key: equal for problems with the same prompt, which are held out together; None: no
+            other problem has it.
     """
 
     teacher: str = ""
@@ -127,6 +129,7 @@ class EnvGroupBuilder(ABC):
     judged: bool = True
     pays_bonuses: bool = False
     answer: str | None = None
+    prompt_key: bytes | None = None
 
     @property
     def gives_words(self) -> bool:

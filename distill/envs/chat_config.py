@@ -79,6 +79,7 @@ class MessageProblem:
     judged: bool = True
     pays_bonuses: bool = False
     answer: str | None = None
+    prompt_key: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,7 @@ class ChatDataset(EnvDataset):
             judged=chosen.judged,
             pays_bonuses=chosen.pays_bonuses or self._setting.malformed_penalty > 0,
             answer=chosen.answer,
+            prompt_key=chosen.prompt_key,
         )
 
     def line(self, problem: int) -> int:

@@ -25,6 +25,7 @@ from distill.chat.template import Message, check_text, render_messages
 from distill.chat.thinking import Response
 from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
+from distill.data.prompts import prompt_key
 from distill.data.row_files import located
 from distill.engine import Sampler
 from distill.envs.base import EnvContext, require_path
@@ -277,6 +278,7 @@ class Reading(ChatEnvConfig):
             line=number,
             tag=document.tag,
             answer=document.answer,
+            prompt_key=prompt_key(f"{question}\0{text}".encode()),
             pays_bonuses=bool(self.fact_bonus and document.facts),
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from distill.chat.responses import read_response
 from distill.chat.thinking import Response
-from distill.data.prompts import Prompt
+from distill.data.prompts import Prompt, prompt_key
 from distill.engine import Sample, Sampler
 from distill.envs.base import (
     Env,
@@ -144,6 +144,7 @@ def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
         "judged": prompt.answer is not None,
         "pays_bonuses": bool(prompt.bonuses) or format.reward > 0,
         "answer": prompt.answer,
+        "prompt_key": prompt_key(prompt.tokens_T.tobytes()),
     }
 
 

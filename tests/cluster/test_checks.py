@@ -140,6 +140,17 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
     assert len(held_out(eval_size=1)) == 1
 
 
+def test_rows_of_one_prompt_are_held_out_together(opd: NewOpd, prompts) -> None:
+    rows = [{"prompt": str(i), "answer": "1"} for i in range(10) for _ in range(3)]
+    inputs = check_rollout(opd(prompts=prompts(*rows), eval_size=3))
+    train, held_out = (
+        [dataset.builder(p, 2).prompt_key for p in range(len(dataset))]
+        for dataset in (inputs.train, inputs.held_out)
+    )
+    assert len(train) == 27 and len(held_out) == 3
+    assert not set(train) & set(held_out)
+
+
 def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
     inputs = check_rollout(opd(eval_prompts=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
     assert len(inputs.train) == 20

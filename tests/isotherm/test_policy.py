@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import isotherm
 from distill.objective.batching import TrainingRow
+from distill.tokenizer import load_tokenizer
 from distill.weights.model_weights import gather_all
 from isotherm.losses import Loss
 from tests.conftest import TinyPair
@@ -280,3 +282,24 @@ def test_what_cannot_be_meant_is_refused_and_leaves_no_gradient_behind(
         new_policy(lr_schedule="linear")
     with pytest.raises(isotherm.ConfigError, match="learning_rate"):
         new_policy(learning_rate=1)
+
+
+def test_samples_and_rows_end_where_recipes_stop(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """A base model's configs name one end, its chat tokenizer another."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_pair.student, model)
+    tokenizer = load_tokenizer(str(model))
+    own = tokenizer.eos_token_id
+    tokenizer.eos_token = "4"
+    tokenizer.save_pretrained(model)
+    with isotherm.Policy(str(model), device="cpu") as policy:
+        four = tokenizer.convert_tokens_to_ids("4")
+        assert set(policy.sampler.stops.ids) == {own, four}
+        assert policy.supervised_row("1+1=", "2").tokens_T[-1] == four
+        samples = policy.sample("1+1=", temperature=2.0, max_new_tokens=30, num_samples=20)
+        assert not any(np.isin(each.tokens_T[:-1], [own, four]).any() for each in samples)
+    five = tokenizer.convert_tokens_to_ids("5")
+    with isotherm.Sampler(str(model), device="cpu", stop_tokens=str(five)) as sampler:
+        assert sampler.stops.ids == (five,)
+        samples = sampler.sample("1+1=", temperature=2.0, max_new_tokens=30, num_samples=20)
+        assert not any(np.isin(each.tokens_T[:-1], [five]).any() for each in samples)
