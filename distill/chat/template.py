@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +181,13 @@ def _written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: Mapping[str, Any]
 ) -> str:
     conversation: Any = [*messages]
+    # Templates that print the date print that of the tokenizer's first chat, also after midnight
+    # and in the workers, which receive the tokenizer with it.
+    date: datetime = vars(tokenizer).setdefault("chat_date", datetime.now())
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, strftime_now=date.strftime, **settings
+        )
     except Exception as error:  # jinja2 raises whatever the template's author chose
         raise DataError(f"the chat template refuses these messages: {error}") from error
     return str(text)

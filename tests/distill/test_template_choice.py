@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -12,7 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.chat.template import check_messages, render_messages
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError, DataError
+from distill.tokenizer import load_tokenizer
 from tests import chat_templates
+from tests.tiny import save_tokenizer
 
 ASK = [{"role": "user", "content": "Why?"}]
 SWITCH = (
@@ -110,3 +115,18 @@ def test_content_may_be_a_list_of_text_parts() -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(DataError, match=r"`messages\[0\].content\[0\]`.*type 'image_url'"):
         check_messages(image, "messages")
+
+
+def test_a_template_prints_one_date_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(
+        tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
+    )
+    tokenizer = load_tokenizer(str(tmp_path))
+    before = render_messages(tokenizer, [{"role": "user", "content": "a"}]).tolist()
+    late = Mock(now=Mock(return_value=datetime(2001, 1, 1)))
+    monkeypatch.setattr("distill.chat.template.datetime", late)
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", late)
+    for other in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        assert render_messages(other, [{"role": "user", "content": "a"}]).tolist() == before
