@@ -20,9 +20,9 @@ from actors.envs import verdicts
 from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, Messages, Task
 from actors.rollout.text_endpoint import (
     LONGEST_PAUSE_S,
-    NO_KEY,
     check_url,
     in_a_line,
+    open_client,
     read_key,
     together,
 )
@@ -245,21 +245,13 @@ class Judge:
 
     def _client(self) -> AsyncOpenAI:
         """Raises ConfigError where the library is not installed."""
-        try:
-            import openai
-        except ImportError:
-            raise ConfigError(
-                "a judge is asked through the library `openai`, which is not installed; "
-                "`pip install 'isotherm[judge]'`"
-            ) from None
         path = urlsplit(self.url).path.rstrip("/")
-        return openai.AsyncOpenAI(
-            base_url=self.url.rstrip("/") + ("" if path else "/v1"),
-            api_key=read_key(API_KEY_VARIABLE) or NO_KEY,
-            timeout=self.timeout_s,
-            max_retries=self.retries,
-            # The library's own closes itself in whatever loop runs when it is collected.
-            http_client=openai.DefaultAsyncHttpxClient(),
+        return open_client(
+            f"env.judge_url={self.url}",
+            self.url.rstrip("/") + ("" if path else "/v1"),
+            API_KEY_VARIABLE,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
         )
 
     def _complaint(self, error: Exception) -> Exception:

@@ -23,6 +23,7 @@ from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import EvalSampling, Sampling
 
 if TYPE_CHECKING:  # an extra, and slow to import
+    import httpx
     from openai import AsyncOpenAI
 
 API_KEY_VARIABLE = "ISOTHERM_ENDPOINT_API_KEY"
@@ -34,6 +35,7 @@ _REFUSED_KEY = (401, 403)
 _FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
+_LARGEST_ANSWER = 64 << 20
 # Some models refuse the first, and say that they take the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 
@@ -163,21 +165,72 @@ async def text_endpoint(
     Raises:
         ConfigError: the library `openai` is not installed, or the key is none.
     """
+    async with open_client(
+        f"{address.url_setting}={address.url}",
+        address.base_url,
+        API_KEY_VARIABLE,
+        timeout_s=None,  # an attempt's is ours: the library's is of each wait alone
+        retries=0,
+    ) as client:
+        yield TextEndpoint(client, address, patience, asyncio.Semaphore(max_concurrent))
+
+
+def open_client(
+    who: str, base_url: str, key_variable: str, *, timeout_s: float | None, retries: int
+) -> AsyncOpenAI:
+    """A client of an OpenAI-compatible endpoint: it follows no redirect, which would take prompts
+    to another host, and reads no answer without an end.
+
+    Args:
+        who: the setting that names the endpoint, for the error.
+
+    Raises:
+        ConfigError: the library `openai` is not installed, or the key is none.
+    """
     try:
         import openai
     except ImportError as error:
         raise ConfigError(
-            f"{address.url_setting}={address.url} is asked through the library `openai`, which is "
-            "not installed; pip install 'isotherm[judge]'"
+            f"{who} is asked through the library `openai`, which is not installed; "
+            "pip install 'isotherm[judge]'"
         ) from error
-    async with openai.AsyncOpenAI(
-        base_url=address.base_url,
-        api_key=read_key(API_KEY_VARIABLE) or NO_KEY,
-        timeout=None,  # an attempt's is ours: the library's is of each wait alone
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(),
-    ) as client:
-        yield TextEndpoint(client, address, patience, asyncio.Semaphore(max_concurrent))
+    return openai.AsyncOpenAI(
+        base_url=base_url,
+        api_key=read_key(key_variable) or NO_KEY,
+        timeout=timeout_s,
+        max_retries=retries,
+        # The library's own closes itself in whatever loop runs when it is collected.
+        http_client=openai.DefaultAsyncHttpxClient(
+            follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},  # the bound is on what is decoded
+            event_hooks={"response": [_bound]},
+        ),
+    )
+
+
+async def _bound(response: httpx.Response) -> None:
+    """Has a response's body end with an error beyond the bound."""
+    import httpx
+
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise httpx.DecodingError("the answer is compressed, which was not asked for")
+    inner = response.stream
+
+    class Bounded(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            assert isinstance(inner, httpx.AsyncByteStream)
+            size = 0
+            async for part in inner:
+                size += len(part)
+                if size > _LARGEST_ANSWER:
+                    raise httpx.DecodingError(f"more than {_LARGEST_ANSWER >> 20} MiB of answer")
+                yield part
+
+        async def aclose(self) -> None:
+            assert isinstance(inner, httpx.AsyncByteStream)
+            await inner.aclose()
+
+    response.stream = Bounded()
 
 
 class TextEndpoint:

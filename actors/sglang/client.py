@@ -31,6 +31,8 @@ _RETRIES = 3
 _BACK_OFF_S = 0.2
 # Below the 5 s after which the server closes an idle connection: a reused one is never half closed.
 _KEEPALIVE_S = 2.0
+# Four times the largest answer asked for: 128k tokens with the 64 likeliest of each, as lists.
+_LARGEST_ANSWER = 1 << 30
 
 
 class SglangClient:
@@ -183,10 +185,25 @@ class SglangClient:
             headers["Authorization"] = f"Bearer {key}"
         session = self._open_session()
         async with (
-            session.request(method, self._url() + path, data=payload, headers=headers) as response,
+            session.request(
+                method, self._url() + path, data=payload, headers=headers, allow_redirects=False
+            ) as response,
             self._receiving,
         ):
-            return response.status, await response.read()
+            return response.status, await self._body(path, response)
+
+    async def _body(self, path: str, response: aiohttp.ClientResponse) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in response.content.iter_any():
+            size += len(part)
+            if size > _LARGEST_ANSWER:
+                raise EngineError(
+                    f"{self._url()}{path} answers with more than {_LARGEST_ANSWER >> 20} MiB, "
+                    "which is no answer to such a request"
+                )
+            parts.append(part)
+        return b"".join(parts)
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -206,7 +223,12 @@ class SglangClient:
             )
         if status in (400, 422):
             raise DataError(f"{self._url()}{path} refused the request: {text}")
-        if status >= 300:
+        if 300 <= status < 400:  # not followed: prompts go to no other host
+            raise EngineError(
+                f"{self._url()}{path} redirects (status {status}); give the address of the server "
+                "itself"
+            )
+        if status >= 400:
             raise EngineError(
                 f"{self._url()}{path} failed with status {status}: {text}.{self._why()}"
             )

@@ -267,8 +267,8 @@ class ForkSettings:
     fork_from: str | None = chz.field(
         default=None,
         doc="start with the weights of another run's newest checkpoint, RUN, or of one it keeps, "
-        "RUN:STEP, and with its AdamW moments if the recipe is the same; counters, data, schedule "
-        "and everything else are this run's own (README.md)",
+        "RUN:STEP or RUN:best, and with its AdamW moments if the recipe is the same; counters, "
+        "data, schedule and everything else are this run's own (README.md)",
     )
 
 

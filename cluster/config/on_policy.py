@@ -45,6 +45,7 @@ from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
+from distill.tokenizer import kept_model
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch, which --help does without
@@ -64,7 +65,10 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
     section: ClassVar[Section] = Section.MODEL
 
     student: str = chz.field(
-        doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+        munger=lambda _config, path: kept_model(path),
+        doc="student checkpoint: a Hugging Face directory (or hub name), or a run's "
+        "RUN:STEP or RUN:best",
+        metadata=ESSENTIAL,
     )
     prompts: str | None = chz.field(
         default=None,

@@ -17,6 +17,7 @@ from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from distill.stops import StopSettings
+from distill.tokenizer import kept_model
 from learner.config import DropoutSettings
 
 _STEPS = 100
@@ -89,7 +90,10 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
     rows_per_unit: ClassVar[int] = 1
 
     model: str = chz.field(
-        doc="checkpoint to start from: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+        munger=lambda _config, path: kept_model(path),
+        doc="checkpoint to start from: a Hugging Face directory (or hub name), or a run's "
+        "RUN:STEP or RUN:best",
+        metadata=ESSENTIAL,
     )
     batch_size: int = chz.field(
         default=32,

@@ -140,6 +140,9 @@ class RunSession:
         self.console.print(
             f"finished {checkpoint.step} steps; the model is in {self.directory.final}"
         )
+        if best is not None:
+            path = self.directory.store.root / f"step-{best.step:06d}" / "model"
+            self.console.print(f"best: step {best.step}, {best.metric} {best.value:.4g}, in {path}")
 
     def kept(self, steps: int) -> None:
         """The same where groups were kept and nothing was trained."""
@@ -331,6 +334,18 @@ def already_complete(
             "steps= to go on, or choose another out="
         )
     return done
+
+
+def kept_line(config: CommonConfig) -> str:
+    """What stays of the run besides its records, and who is told of it."""
+    kept = [f"the newest {config.keep_checkpoints}"]
+    kept += [f"each {config.keep_every}th"] if config.keep_every else []
+    kept += [f"the best by {config.keep_best}"] if config.keep_best else []
+    told = f"; tracked by {', '.join(config.trackers)}" if config.trackers else ""
+    return (
+        f"; a checkpoint every {config.checkpoint_every} steps, of which stay {', '.join(kept)}"
+        f"{told}"
+    )
 
 
 def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:

@@ -9,7 +9,7 @@ beside    the weights of the step go to engines of their own, which hold them un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,15 +74,20 @@ class Evaluations:
     def _evaluate_teachers(self) -> None:
         """Evaluates each teacher at the same decoder, on the same prompts: the level to reach.
 
-        Not one that is the policy itself, whose level is the student's.
+        Not one that is the policy itself, whose level is the student's; nor, in a resumed run, one
+        that an earlier attempt has evaluated: its weights are the same.
         """
         if self._config.teacher_moves:
             return
         first_step = self._running.first_step
+        lines = self._running.directory.read_metrics() if first_step else []
         for name, role in served_teachers(self._config).items():
+            family = f"eval/teacher={name}/" if name else "eval/teacher/"
+            if known := _of_family(lines, family):
+                self._running.summary[f"eval {role}"] = known
+                continue
             measured = self._answered(self._decoded(role, partial(self._pool, role)))
             self._note(role, first_step, measured)
-            family = f"eval/teacher={name}/" if name else "eval/teacher/"
             self._running.record_evaluation(
                 {k.replace("eval/", family, 1): v for k, v in measured.metrics.items()}, first_step
             )
@@ -286,3 +291,12 @@ class Evaluations:
         self._running.summary[f"eval {when}"] = metrics
         directory.append_event("evaluation", who=when, seconds=metrics.get("time/eval"))
         self._running.progress.note(f"evaluation, {when}: {measured_line(metrics)}")
+
+
+def _of_family(lines: Sequence[Mapping[str, float]], family: str) -> dict[str, float]:
+    """The newest metrics of a teacher, as an evaluation's own; empty without any."""
+    for line in reversed(lines):
+        found = {n.replace(family, "eval/", 1): v for n, v in line.items() if n.startswith(family)}
+        if found:
+            return found
+    return {}

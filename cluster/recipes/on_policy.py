@@ -32,11 +32,18 @@ from cluster.handshake.handshake import (
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
-from cluster.placement.roles import EVALUATION, POLICY, describe_layout, served_teachers
+from cluster.placement.roles import (
+    EVALUATION,
+    POLICY,
+    describe_layout,
+    served_teachers,
+    teacher_roles,
+)
 from cluster.queue.scoring import read_scoring
 from cluster.recipes.common import (
     RunSession,
     already_complete,
+    kept_line,
     learner_line,
     opened,
     placed,
@@ -44,6 +51,7 @@ from cluster.recipes.common import (
 )
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps, train_on_kept
+from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
@@ -54,6 +62,7 @@ from cluster.runtime.steps import drive
 from cluster.supervision.supervise import LearnerLost
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
+from distill.envs.single_turn import SingleTurn
 from distill.errors import CheckpointError, EngineError, kind_of
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
@@ -95,6 +104,8 @@ def _run_opened(
     console: Console,
 ) -> None:
     say = partial(console.print, markup=False, highlight=False)
+    own_metrics = not isinstance(config.env, SingleTurn)
+    check_metric(config.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
     fork = None
     if resume_from is None:
         fork = find_fork(
@@ -131,6 +142,17 @@ def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
     return f"{len(evaluated)} held out for evaluation{overlap}"
 
 
+def _measured(config: RolloutConfig, inputs: RolloutInputs) -> set[str]:
+    """Names of an evaluation's metrics that do not depend on what an environment measures."""
+    names = {"eval/response_length", "eval/eos_share"}
+    if inputs.judged:
+        samples = config.eval_samples
+        names |= {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"}
+        names |= {f"eval/pass@{2**n}" for n in range(1, samples.bit_length()) if 2**n <= samples}
+        names |= {f"eval/majority@{samples}"} if samples > 1 else set()
+    return names | ({"eval/reverse_kl"} if teacher_roles(config) else set())
+
+
 def _plan(
     config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
 ) -> str:
@@ -154,10 +176,21 @@ def _plan(
         f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts{again} x {config.group_size} samples of at "
         f"most {config.max_new_tokens} tokens, {_mode(config)}\n"
+        f"{_epochs(config, inputs)}"
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
         f"{start}"
-        f"  run       {config.steps} steps into {directory.path}"
+        f"  run       {config.steps} steps into {directory.path}{kept_line(config)}"
     )
+
+
+def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
+    """How often the steps go through the problems, and how they are evaluated."""
+    size = len(inputs.train)
+    through = f"{config.steps * config.prompts_per_step / size:.3g} times through" if size else ""
+    evaluated = f"every {config.eval_every} steps" if config.eval_every else "before and after"
+    if not len(inputs.held_out):
+        evaluated = "none: no held-out problems"
+    return f"  epochs    {through} the problems; evaluations: {evaluated}\n"
 
 
 def _teachers(config: RolloutConfig) -> str:

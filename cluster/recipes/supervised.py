@@ -24,16 +24,25 @@ from cluster.placement.roles import describe_layout
 from cluster.recipes.common import (
     RunSession,
     already_complete,
+    kept_line,
     learner_line,
     opened,
     placed,
     session,
 )
 from cluster.recipes.learner_alone import LearnerAlone
+from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import LearnerLost
 from learner.checkpoint import Checkpoint
+
+# Metrics of the held-out rows of each recipe, the usual ones.
+_MEASURED = {
+    "sft": {"validation/loss", "validation/nll"},
+    "dpo": {"validation/loss", "validation/accuracy", "validation/margin"},
+    "reward_model": {"validation/loss", "validation/accuracy", "validation/margin"},
+}
 
 
 def run_sft(config: SftConfig, console: Console) -> None:
@@ -81,6 +90,7 @@ def _run(
     held_out = f" ({apart} held out{both})" if apart else ""
     directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
+    check_metric(config.keep_best, "validation/", _MEASURED[recipe], own=True)
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:
@@ -94,6 +104,7 @@ def _run(
             f"{learner_line(config, config.model)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
             + (f"; starts from {fork.described}" if fork else "")
+            + kept_line(config)
         )
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 
 from distill.errors import ConfigError
+from distill.lookup import known_names
 from learner.checkpoint import Best, CheckpointStore
 
 # What is better the smaller it is: divergences and losses.
 _SMALLER = re.compile(r"(^|[/_])(kl|nll|loss)($|[/_])")
 # In what every evaluation of the policy, or of held-out rows, measures.
 _EVALUATIONS = ("time/eval", "time/validation")
+
+
+def check_metric(metric: str | None, family: str, known: Collection[str], *, own: bool) -> None:
+    """Checks `keep_best` before the run, as far as what evaluations measure is known.
+
+    Args:
+        family: what names of the run's evaluations begin with: eval/ or validation/.
+        known: names of that family that the run measures, without the sources' own.
+        own: an environment or a loss may measure more, under names that only the run tells.
+
+    Raises:
+        ConfigError: the run will not measure the metric.
+    """
+    if metric is None or metric.split("/source=")[0] in known:
+        return
+    names = [name.removeprefix(family) for name in known]
+    near = get_close_matches(metric.removeprefix(family), names, n=1, cutoff=0.5)
+    if near or not own or not metric.startswith(family):
+        more = ", or what env= measures" if own else ""
+        raise ConfigError(
+            f"keep_best={metric} is nothing that this run's evaluations measure; "
+            f"{known_names(metric, known)}{more}"
+        )
 
 
 class BestCheckpoint:

@@ -112,8 +112,18 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
     run, colon, step = fork_from.rpartition(":")
     if not colon or Path(fork_from).exists():
         return Path(fork_from), None
+    if step == "best":
+        best = CheckpointStore(Path(run) / "checkpoints", keep=1).best()
+        if best is None:
+            raise ConfigError(
+                f"fork_from={fork_from}: {run} keeps no best checkpoint (keep_best=); write "
+                "RUN:STEP, or RUN"
+            )
+        return Path(run), best.step
     if not step.isdecimal():
-        raise ConfigError(f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, or RUN")
+        raise ConfigError(
+            f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, RUN:best, or RUN"
+        )
     return Path(run), int(step)
 
 

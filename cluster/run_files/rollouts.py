@@ -22,12 +22,14 @@ workers that trained on it.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 
+# What reading a line that is no group may raise.
+_ODD = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 # Of a file's end, for who wants the newest groups only.
 _NEWEST_BYTES = 16 << 20
 # Of what a teacher would have said at a token.
@@ -294,6 +298,46 @@ def read_rollouts(path: Path) -> list[KeptGroup]:
     return [_checked_group(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
 
 
+class KeptGroups(Sequence[KeptGroup]):
+    """The groups of a rollouts.jsonl, each read when it is asked for: few are in memory at once.
+
+    Attributes:
+        places: step and id of each group.
+
+    Raises:
+        DataError: names the line that is no group. All are read once, when this is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[tuple[int, int]] = []  # where each begins, and its bytes
+        self.places: list[tuple[int, int]] = []
+        start = 0
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                group = _checked_group(f"{path}:{number}", line)
+                self.places.append((group.step, group.group_id))
+                self._lines.append((start, len(line)))
+                start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> KeptGroup: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[KeptGroup]: ...
+    def __getitem__(self, index: int | slice) -> KeptGroup | list[KeptGroup]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, size = self._lines[index]
+        with self._path.open("rb") as file:
+            file.seek(start)
+            return _checked_group(str(self._path), file.read(size))
+
+
 def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
     """The groups that were kept after the first `start` bytes, and the bytes that there are now.
 
@@ -333,7 +377,14 @@ def read_newest_rollouts(path: Path) -> list[KeptGroup]:
 def _checked_group(where: str, row: Mapping[str, Any] | bytes) -> KeptGroup:
     try:
         return _kept_group(json.loads(row) if isinstance(row, bytes) else row)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise DataError(
             f"{where} is no kept group ({type(error).__name__}: {error}); remove the line"
         ) from error
@@ -350,19 +401,19 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         tag=None if row["tag"] is None else str(row["tag"]),
         source=str(row.get("source", "")),  # runs of before it was kept have none
         answer=None if row.get("answer") is None else str(row["answer"]),
-        temperature=float(row["temperature"]),
+        temperature=_finite(row["temperature"]),
         metrics=_numbers(row["metrics"]),
         trajectories_G=[
             KeptTrajectory(
-                reward=float(member["reward"]),
+                reward=_finite(member["reward"]),
                 stop_reason=str(member["stop_reason"]),
                 metrics=_numbers(member["metrics"]),
-                segments=[_kept_segment(segment) for segment in member["segments"]],
+                segments=[_kept_segment(each) for each in _some(member["segments"], "segments")],
             )
-            for member in row["trajectories"]
+            for member in _some(row["trajectories"], "trajectories")
         ],
         step_tokens=[
-            TokenGap(int(id_), int(times), float(mean), float(share))
+            TokenGap(int(id_), int(times), _finite(mean), _finite(share))
             for id_, times, mean, share in row.get("step_tokens", ())
         ],
     )
@@ -385,13 +436,26 @@ def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
     )
 
 
+def _some(values: Any, what: str) -> Sequence[Any]:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"it has no {what}")
+    return values
+
+
 def _integers(values: Iterable[Any]) -> list[int]:
     return [int(value) for value in values]
 
 
 def _floats(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values]
+    return [_finite(value) for value in values]
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no finite number")
+    return number
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in metrics.items()}
+    return {str(name): _finite(value) for name, value in metrics.items()}

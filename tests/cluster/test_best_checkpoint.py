@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config.on_policy import OpdConfig
-from cluster.run_files.best_checkpoint import BestCheckpoint
+from cluster.run_files.best_checkpoint import BestCheckpoint, check_metric
 from distill.errors import ConfigError
+from distill.tokenizer import kept_model
 from learner.checkpoint import Best, CheckpointStore
 
 
@@ -158,3 +159,43 @@ def test_what_is_being_written_is_still_the_best(store: CheckpointStore) -> None
     assert not watch.due, "its weights are gone"
     see(8, 0.75)
     assert watch.due, "what was never written is not the best"
+
+
+KNOWN = {"eval/accuracy", "eval/reverse_kl", "eval/response_length"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "own", "good"),
+    [
+        ("eval/accuracy", False, True),
+        ("eval/accuracy/source=a.jsonl", False, True),
+        ("eval/acc", True, False),
+        ("accuracy", True, False),
+        ("eval/reverse_KL", True, False),
+        ("validation/nll", True, False),
+        ("eval/won", True, True),
+        ("eval/won", False, False),
+        (None, False, True),
+    ],
+)
+def test_names_are_checked_before_the_run(metric: str | None, own: bool, good: bool) -> None:
+    if good:
+        check_metric(metric, "eval/", KNOWN, own=own)
+        return
+    with pytest.raises(ConfigError, match="keep_best="):
+        check_metric(metric, "eval/", KNOWN, own=own)
+
+
+def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
+    run = store.root.parent
+    for step in (4, 8):
+        store.save(step=step, write=lambda path: (path / "model").mkdir(), delivery={})
+    with pytest.raises(ConfigError, match="best"):
+        kept_model(f"{run}:best")
+    store.mark_best(Best(step=4, metric="eval/accuracy", value=0.5))
+    assert kept_model(f"{run}:best") == kept_model(f"{run}:4") == f"{store.root}/step-000004/model"
+    for other in ("Qwen/Qwen3-0.6B", str(run), "no-run:4"):
+        assert kept_model(other) == other
+    for step in ("6", "new"):
+        with pytest.raises(ConfigError, match=step):
+            kept_model(f"{run}:{step}")

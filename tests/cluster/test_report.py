@@ -110,6 +110,18 @@ def write(
     return out
 
 
+def odd(out: Path, name: str, line: str) -> None:
+    (write(out) / f"{name}.jsonl").write_text(line + "\n")
+
+
+def spoilt(out: Path, was: str, now: str) -> None:
+    """A run whose kept group has something else in a place."""
+    file = write(out, rollouts=1) / "rollouts.jsonl"
+    text = file.read_text()
+    assert was in text
+    file.write_text(text.replace(was, now, 1))
+
+
 def whole_run(out: Path) -> Path:
     metrics = [
         {"step": step, "opd/reverse_kl": 2.0 - step / 40, "opd/reverse_kl/turn=1": 1.0,
@@ -551,11 +563,23 @@ def test_texts_of_tokens_are_the_text() -> None:
         (lambda out: None, "is not a directory"),
         (lambda out: out.mkdir(), "holds neither events.jsonl nor metrics.jsonl"),
         (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 is no object with step"),
+        (lambda out: write(out, metrics=[{"step": float("nan")}]), "metrics.jsonl:1 has step=nan"),
+        (lambda out: write(out, metrics=[{"step": 1e300}]), "metrics.jsonl:1 has step=1e+300"),
+        (lambda out: write(out, metrics=[{"step": 1, "x": "y"}]), "metrics.jsonl:1 has x='y'"),
+        (lambda out: odd(out, "events", '{"t": 1, "event": "size"}'), "without pool and ready"),
+        (lambda out: odd(out, "events", '{"t": NaN, "event": "begin"}'), "has t=nan"),
+        (
+            lambda out: odd(out, "events", '{"t": 1, "event": "push", "seconds": "a"}'),
+            "seconds='a'",
+        ),
+        (lambda out: spoilt(out, '"reward":1.0', '"reward":NaN'), "is no kept group"),
+        (lambda out: spoilt(out, '"trajectories":[', '"trajectories":[],"x":['), "no trajectories"),
+        (lambda out: spoilt(out, '"segments":[', '"segments":[],"x":['), "no segments"),
         (lambda out: (write(out) / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda out: (write(out) / "summary.json").write_text("[]"), "is no JSON object"),
         (
             lambda out: (write(out) / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n'),
-            "rollouts.jsonl:1 is no object with",
+            "rollouts.jsonl:1 is no kept group",
         ),
         (
             lambda out: (write(out) / "metrics.jsonl").write_bytes(b'\xff\n{"step": 1}\n'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
@@ -16,6 +16,8 @@ from distill.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
 
 # Titles of charts, and what they show: metrics with their labels, or a family by its prefix.
 _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
@@ -114,11 +116,11 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
     evidence = {
         (each["evidence"]["step"], each["evidence"]["group"]) for each in found if each["evidence"]
     }
-    chosen = {id(group) for group in spread(run.groups, groups)}
+    chosen = {*spread(range(len(run.groups)), groups)}
     shown = [
-        group
-        for group in run.groups
-        if id(group) in chosen or (group.step, group.group_id) in evidence
+        run.groups[i]
+        for i, place in enumerate(run.groups.places)
+        if i in chosen or place in evidence
     ]
     return {
         "title": f"{run.recipe} {run.out.resolve().name}",
@@ -140,7 +142,8 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
 def facts(run: Run) -> list[tuple[str, str]]:
     """The head of the page: what was run, and how it ended."""
     settings, done = run.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
-    teachers = settings.get("teachers") or {}
+    given = settings.get("teachers")
+    teachers = given if isinstance(given, dict) else {}
     found = {
         "recipe": run.recipe,
         "status": run.summary.get("status", "running, or ended without a word"),
@@ -148,15 +151,26 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
         "student": settings.get("student") or settings.get("model"),
         "teacher": settings.get("teacher")
-        or ", ".join(f"{name}: {each['model']}" for name, each in teachers.items()),
+        or ", ".join(
+            f"{name}: {each.get('model') if isinstance(each, dict) else each}"
+            for name, each in teachers.items()
+        ),
         "temperature": settings.get("temperature"),
         "prompts": settings.get("prompts") or settings.get("data"),
         "a step": _step_size(settings),
         "learning rate": settings.get("lr"),
         "trained tokens": run.summary.get("train_tokens"),
+        "best": _best(run.summary.get("best")),
         "directory": str(run.out.resolve()),
     }
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _best(best: Any) -> str | None:
+    """The best evaluation's step and value, from the summary of a finished run."""
+    if not isinstance(best, dict) or not best.keys() >= {"step", "metric", "value"}:
+        return None
+    return f"step {best['step']}: {best['metric']} {best['value']}"
 
 
 def findings(run: Run) -> list[dict[str, Any]]:
@@ -164,7 +178,7 @@ def findings(run: Run) -> list[dict[str, Any]]:
 
     A trajectory that is not kept any more, the run having gone back before it, is no evidence.
     """
-    kept = {(group.step, group.group_id) for group in run.groups}
+    kept = set(run.groups.places)
     found = []
     for row in run.events:
         if row["event"] == "finding":
@@ -325,7 +339,7 @@ def _thinned(values: Sequence[float | None]) -> list[float]:
     return [float(f"{sum(chunk) / len(chunk):.5g}") for chunk in chunks]
 
 
-def spread(groups: Sequence[KeptGroup], number: int) -> list[KeptGroup]:
+def spread(groups: Sequence[Item], number: int) -> list[Item]:
     """At most so many of the groups, the first and the last among them, at even distances."""
     if len(groups) <= number:
         return list(groups)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.jsonl_log import read_lines
-from cluster.run_files.rollouts import KeptGroup, read_rollouts
+from cluster.run_files.rollouts import KeptGroups
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
 
@@ -28,7 +28,7 @@ class Run:
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
-    groups: Sequence[KeptGroup]
+    groups: KeptGroups
     evaluations: Sequence[Mapping[str, Any]]
 
     @property
@@ -51,8 +51,8 @@ def read_run(out: Path, setting: str = "out") -> Run:
     """
     if not out.is_dir():
         raise ConfigError(f"{setting}={out} is not a directory; give a run's directory")
-    metrics = read_lines(out / "metrics.jsonl", {"step"})
-    events = read_lines(out / "events.jsonl", {"t", "event"})
+    metrics = _metrics(out / "metrics.jsonl")
+    events = _events(out / "events.jsonl")
     if not events and not metrics:
         raise DataError(
             f"{setting}={out} holds neither events.jsonl nor metrics.jsonl with anything in it; "
@@ -68,9 +68,49 @@ def read_run(out: Path, setting: str = "out") -> Run:
         summary=summary,
         metrics=metrics,
         events=events,
-        groups=read_rollouts(out / "rollouts.jsonl"),
+        groups=KeptGroups(out / "rollouts.jsonl"),
         evaluations=_evaluations(out / "evaluations.jsonl"),
     )
+
+
+# Fields without which an event of a kind says nothing, and those that are numbers in any.
+_OF_EVENT = {"size": {"pool", "ready", "starting"}, "step": {"step"}}
+_NUMBERS = {"t", "ready", "starting", "seconds", "alive", "push", "learner_wait", "credit_starved"}
+_GROUPS = {"sampling", "environment", "scoring", "queue_depth"}
+# Steps and seconds that a chart can have.
+_LARGEST = 1e15
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics, with numbers alone; raises DataError naming a line that is none."""
+    rows = read_lines(path, {"step"})
+    for number, row in enumerate(rows, 1):
+        _require_numbers(f"{path}:{number}", row, row.keys())
+    return rows
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Lines of events, with what a timeline needs; raises DataError naming a line without."""
+    rows = read_lines(path, {"t", "event"})
+    for number, row in enumerate(rows, 1):
+        kind = row["event"] if isinstance(row["event"], str) else ""
+        if lacks := _OF_EVENT.get(kind, set()) - row.keys():
+            raise DataError(
+                f"{path}:{number} is an event {kind!r} without {' and '.join(sorted(lacks))}; "
+                "remove the line"
+            )
+        numbers = _NUMBERS | _GROUPS | ({"step"} if kind == "step" else set())
+        _require_numbers(f"{path}:{number}", row, row.keys() & numbers)
+    return rows
+
+
+def _require_numbers(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        value = row[name]
+        along = name in ("t", "step")
+        good = isinstance(value, int | float) and (not along or abs(value) < _LARGEST)
+        if not good and (along or value is not None):
+            raise DataError(f"{where} has {name}={value!r}, which cannot be; remove the line")
 
 
 _RESPONSE = {"line", "prompt", "text", "stop_reason", "num_tokens"}
@@ -81,10 +121,14 @@ def _evaluations(path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(found, 1):
         each = row["responses"]
         if not isinstance(each, list) or not all(
-            isinstance(one, dict) and one.keys() >= _RESPONSE for one in each
+            isinstance(one, dict) and one.keys() >= _RESPONSE and _counts(one) for one in each
         ):
             raise DataError(f"{path}:{number} holds no responses; remove the line")
     return found
+
+
+def _counts(response: Mapping[str, Any]) -> bool:
+    return all(isinstance(response[name], int) for name in ("line", "num_tokens"))
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Clients of servers that others run: no redirect is followed, no answer is read without an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from aiohttp import web
+
+import actors.rollout.text_endpoint
+import actors.sglang.client
+from actors.envs.judge import Judge
+from actors.rollout.text_endpoint import EndpointAddress, Patience, text_endpoint
+from actors.sglang.client import SglangClient
+from distill.errors import EngineError
+from distill.sampling import TrainSampling
+from tests.actors.judge_server import serving
+
+
+class Server:
+    """Redirects all requests to another path, or answers without an end; counts both."""
+
+    def __init__(self, redirects: bool) -> None:
+        self.redirects, self.followed, self.sent = redirects, 0, 0
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.redirects and request.path != "/elsewhere":
+            raise web.HTTPTemporaryRedirect("/elsewhere")
+        self.followed += self.redirects
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        while not self.redirects and self.sent < 64 << 20:
+            await response.write(b"x" * (1 << 16))
+            self.sent += 1 << 16
+        return response
+
+
+@pytest.fixture(params=[True, False], ids=["redirects", "never ends"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for module in (actors.sglang.client, actors.rollout.text_endpoint):
+        monkeypatch.setattr(module, "_LARGEST_ANSWER", 1 << 20)
+    made = Server(request.param)
+    with serving(made.handle) as made.url:
+        yield made
+
+
+async def scores(url: str) -> None:
+    client = SglangClient(lambda: url, api_key="k", admin_api_key=None, deadline_s=30)
+    try:
+        await client.post("/generate", {"input_ids": [1]})
+    finally:
+        await client.close()
+
+
+async def judges(url: str) -> None:
+    judge = Judge(url=url, model="m", timeout_s=30, retries=0)
+    await judge.score("What is 1 + 1?", "2", "right or wrong")
+
+
+async def writes(url: str) -> None:
+    address = EndpointAddress(
+        url=url, name="m", url_setting="teacher_samples_url", name_setting="n"
+    )
+    patience = Patience(attempt_s=30, all_s=30, attempts=1)
+    sampling = TrainSampling(temperature=1.0, max_new_tokens=4)
+    async with text_endpoint(address, patience=patience, max_concurrent=1) as endpoint:
+        await endpoint.answer("1 + 1 = ?", sampling)
+
+
+@pytest.mark.parametrize("ask", [scores, judges, writes])
+def test_a_server_keeps_to_its_address_and_to_a_size(
+    server: Server, ask: Callable[[str], Awaitable[None]]
+) -> None:
+    async def asked() -> None:
+        await ask(server.url)
+
+    with pytest.raises(EngineError, match=r"redirect|307|MiB|does not answer"):
+        asyncio.run(asked())
+    assert server.followed == 0
+    assert server.sent < 32 << 20  # what sockets hold besides
