@@ -197,6 +197,8 @@ _LLAMA4_CALLS = (
 # One call at most; words beside it are thinking.
 _HARMONY = (
     "{{- tools | tojson if tools else '' }}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('no call') }}"
+    "{%- endif %}"
     "{{- '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' }}"
     "{{- m.content | tojson + '<|end|>' }}{%- elif m.role != 'assistant' %}"
     "{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- elif m.tool_calls %}"

@@ -9,7 +9,8 @@ said, so do the tokens; where it writes any of that otherwise, the history is en
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -199,15 +200,29 @@ class Conversation:
         self._listening = True
 
     def _served(self, messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-        """The template's text; tool calls that it refuses (several at once) become plain text."""
+        """The template's text, and the messages that it takes.
+
+        Tool calls that the template refuses (several at once) become plain text. Results that it
+        refuses without their calls (gpt-oss) become the user's words.
+        """
         try:
             return self._rendered(messages), messages
-        except DataError:
-            if self._spoken is None or messages[self._spoken[0]] == self._spoken[1]:
-                raise
-            at, plain = self._spoken
-            messages = [*messages[:at], plain, *messages[at + 1 :]]
-            return self._rendered(messages), messages
+        except DataError as refused:
+            for plain in self._plainer(messages):
+                with suppress(DataError):
+                    return self._rendered(plain), plain
+            raise refused
+
+    def _plainer(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """The messages with the last turn as plain text; then with its results as the user's."""
+        if self._spoken is None:
+            return
+        at, plain = self._spoken
+        before, after = messages[:at], messages[at + 1 :]
+        if messages[at] != plain:
+            yield [*before, plain, *after]
+        if self._format and any(message["role"] == "tool" for message in after):
+            yield [*before, plain, *map(_as_user, after)]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         return chat_text(
@@ -272,3 +287,8 @@ class Conversation:
                 prefix_break.seen,
                 prefix_break.served,
             )
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    is_result = message["role"] == "tool"
+    return {"role": "user", "content": message["content"]} if is_result else message

@@ -168,6 +168,16 @@ def test_a_tool_loop(family: str) -> None:
     assert len(episode.segments()) == (2 if family == "qwq" else 1)
 
 
+def test_results_of_a_call_that_is_no_object_are_told_where_the_template_wants_the_call() -> None:
+    episode = Episode("gpt-oss")
+    parsed = episode.says(CALLS["gpt-oss"].replace("1", "one"))
+    assert isinstance(parsed.calls[0].arguments, str)
+    episode.hears(result(parsed, "Error: no JSON object"))
+    assert episode.talk.messages[-1] == {"role": "user", "content": "Error: no JSON object"}
+    again = episode.says(CALLS["gpt-oss"])
+    assert episode.hears(result(again))
+
+
 def test_thinking_is_kept_in_the_tool_loop_and_goes_with_the_next_question() -> None:
     episode = Episode("qwen3")
     first = f"<think>\nadd\n</think>\n\n{CALL}"
