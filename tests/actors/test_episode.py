@@ -180,8 +180,8 @@ def test_feedback_tells_the_teacher_what_became_of_each_member(
     said = [
         [s.tokens_T[s.action_mask_T].tolist() for s in t.segments] for t in group.trajectories_G
     ]
-    one = tokenizer.decode(said[0][0])
-    other = f"{tokenizer.decode(said[1][0][:2])}\n{tokenizer.decode(said[1][0][2:])}"
+    one = tokenizer.decode(said[0][0][:1])  # without the token that ended the turn
+    other = f"{tokenizer.decode(said[1][0][:1])}\n{tokenizer.decode(said[1][0][2:3])}"
     assert [tokenizer.decode(context_T.tolist()) for context_T in contexts] == [
         f"1wrongA({one})[turn 1]P",
         f"12rightA({other})[turn 1]P",
