@@ -38,7 +38,7 @@ class Finding:
         """For people: a line."""
         where = self.evidence
         shown = (
-            f" (kept: step {where.step}, group {where.group}, trajectory {where.member + 1})"
+            f" (kept: step {where.step}, group {where.group}, trajectory {where.member})"
             if where
             else ""
         )

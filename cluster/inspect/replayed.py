@@ -45,7 +45,7 @@ class Blamed:
 
     @property
     def where(self) -> str:
-        member = "" if self.member is None else f", trajectory {self.member + 1}"
+        member = "" if self.member is None else f", trajectory {self.member}"
         token = "" if self.token is None else f", token {self.token}"
         return f"group {self.group}{member}{token}"
 

@@ -334,7 +334,7 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
     watch = Watch(SETUP, path)
     [finding] = watch.see({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence == Evidence(step=11, group=8, member=1)
-    assert "(kept: step 11, group 8, trajectory 2)" in finding.told()
+    assert "(kept: step 11, group 8, trajectory 1)" in finding.told()
     path.write_text("no group\n")
     [finding] = Watch(SETUP, path).see({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence is None

@@ -259,7 +259,7 @@ def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: 
     taken_apart = 0
     for shown, member in itertools.product(kept, range(2)):
         place = f"step=7&group={shown.group_id}&member={member}"
-        assert f"#{place} group {shown.group_id}, trajectory {member + 1}" in told
+        assert f"#{place} group {shown.group_id}, trajectory {member}" in told
         segments = shown.trajectories_G[member].segments
         sampled = sum(len(segment.sampled_N) for segment in segments)
         linked = [n for n in range(sampled + 1) if f"#{place}&token={n} " in told]

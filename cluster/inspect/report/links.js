@@ -37,7 +37,7 @@ function showApart() {
     const link = new URLSearchParams({
       step: token.step, group: token.group, member: token.member, token: token.place,
     });
-    const where = `step ${token.step}, group ${token.group}, trajectory ${token.member + 1}`;
+    const where = `step ${token.step}, group ${token.group}, trajectory ${token.member}`;
     const cells = [
       token.text === null ? "–" : JSON.stringify(token.text), String(token.id),
       fixed(token.student), fixed(token.teacher), fixed(token.student - token.teacher),
