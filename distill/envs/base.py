@@ -26,7 +26,7 @@ from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError, described
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import Reward, RewardFunction, check_answers
-from distill.tools.text import neutralised
+from distill.text.foreign import neutralised
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:

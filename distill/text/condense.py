@@ -27,7 +27,7 @@ from distill.lookup import resolve_function
 from distill.sampling import Sampling
 from distill.text.bm25_words import words
 from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
-from distill.tools.text import neutralised
+from distill.text.foreign import neutralised
 from distill.types import TokenArray
 
 if TYPE_CHECKING:

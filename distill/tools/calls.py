@@ -18,8 +18,8 @@ from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError, IsothermError
 from distill.json_values import loads, mismatch, require_plain
 from distill.lookup import known_names
+from distill.text.foreign import encodable, longest_prefix, neutralised
 from distill.tools.base import Tool, ToolError
-from distill.tools.text import encodable, longest_prefix, neutralised
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

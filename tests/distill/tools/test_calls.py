@@ -13,10 +13,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError, DataError
+from distill.text.foreign import count_tokens
 from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator
 from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
-from distill.tools.text import count_tokens
 
 
 class Given(Tool):

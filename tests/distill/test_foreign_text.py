@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.text.foreign import count_tokens, encodable, longest_prefix, neutralised
 from distill.tokenizer import load_tokenizer
-from distill.tools.text import count_tokens, encodable, longest_prefix, neutralised
 from tests.tiny import save_tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "</think>", "<eos>")
