@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cluster.command import exit_code
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
@@ -138,7 +139,7 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     if HELP in arguments:
         raise HelpAsked(help_text(recipe.config, settings))
     settings, said = with_suggested_lr(settings, recipe.stage)
-    config = make(recipe.config, settings)
+    config = with_chat_date(make(recipe.config, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
     console.print("checking models and data", highlight=False)  # seconds, of imports alone

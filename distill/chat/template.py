@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
+# Attribute of a tokenizer: what templates are told of the present time.
+_CHAT_TIME = "chat_time"
+
+
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
     """Tokens of a plain string, with the special tokens that the tokenizer puts before any text.
 
@@ -177,16 +181,20 @@ def _with_calls(
     return written if any(each in texts for each in objects) else texts
 
 
+def set_chat_time(tokenizer: PreTrainedTokenizerBase, time: datetime) -> None:
+    """Have chat templates that print the date print this one. The tokenizer pickles with it."""
+    vars(tokenizer)[_CHAT_TIME] = time
+
+
 def _written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: Mapping[str, Any]
 ) -> str:
     conversation: Any = [*messages]
-    # Templates that print the date print that of the tokenizer's first chat, also after midnight
-    # and in the workers, which receive the tokenizer with it.
-    date: datetime = vars(tokenizer).setdefault("chat_date", datetime.now())
+    # Without a time of the run's own, that of the tokenizer's first chat: also after midnight.
+    time: datetime = vars(tokenizer).setdefault(_CHAT_TIME, datetime.now())
     try:
         text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, strftime_now=date.strftime, **settings
+            conversation, tokenize=False, strftime_now=time.strftime, **settings
         )
     except Exception as error:  # jinja2 raises whatever the template's author chose
         raise DataError(f"the chat template refuses these messages: {error}") from error

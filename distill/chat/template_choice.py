@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import chz
 
+from distill.chat.template import set_chat_time
 from distill.errors import ConfigError
 from distill.settings import Section
 
@@ -37,6 +39,23 @@ class ChatTemplateSettings:
         doc="arguments of the chat template, a JSON object: '{\"enable_thinking\": false}'; "
         "defaults in the template of final/",
     )
+
+    chat_date: str | None = chz.field(
+        default=None,
+        doc="date that chat templates print, YYYY-MM-DD; default: the day on which the run in out= "
+        "began, else today",
+    )
+
+    @chz.validate
+    def _date_is_one(self) -> None:
+        try:
+            self.chat_day()
+        except ValueError as error:
+            raise ConfigError(f"chat_date={self.chat_date} is no date: {error}") from error
+
+    def chat_day(self) -> datetime:
+        """Time that chat templates are told: the start of `chat_date`, else the present."""
+        return datetime.now() if self.chat_date is None else datetime.fromisoformat(self.chat_date)
 
     @chz.validate
     def _template_arguments_are_json(self) -> None:
@@ -82,6 +101,7 @@ class ChatTemplateSettings:
                     f"template does not mention {name}; leave it out"
                 )
         tokenizer.chat_template = _with_defaults(template, arguments)
+        set_chat_time(tokenizer, self.chat_day())
         return tokenizer
 
     def choose_teacher_template(
@@ -101,6 +121,7 @@ class ChatTemplateSettings:
             if _mentions(template, name)
         }
         teacher.chat_template = _with_defaults(template, known)
+        set_chat_time(teacher, self.chat_day())
         return teacher
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chat.template import check_messages, render_messages
+from distill.chat.template import chat_text, check_messages, render_messages
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError, DataError
 from distill.tokenizer import load_tokenizer
@@ -130,3 +130,12 @@ def test_a_template_prints_one_date_in_every_process(
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", late)
     for other in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert render_messages(other, [{"role": "user", "content": "a"}]).tolist() == before
+
+
+def test_a_template_prints_the_chosen_date(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}")
+    tokenizer = load_tokenizer(str(tmp_path))
+    ChatTemplateSettings(chat_date="2026-01-31").choose_template(tokenizer)
+    message = [{"role": "user", "content": "a"}]
+    shown = chat_text(tokenizer, message, tools=None, add_generation_prompt=False)
+    assert shown == "31 Jan 2026"

@@ -1,0 +1,31 @@
+"""`chat_date=`: the date that chat templates print, the same from the start to the last resume."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import TypeVar
+
+import chz
+
+from cluster.config.common import CommonConfig
+
+Config = TypeVar("Config", bound=CommonConfig)
+
+
+def with_chat_date(config: Config) -> Config:
+    """The settings with a `chat_date`: as given, else that of the run in `out=`, else today's.
+
+    A run that began before the setting existed has none, and goes on without.
+    """
+    if getattr(config, "chat_date", None) is not None:
+        return config
+    try:
+        written = json.loads((Path(config.out) / "config.json").read_text(encoding="utf-8"))
+        began = written["settings"].get("chat_date")
+    except FileNotFoundError:
+        began = date.today().isoformat()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return config  # the check of out= says what is wrong with it
+    return chz.replace(config, chat_date=began)

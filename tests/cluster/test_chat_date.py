@@ -1,0 +1,46 @@
+"""The date that chat templates print is the run's: given, or of the day on which it began."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import chz
+import pytest
+
+from cluster.config.chat_date import with_chat_date
+from cluster.config.on_policy import OpdConfig
+from distill.errors import ConfigError
+
+NewOpd = Callable[..., OpdConfig]
+
+
+def began(out: Path, **settings: str) -> None:
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"recipe": "opd", "settings": settings}))
+
+
+def test_a_run_that_begins_takes_today(opd: NewOpd, tmp_path: Path) -> None:
+    config = with_chat_date(opd(out=str(tmp_path / "run")))
+    assert config.chat_date == date.today().isoformat()
+
+
+def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    began(out, chat_date="2026-01-31")
+    assert with_chat_date(opd(out=str(out))).chat_date == "2026-01-31"
+    given = chz.replace(opd(out=str(out)), chat_date="2026-02-01")
+    assert with_chat_date(given).chat_date == "2026-02-01"  # which the check of out= refuses
+
+
+@pytest.mark.parametrize("written", ['{"settings": {}}', "[]", "no JSON", '{"settings": 1}'])
+def test_a_run_without_a_date_goes_on_without(opd: NewOpd, tmp_path: Path, written: str) -> None:
+    (tmp_path / "config.json").write_text(written)
+    assert with_chat_date(opd(out=str(tmp_path))).chat_date is None
+
+
+def test_what_is_no_date_is_refused(opd: NewOpd) -> None:
+    with pytest.raises(ConfigError, match="chat_date=yesterday"):
+        opd(chat_date="yesterday")
