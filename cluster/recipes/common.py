@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +16,7 @@ import chz
 from rich.console import Console
 
 from cluster.config.common import CommonConfig
+from cluster.config.disk_plan import DiskPlan
 from cluster.config.on_policy import RolloutConfig
 from cluster.console import lost_output
 from cluster.early_ends import Diverged, Interrupted, RunFailed
@@ -336,15 +338,23 @@ def already_complete(
     return done
 
 
-def kept_line(config: CommonConfig) -> str:
-    """What stays of the run besides its records, and who is told of it."""
+def kept_line(config: CommonConfig, model: str, out: Path) -> str:
+    """Description of the checkpoints that stay, the disk that they need, and the trackers.
+
+    Raises:
+        ConfigError: the disk has less room.
+    """
+    needed = ""
+    if (disk := DiskPlan.of(config, model)) is not None:
+        disk.require_room(out)
+        needed = f"; {disk}"
     kept = [f"the newest {config.keep_checkpoints}"]
     kept += [f"each {config.keep_every}th"] if config.keep_every else []
     kept += [f"the best by {config.keep_best}"] if config.keep_best else []
     told = f"; tracked by {', '.join(config.trackers)}" if config.trackers else ""
     return (
-        f"; a checkpoint every {config.checkpoint_every} steps, of which stay {', '.join(kept)}"
-        f"{told}"
+        f"a checkpoint every {config.checkpoint_every} steps, of which stay {', '.join(kept)}"
+        f"{needed}{told}"
     )
 
 

@@ -179,7 +179,8 @@ def _plan(
         f"{_epochs(config, inputs)}"
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
         f"{start}"
-        f"  run       {config.steps} steps into {directory.path}{kept_line(config)}"
+        f"  run       {config.steps} steps into {directory.path}\n"
+        f"  keeps     {kept_line(config, config.student, directory.path)}"
     )
 
 

@@ -104,7 +104,7 @@ def _run(
             f"{learner_line(config, config.model)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
             + (f"; starts from {fork.described}" if fork else "")
-            + kept_line(config)
+            + f"; {kept_line(config, config.model, directory.path)}"
         )
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)

@@ -1,0 +1,64 @@
+"""Disk that the checkpoints of a run need, and whether `out=` has it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config.common import CommonConfig
+from distill.errors import ConfigError
+from learner.memory import MOMENTS, estimate_memory, readable
+
+# Checkpoints and final/ hold weights in fp32, and so do averages of them.
+_WEIGHT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskPlan:
+    """Bytes of a run's checkpoints: `count` of them at most, and `final/` with weights alone."""
+
+    checkpoint: int
+    count: int
+    final: int
+
+    @staticmethod
+    def of(config: CommonConfig, model: str) -> DiskPlan | None:
+        """The plan, from the headers of the model's files; None where there are none to read."""
+        estimate = estimate_memory(model)
+        if estimate is None or config.only_keeps:
+            return None
+        moments = 0 if config.trains_adapter else MOMENTS
+        followed = 0 if config.teacher_rule is None else _WEIGHT
+        apart = config.steps // config.keep_every if config.keep_every else 0
+        written = 1  # the newest is complete before the oldest goes
+        return DiskPlan(
+            checkpoint=estimate.parameters * (_WEIGHT + moments + followed),
+            count=config.keep_checkpoints + written + apart + bool(config.keep_best),
+            final=estimate.parameters * _WEIGHT,
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.checkpoint * self.count + self.final
+
+    def require_room(self, out: Path) -> None:
+        """Raise ConfigError if the file system of `out` has less room than the run needs.
+
+        What earlier starts of the run wrote there counts as room: it is replaced.
+        """
+        place = next(path for path in (out, *out.parents) if path.exists())
+        mine = sum(file.stat().st_size for file in out.glob("checkpoints/**/*") if file.is_file())
+        free = shutil.disk_usage(place).free
+        if self.bytes > free + mine:
+            raise ConfigError(
+                f"out={out} needs {self} and has {readable(free)} free; keep fewer "
+                "(keep_checkpoints=1, keep_every=, keep_best=), train an adapter (lora_rank=), or "
+                "give an out= on a larger disk"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"{readable(self.bytes)} of disk (up to {self.count} checkpoints of "
+            f"{readable(self.checkpoint)}, and final/)"
+        )

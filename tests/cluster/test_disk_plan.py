@@ -1,0 +1,55 @@
+"""The disk that a run's checkpoints need is in the plan, and is there before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.config.disk_plan import DiskPlan
+from cluster.config.on_policy import OpdConfig
+from distill.errors import ConfigError
+
+NewOpd = Callable[..., OpdConfig]
+
+
+def plan(config: OpdConfig) -> DiskPlan:
+    found = DiskPlan.of(config, config.student)
+    assert found is not None
+    return found
+
+
+def test_checkpoints_are_counted_by_what_stays(opd: NewOpd) -> None:
+    least = plan(opd(keep_checkpoints=1))
+    assert least.count == 2  # one stays until the next is complete
+    assert least.checkpoint == 3 * least.final  # weights and AdamW's two moments
+    assert plan(opd(keep_checkpoints=4)).count == 5
+    more = opd(
+        keep_checkpoints=1, steps=100, checkpoint_every=10, keep_every=20, eval_every=10,
+        keep_best="eval/reverse_kl",
+    )  # fmt: skip
+    assert plan(more).count == 2 + 5 + 1
+    assert plan(opd(keep_checkpoints=1, lora_rank=4)).checkpoint == least.final
+
+
+def test_a_disk_that_is_too_small_is_refused(
+    opd: NewOpd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = plan(opd(keep_checkpoints=1))
+    out = tmp_path / "a" / "run"
+    monkeypatch.setattr(
+        "cluster.config.disk_plan.shutil.disk_usage",
+        lambda path: SimpleNamespace(free=needed.bytes - 1 if path == tmp_path else 0),
+    )
+    with pytest.raises(ConfigError, match="keep_checkpoints=1"):
+        needed.require_room(out)
+    kept = out / "checkpoints" / "step-000001"
+    kept.mkdir(parents=True)
+    monkeypatch.setattr(
+        "cluster.config.disk_plan.shutil.disk_usage",
+        lambda _: SimpleNamespace(free=needed.bytes - 1),
+    )
+    (kept / "weights").write_bytes(b"1")
+    needed.require_room(out)  # what a resume replaces is room
