@@ -177,8 +177,9 @@ def _refuse_others_settings(recipe: _Recipe, given: Mapping[str, str]) -> None:
         others = [other for other, each in RECIPES.items() if name in chz.chz_fields(each.config)]
         if others:
             this = next(own for own, each in RECIPES.items() if each is recipe)
+            have = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{key}={value}: recipe={this} has no such setting; {', '.join(others)} have it. "
+                f"{key}={value}: recipe={this} has no such setting; {', '.join(others)} {have} it. "
                 f"recipe={this} {HELP} lists all"
             )
 

@@ -49,4 +49,9 @@ def _remedy(found: Path, name: str) -> str:
             f"It belongs to another distribution: pip uninstall {name}, or give isotherm an "
             "environment of its own"
         )
+    if (found.parent / "isotherm" / "__init__.py").is_file():
+        return (
+            f"{found.parent} is another checkout of isotherm: pip install -e {found.parent}, or "
+            "run its commands as python -m cluster.train"
+        )
     return f"Rename it, or start Python in another directory than {found.parent}"

@@ -54,10 +54,12 @@ def load_config(path: str) -> Any:
         )
     if not Path(path).exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         beside = Path(path).parent
-        near = get_close_matches(Path(path).name, [each.name for each in beside.glob("*")], n=1)
+        near = get_close_matches(Path(path).name, [each.name for each in beside.glob("*/")], n=1)
+        meant = f"; did you mean {str(beside / near[0])!r}?" if near else ""
+        if Path(path).is_symlink():
+            meant = f": the link leads to {Path(path).readlink()}, which does not exist"
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: there is no such directory"
-            + (f"; did you mean {str(beside / near[0])!r}?" if near else "")
+            f"cannot read a model config from {path!r}: there is no such directory{meant}"
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
