@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -20,7 +20,14 @@ from distill.data.columns import Columns
 from distill.data.row_reader import RowReader
 from distill.engine import EngineInfo
 from distill.errors import CheckpointError, ConfigError, EngineError
-from distill.models.loading import context_length, ends_of, load_config, meta_causal_lm, vocab_size
+from distill.models.loading import (
+    context_length,
+    ends_of,
+    load_config,
+    meta_causal_lm,
+    reading,
+    vocab_size,
+)
 from distill.settings import values_of
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.lora import check_lora
@@ -119,11 +126,8 @@ def check_model(path: str) -> Any:
         if not files and not list(directory.glob("pytorch_model*.bin")):
             raise CheckpointError(f"{path} holds no weights (no *.safetensors file)")
         for file in files:
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    tensors.keys()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is corrupt or cut short: {error}") from error
+            with reading(file), safe_open(file, framework="pt") as tensors:
+                tensors.keys()
     return config
 
 

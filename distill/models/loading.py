@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -257,6 +258,17 @@ def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return stop_token_ids(path) | (frozenset() if eos is None else {eos})
 
 
+@contextmanager
+def reading(file: str | Path) -> Iterator[None]:
+    """Context of reading a safetensors file. Raises CheckpointError where that fails."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is corrupt or cut short: {first_line(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+
+
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors; raises as `tensor_layouts` does."""
     return {name: layout.shape for name, layout in tensor_layouts(path).items()}
@@ -270,16 +282,13 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
     """
     layouts: dict[str, TensorLayout] = {}
     for file in _some_weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    part = tensors.get_slice(name)
-                    dtype = str(part.get_dtype())
-                    layouts[name] = TensorLayout(
-                        name=name, dtype=_DTYPES.get(dtype, dtype), shape=tuple(part.get_shape())
-                    )
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+        with reading(file), safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                part = tensors.get_slice(name)
+                dtype = str(part.get_dtype())
+                layouts[name] = TensorLayout(
+                    name=name, dtype=_DTYPES.get(dtype, dtype), shape=tuple(part.get_shape())
+                )
     return layouts
 
 
@@ -287,14 +296,10 @@ def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
     """These of a checkpoint's tensors; raises as `tensor_layouts` does."""
     found: dict[str, torch.Tensor] = {}
     for file in _some_weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found |= {
-                    name: tensors.get_tensor(name)
-                    for name in set(names).intersection(tensors.keys())
-                }
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+        with reading(file), safe_open(file, framework="pt") as tensors:
+            found |= {
+                name: tensors.get_tensor(name) for name in set(names).intersection(tensors.keys())
+            }
     return found
 
 
@@ -306,10 +311,8 @@ def read_weights(path: str) -> PackedTensors:
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _some_weight_files(path):
-        try:
+        with reading(file):
             tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
     return PackedTensors.pack(tensors)
 
 

@@ -436,8 +436,14 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         games |= {"reward_coef": 1.0}  # or it would be refused for teaching nothing
         with pytest.raises(ConfigError, match="an episode of env=TicTacToeGames is more"):
             check_rollout(opd(**endpoint | games))
+        shows_tools = tmp_path / "tools.jinja"
+        shows_tools.write_text("{{ tools if tools else '' }}{{ messages[0].content }}")
+        with_tools = {
+            "chat_template": str(shows_tools),
+            "prompts": prompts(chat | {"tools": [{"name": "f"}]}),
+        }
         with pytest.raises(ConfigError, match=":1 has `tools`"):
-            check_rollout(opd(**endpoint, prompts=prompts(chat | {"tools": [{"name": "f"}]})))
+            check_rollout(opd(**endpoint, **with_tools))
         texts = endpoint | {"teacher_samples_url": f"{server.url}/completions"}
         with pytest.raises(ConfigError, match=r":1 is a chat; give .* without /completions"):
             check_rollout(opd(**texts, prompts=prompts(chat)))

@@ -140,7 +140,7 @@ def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code
     with pytest.raises(ConfigError, match=r"is called as .logprobs_N, old_N, advantages_N., and"):
         try_own_objective(opd(loss=f"{code.stem}:of_two", try_first=False), pytest.fail)
     wrong = opd(loss=f"{code.stem}:wrong")
-    with pytest.raises(ConfigError, match=r"gives a token another loss.*tried before the run on"):
+    with pytest.raises(ConfigError, match=r"loss=.*:wrong .*tried before the run on"):
         try_own_objective(wrong, pytest.fail)
     try_own_objective(chz.replace(wrong, try_first=False), pytest.fail)
 
