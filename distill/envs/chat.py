@@ -243,8 +243,8 @@ class ChatEnv(Env):
     async def step(self, sample: Sample) -> StepResult:
         turn = self.conversation.said(sample)
         self._turns += 1
-        self._counts["cut_turns"] += sample.stop_reason is StopReason.LENGTH
         cut = sample.stop_reason is StopReason.LENGTH
+        self._counts["cut_turns"] += cut
         bonus = 0.0 if cut else -self._setting.malformed_penalty * len(_malformed(turn))
         if not cut and (turn.calls or turn.malformed):
             answered = await self._call(turn)

@@ -17,7 +17,7 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import play_group, rollout_group
-from distill.chat.template import Message
+from distill.chat.template import Message, encode_chat
 from distill.envs.base import EnvContext, EnvDataset, Episode
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
@@ -237,6 +237,20 @@ def test_a_malformed_call_costs_its_tokens(
     first, second = episode.turns
     assert first.bonuses_T is not None and first.bonuses_T.sum() == pytest.approx(-0.5)
     assert second.bonuses_T is None
+
+
+def test_a_turn_cut_within_a_call_is_neither_malformed_nor_an_answer(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    half = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7 = 42'
+    cut = TrainSampling(temperature=TEMPERATURE, max_new_tokens=len(encode_chat(tokenizer, half)))
+    dataset = tool_use(
+        tokenizer, questions(tmp_path), {"reward": last_number}, malformed_penalty=0.5
+    )
+    [episode] = play(dataset, Scripted(tokenizer, [f"{half} and more"]), cut)
+    [turn] = episode.turns
+    assert turn.bonuses_T is None and episode.reward == 0.0
+    assert episode.metrics["cut_turns"] == 1 and episode.metrics["tool_errors"] == 0
 
 
 def test_the_format_of_the_last_turn_is_counted_and_pays(
