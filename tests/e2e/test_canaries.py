@@ -276,7 +276,7 @@ def test_weights_swapped_in_a_running_sglang_server(
         if step == 3 and not answers:
             [engine] = canaries._supervisor.serving("teacher").values()
             asked = engine.__ray_call__.remote(
-                lambda held: (held.server.url, held.server.admin_api_key)
+                lambda held: (held.plain.server.url, held.plain.server.admin_api_key)
             )
             url, key = calls.get(asked, timeout=60)
             request = Request(
