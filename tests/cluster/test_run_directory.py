@@ -58,6 +58,7 @@ MAY_CHANGE = {
     "routing_replay": True,
 }  # fmt: skip
 MUST_STAY = {
+    "chat_date": "2026-01-31",
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
     "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
     "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
