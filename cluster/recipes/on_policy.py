@@ -394,8 +394,10 @@ class _Run:
 
     def _report_set_aside(self, checkpoint: Checkpoint) -> None:
         """Count the groups that failed for good by kind, in summary.json and on the console."""
-        reasons = trained_in(checkpoint).set_aside.values()
-        kinds = Counter(kind_of(why) for why in reasons if why != CONSTANT_REWARD)
+        set_aside = trained_in(checkpoint).set_aside
+        failed = {i: why for i, why in set_aside.items() if why != CONSTANT_REWARD}
+        self.fleet.report_failures(failed)  # the last status may be older
+        kinds = Counter(map(kind_of, failed.values()))
         if kinds:
             self._running.summary["set_aside"] = dict(kinds.most_common())
             told = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))

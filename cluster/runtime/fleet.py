@@ -14,7 +14,7 @@ the learner of the policy engines that join and leave.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -405,16 +405,9 @@ class Fleet:
             member.handle.give_up.remote(status.begun_again, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
-        """Report each kind of failure at its first group that is set aside.
-
-        Raises:
-            RunFailed: so many groups fail that it is not their own fault.
-        """
+        """Raises RunFailed if so many groups fail that it is not their own fault."""
         config = self._config
-        for group_id, reason in status.newest_set_aside.items():
-            if (kind := kind_of(reason)) not in self._kinds_of_failures:
-                self._kinds_of_failures.add(kind)
-                self._found(groups_fail(group_id, reason, self._step))
+        self.report_failures(status.newest_set_aside)
         in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
         if in_a_row or status.set_aside > config.max_set_aside:
             raise RunFailed(
@@ -422,6 +415,17 @@ class Fleet:
                 f"{config.max_set_aside}), {status.consecutive_set_aside} of them in a row; the "
                 f"last because of: {status.last_reason}"
             )
+
+    def report_failures(self, set_aside: Mapping[int, str]) -> None:
+        """Report each kind of failure at its first group that is set aside.
+
+        Args:
+            set_aside: reasons by group id; what was reported before may be among them.
+        """
+        for group_id, reason in set_aside.items():
+            if (kind := kind_of(reason)) not in self._kinds_of_failures:
+                self._kinds_of_failures.add(kind)
+                self._found(groups_fail(group_id, reason, self._step))
 
     def let_go(self) -> None:
         """Ends engines that were to leave and where nothing is under way any more."""

@@ -425,7 +425,7 @@ Spoil = Callable[[str], object]
         (lambda s: Path(s, "adapter_config.json").write_text("{"), CheckpointError, ["cannot"]),
         (lambda s: Path(s, "adapter_config.json").write_text("[]"), CheckpointError, ["cannot"]),
         (shutil.rmtree, CheckpointError, ["adapter_config.json", "cannot read"]),
-        (cut_short, CheckpointError, ["adapter_model.safetensors", "cannot read"]),
+        (cut_short, CheckpointError, ["adapter_model.safetensors", "cut short"]),
         (pickled_alone, CheckpointError, ["no adapter_model.safetensors", "save it again"]),
         (of_another_method, ConfigError, ["peft_type='IA3'"]),
         (lambda s: edit_config(s, use_dora=True), ConfigError, ["use_dora=True", "plain LoRA"]),
