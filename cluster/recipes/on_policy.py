@@ -185,7 +185,7 @@ def _plan(
 
 
 def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
-    """How often the steps go through the problems, and how they are evaluated."""
+    """Line of the plan: epochs over the problems, and evaluations."""
     size = len(inputs.train)
     through = f"{config.steps * config.prompts_per_step / size:.3g} times through" if size else ""
     evaluated = f"every {config.eval_every} steps" if config.eval_every else "before and after"

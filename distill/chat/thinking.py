@@ -253,7 +253,7 @@ def _turn(text: str | None) -> str | None:
 
 
 def _new(before: str, prompt: str) -> str:
-    """What `before` has beyond the prompt for a turn, from the start of a mark on."""
+    """Text that `before` adds to the prompt for a turn, from the start of a mark on."""
     agreed = before[: agreement(before, prompt)]
     half = max(agreed.rfind("<"), agreed.rfind("["))
     if half > max(agreed.rfind(">"), agreed.rfind("]")):

@@ -71,7 +71,7 @@ def answer_text(answer: str) -> Iterator[str]:
 
 
 def _last_box(text: str) -> str | None:
-    """What the last box holds; all that follows, where its brace is never closed."""
+    """Content of the last box; all that follows if its brace is never closed."""
     found = list(_BOX.finditer(text))
     if not found:
         return None
