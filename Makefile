@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG := $(VENV)/.sglang-installed
-# make demo ENGINE=sglang or ENGINE=embedded; without it, SGLang where it is installed.
+# make demo ENGINE=sglang or ENGINE=embedded; without it, SGLang if it is installed and there are GPUs.
 ENGINE ?=
 # CPU runs use one thread a process: the processes are many and the cores few.
 export OMP_NUM_THREADS ?= 1

@@ -46,17 +46,28 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     return "bfloat16" if resolve_device(device).startswith("cuda") else "float32"
 
 
-def choose_engine(choice: EngineChoice) -> EngineKind:
-    """The engine asked for; by default SGLang where it is installed, else the embedded one.
+def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
+    """The engine asked for; by default SGLang where it is installed and runs on a GPU, else the
+    embedded one, which is faster on a CPU (README, Engines). `device` may be auto.
 
     Raises:
         ConfigError: SGLang was asked for and is not installed.
     """
-    if choice == "auto":
-        return "sglang" if sglang_installed() else "embedded"
     if choice == "sglang":
         require_sglang()
-    return choice
+    if choice != "auto":
+        return choice
+    from distill.models.loading import resolve_device  # torch, which settings do without
+
+    served = sglang_installed() and resolve_device(device).startswith("cuda")
+    return "sglang" if served else "embedded"
+
+
+def engine_note(choice: EngineChoice, kind: EngineKind) -> str:
+    """Line that says why engine=auto passes an installed SGLang over; else empty."""
+    if choice != "auto" or kind == "sglang" or not sglang_installed():
+        return ""
+    return "engine=auto: embedded, faster without a GPU; engine=sglang takes SGLang"
 
 
 def checkpoint_bytes(model: str) -> int:
@@ -95,7 +106,7 @@ class EngineChoices(DecodingSettings):
     engine: EngineChoice = chz.field(
         default="auto",
         doc="sglang: servers of our own; embedded: transformers in the engine's own process; auto: "
-        "sglang where it is installed",
+        "sglang where it is installed and there are GPUs, else embedded",
         metadata=ESSENTIAL,
     )
     dtype: DtypeChoice = chz.field(

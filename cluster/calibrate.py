@@ -80,7 +80,7 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
     stops = config.stops(student, ends)
     report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
     console.print(f"stops at {stops.described(student)}", highlight=False, markup=False)
-    console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
+    console.print(f"engine: {choose_engine(config.engine, config.device)}", highlight=False)
     console.print(agreement_table(report))
     console.print(report.verdict(), highlight=False, markup=False)
     if config.out is not None:

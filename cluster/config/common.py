@@ -17,6 +17,7 @@ from actors.config import (
     choose_dtype,
     choose_engine,
 )
+from actors.sglang.installed import require_sglang
 from cluster.config.job_upload import refuse_upload
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -61,11 +62,12 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
 
     @chz.validate
     def _engine_is_installed(self) -> None:
-        choose_engine(self.engine)
+        if self.engine == "sglang":
+            require_sglang()
 
     def engine_config(self, model: str, stops: StopTokens | None = None) -> EngineConfig:
         return EngineConfig(
-            kind=choose_engine(self.engine),
+            kind=choose_engine(self.engine, self.device),
             model=model,
             dtype=choose_dtype(self.dtype, self.device),
             device=self.device,

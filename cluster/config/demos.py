@@ -23,7 +23,7 @@ class DemoConfig:
     engine: EngineChoice = chz.field(
         default="auto",
         doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
-        "sglang where it is installed",
+        "sglang where it is installed and there are GPUs, else embedded",
     )
     steps: int = chz.field(default=120, doc="optimizer steps of the distillation")
     seed: int = chz.field(default=0, doc="seed of problems, models and training")
@@ -37,7 +37,8 @@ class ShowConfig:
     out: str = chz.field(doc="directory for data, models and the run; an earlier show is removed")
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
     engine: EngineChoice = chz.field(
-        default="auto", doc="sglang, embedded, or auto: sglang where it is installed"
+        default="auto",
+        doc="sglang, embedded, or auto: sglang where it is installed and there are GPUs",
     )
     steps: int | None = chz.field(default=None, doc="optimizer steps of the recipe")
     seed: int = chz.field(default=0, doc="seed of data, models and training")

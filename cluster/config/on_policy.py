@@ -372,7 +372,7 @@ class RolloutConfig(
                 f"of {gpus} GPUs cannot share those of single learner workers; use engines of one "
                 "GPU, or leave colocate out"
             )
-        if self.engines_sleep and choose_engine(self.engine) != "sglang":
+        if self.engines_sleep and self.engine == "embedded":
             raise ConfigError(
                 "engines_sleep=True needs engine=sglang: the embedded engine keeps its memory; "
                 "leave it out"
@@ -600,7 +600,7 @@ class RolloutConfig(
         if self.engines_sleep is not None:
             return self.engines_sleep
         shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
-        return shares and choose_engine(self.engine) == "sglang"
+        return shares and choose_engine(self.engine, device) == "sglang"
 
     def lends_weights(self, device: str) -> bool:
         """True if policy engines will read weights in the memory of the learner's workers, as far
@@ -609,7 +609,7 @@ class RolloutConfig(
             return self.weights == "ipc"
         shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
         beside_workers = self.policy_engines <= self.learner_workers
-        return shares and beside_workers and choose_engine(self.engine) == "sglang"
+        return shares and beside_workers and choose_engine(self.engine, device) == "sglang"
 
     def lent_bytes(self, device: str) -> int:
         """Bytes of the largest bucket that a push lends: what it takes of a GPU meanwhile."""
@@ -656,7 +656,7 @@ class RolloutConfig(
     ) -> EngineConfig:
         gpus = parallelism(server_flags).gpus  # several are whole ones
         return EngineConfig(
-            kind=choose_engine(self.engine),
+            kind=choose_engine(self.engine, device),
             model=model,
             dtype=choose_dtype(self.dtype, device),
             device=device,

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import chz
 
-from actors.config import EngineChoices, ServerSettings, choose_engine
+from actors.config import EngineChoices, ServerSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
@@ -109,7 +109,7 @@ class PolicySettings(EngineChoices, ServerSettings):
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
         if self.prove_every is not None and self.prove_every < 0:
             raise ConfigError(f"prove_every={self.prove_every} must not be negative")
-        check_served(self.weights, choose_engine(self.engine) == "sglang")
+        check_served(self.weights, self.engine != "embedded")
         if self.weights_delta and self.weights not in ("auto", "object_store"):
             raise ConfigError(
                 f"weights_delta=True with weights={self.weights} changes nothing: "

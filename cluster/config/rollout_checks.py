@@ -89,7 +89,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    choose_engine(config.engine)
+    choose_engine(config.engine, config.device)
     student = check_model(config.student)
     if config.packing:
         check_packs(meta_causal_lm(config.student))
@@ -107,7 +107,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     }
     if config.reference is not None:
         named["reference"] = config.reference
-    if choose_engine(config.engine) == "sglang":
+    if choose_engine(config.engine, config.device) == "sglang":
         for role, model in {"student": config.student, **named}.items():
             if not is_url(model):
                 check_served_ties(role, model)
@@ -186,7 +186,7 @@ def _check_stops(
 ) -> None:
     """Raises ConfigError for a server of the student that would end elsewhere as well."""
     missing = own - set(stops.ids)
-    if missing and choose_engine(config.engine) == "sglang":
+    if missing and choose_engine(config.engine, config.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
         raise ConfigError(
             f"stop_tokens={config.stop_tokens} leaves out {names}, at which an SGLang server of "

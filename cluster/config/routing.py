@@ -50,7 +50,7 @@ def _check(config: RolloutConfig) -> None:
             "routing_replay=True with compile=True: routers inside compiled layers have not been "
             "seen to replay; leave one of them out"
         )
-    if choose_engine(config.engine) == "sglang" and not knows_flag(ROUTED_EXPERTS):
+    if choose_engine(config.engine, config.device) == "sglang" and not knows_flag(ROUTED_EXPERTS):
         raise ConfigError(
             f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
             "install a newer one, or use routing_replay=False"

@@ -342,7 +342,7 @@ class RolloutCast:
             return self._keeper(resume_from, queue, attempt)
         push = PushSettings(
             choice=config.weights,
-            served=choose_engine(config.engine) == "sglang",
+            served=choose_engine(config.engine, device) == "sglang",
             device=device,
             directory=str(self._directory.path / "weights"),
             model=config.student,

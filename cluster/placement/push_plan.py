@@ -42,7 +42,7 @@ def _way(config: RolloutConfig, device: str) -> str:
         return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
     if config.weights != "auto":
         return f"by {config.weights}"
-    served = choose_engine(config.engine) == "sglang"
+    served = choose_engine(config.engine, device) == "sglang"
     far = "a group" if served and not config.weights_delta else "the object store"
     if served and on_gpu:
         return (

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import chz
 from ray.exceptions import RayError
 from rich.console import Console
 from rich.markup import escape
 
-from actors.config import choose_dtype, choose_engine
+from actors.config import choose_dtype
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
@@ -31,6 +32,7 @@ from cluster.handshake.handshake import (
 )
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.engine_choice import with_engine
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     EVALUATION,
@@ -83,6 +85,10 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     say = partial(console.print, markup=False, highlight=False)
+    asked = config.engine
+    config, said = with_engine(config)
+    if said:
+        say(said)
     inputs = check_rollout(config)
     if isinstance(config, OpdConfig):
         config, said = with_estimator(config)
@@ -91,7 +97,9 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     config, said = with_routing_replay(config)
     if said:
         say(said)
-    directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
+    # As it was given: the run may go on where engine=auto is another.
+    recorded = chz.replace(config, engine=asked)
+    directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         _run_opened(config, inputs, directory, resume_from, console)
 
@@ -161,7 +169,7 @@ def _plan(
     evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
-        f"engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
+        f"engine    {config.engine} (dtype={config.dtype}); "
         f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers"
     )
     if config.rollouts is not None:

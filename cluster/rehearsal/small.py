@@ -9,7 +9,6 @@ from typing import Any
 
 import chz
 
-from actors.config import choose_engine
 from actors.sglang.address import is_url
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.models.twins import Twin, save_twin
@@ -83,7 +82,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     if config.lora_adapter is not None:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {
-        "out": str(out / "run"), "device": "cpu", "engine": choose_engine(config.engine),
+        "out": str(out / "run"), "device": "cpu",
         "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep_rollouts": "all",
         "student": twins["student"].path,
     }  # fmt: skip

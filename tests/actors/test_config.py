@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, ServerSettings, choose_dtype, choose_engine
+from actors.config import EngineConfig, ServerSettings, choose_dtype, choose_engine, engine_note
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
@@ -19,18 +19,22 @@ from distill.errors import ConfigError
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_auto_is_sglang_where_it_is_installed(
+def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     for module in (config_module, sglang_here):
         monkeypatch.setattr(module, "sglang_installed", lambda: installed)
-    assert choose_engine("auto") == ("sglang" if installed else "embedded")
-    assert choose_engine("embedded") == "embedded"
+    assert choose_engine("auto", "cuda") == ("sglang" if installed else "embedded")
+    assert choose_engine("auto", "cpu") == "embedded"
+    # Nothing to say where no other engine could have been taken.
+    assert bool(engine_note("auto", "embedded")) is installed
+    assert not engine_note("embedded", "embedded")
+    assert choose_engine("embedded", "cuda") == "embedded"
     if installed:
-        assert choose_engine("sglang") == "sglang"
+        assert choose_engine("sglang", "cpu") == "sglang"
     else:
         with pytest.raises(ConfigError, match="engine=sglang but SGLang is not installed here"):
-            choose_engine("sglang")
+            choose_engine("sglang", "cpu")
 
 
 def test_auto_is_half_precision_on_cuda_alone() -> None:

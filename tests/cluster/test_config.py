@@ -403,7 +403,8 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
     config = opd()
     assert main(arguments(config, "dry_run=True", "steps=3")) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("checking models and data estimator=auto: full, for every teacher fits")
+    assert shown.startswith("checking models and data ")
+    assert "estimator=auto: full, for every teacher fits" in shown
     assert " opd: " in shown
     assert "T=0.7" in shown and "run 3 steps into" in shown
     assert not Path(config.out).exists()

@@ -59,11 +59,11 @@ def test_what_cannot_be_is_left_out_or_refused(
     with pytest.raises(ConfigError, match="routing_replay=True with compile=True"):
         settled(opd(student=mixture, routing_replay=True, compile=True))
     assert settled(opd(student=mixture, compile=True))[0] is False
-    monkeypatch.setattr(routing, "choose_engine", lambda _: "sglang")
+    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
     monkeypatch.setattr(routing, "knows_flag", lambda _: False)
     with pytest.raises(ConfigError, match="has no --enable-return-routed-experts"):
-        with_routing_replay(opd(student=mixture, routing_replay=True))
-    assert with_routing_replay(opd(student=mixture))[0].routing_replay is False
+        with_routing_replay(opd(student=mixture, routing_replay=True, engine="sglang"))
+    assert with_routing_replay(opd(student=mixture, engine="sglang"))[0].routing_replay is False
 
 
 def test_servers_are_told_to_record() -> None:
