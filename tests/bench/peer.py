@@ -13,6 +13,9 @@ from distill.errors import ConfigError
 HERE = Path(__file__).parent
 
 
+PEER_PYTHON = Path(".venv-peer/bin/python")
+
+
 def run_peer(
     student: str,
     teacher: str,
@@ -39,22 +42,54 @@ def run_peer(
     Raises:
         ConfigError: its virtualenv is missing.
     """
-    python = Path(".venv-peer/bin/python")
-    if not python.exists():
+    command = peer_command(
+        student, teacher, prompts, out, steps=steps, prompts_per_step=prompts_per_step,
+        group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, lr=lr,
+        seed=seed, warmup_steps=warmup_steps,
+    )  # fmt: skip
+    if save:
+        command += ["--save", str(save), "--save-every", str(save_every)]
+    subprocess.run(
+        command, check=True, timeout=3600, stdout=subprocess.DEVNULL, env=peer_environment()
+    )
+    return json.loads(out.read_text())
+
+
+def peer_command(
+    student: str,
+    teacher: str,
+    prompts: Path,
+    out: Path,
+    *,
+    steps: int,
+    prompts_per_step: int,
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    lr: float,
+    seed: int = 0,
+    warmup_steps: int = 1,
+) -> list[str]:
+    """The command line of peer_trl.py.
+
+    Raises:
+        ConfigError: its virtualenv is missing.
+    """
+    if not PEER_PYTHON.exists():
         raise ConfigError(
             ".venv-peer is missing: `make .venv-peer/.installed` makes it; "
             "`python -m tests.bench peer=False` does without"
         )
-    command = [
+    return [
         # -P: else its directory, ours, would be where it looks for `queue` and the like.
-        str(python), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
-        "--prompts", str(prompts), "--steps", str(steps), "--warmup-steps", str(warmup_steps),
-        "--prompts-per-step", str(prompts_per_step), "--group-size", str(group_size),
-        "--temperature", str(temperature), "--max-new-tokens", str(max_new_tokens),
-        "--lr", str(lr), "--seed", str(seed), "--out", str(out),
-        *(("--save", str(save), "--save-every", str(save_every)) if save else ()),
+        str(PEER_PYTHON), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher",
+        teacher, "--prompts", str(prompts), "--steps", str(steps), "--warmup-steps",
+        str(warmup_steps), "--prompts-per-step", str(prompts_per_step), "--group-size",
+        str(group_size), "--temperature", str(temperature), "--max-new-tokens",
+        str(max_new_tokens), "--lr", str(lr), "--seed", str(seed), "--out", str(out),
     ]  # fmt: skip
-    # The peer is one process and may use every core; ours are several with a thread each.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    subprocess.run(command, check=True, timeout=3600, stdout=subprocess.DEVNULL, env=environment)
-    return json.loads(out.read_text())
+
+
+def peer_environment() -> dict[str, str]:
+    """The peer is one process and may use every core; ours are several with a thread each."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -65,6 +65,7 @@ class StepClock(TrainerCallback):
     def __init__(self, save: str | None, save_every: int) -> None:
         self._save, self._save_every = save, save_every
         self.seconds: list[float] = []
+        self.ends: list[float] = []  # time of day
         self.cpu_seconds: list[float] = []  # of all our threads
         self.others_cpu_seconds: list[float | None] = []  # a busy machine shows here
         self.tokens: list[int] = []
@@ -102,6 +103,7 @@ class StepClock(TrainerCallback):
         self, _args: Any, state: Any, *_: Any, model: Any, processing_class: Any, **__: Any
     ) -> None:
         self.seconds.append(time.perf_counter() - self._start)
+        self.ends.append(time.time())
         own, machine = time.process_time() - self._cpu_start, machine_cpu_seconds()
         self.cpu_seconds.append(own)
         self.others_cpu_seconds.append(
@@ -245,6 +247,7 @@ def summarize(clock: StepClock, trainer: TimedTrainer, args: argparse.Namespace)
         }
         | {"optim": str(config.optim)},
         "step_seconds": seconds,
+        "step_ends": clock.ends[args.warmup_steps :],
         "cpu_seconds_per_step": clock.cpu_seconds[args.warmup_steps :],
         "others_cpu_seconds_per_step": clock.others_cpu_seconds[args.warmup_steps :],
         "trained_tokens_per_step": tokens,
