@@ -57,6 +57,15 @@ class StopReason(StrEnum):
     TIME = "time"  # the environment's limit on seconds
 
 
+def first_true(mask_T: BoolArray) -> int:
+    """Index of the first True of a mask that has one.
+
+    `np.argmax` gives the same, but lets go of the interpreter for it: a process whose other threads
+    compute gets it back up to 5 ms later.
+    """
+    return mask_T.tobytes().index(True)
+
+
 def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1:
@@ -283,7 +292,7 @@ class Segment:
     @property
     def first_action(self) -> int:
         """Index of the first action token, at least 1."""
-        return int(np.argmax(self.action_mask_T))
+        return first_true(self.action_mask_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

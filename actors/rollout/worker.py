@@ -118,6 +118,8 @@ class RolloutWorker:
         teacher_samples: the groups that their teacher samples.
         text_teachers: by the teachers' names, those whose samples an endpoint writes.
         max_groups: most groups under way at once.
+        runs_user_code: environments or rewards may end or hang this process, so that each group
+            is reported before it enters them.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class RolloutWorker:
         scored: GroupShare = EVERY_GROUP,
         teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
         text_teachers: Mapping[str, TextTeacher] | None = None,
+        runs_user_code: bool = True,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
@@ -155,6 +158,7 @@ class RolloutWorker:
         self._dataset = dataset
         self._sampling = sampling
         self._seed = seed
+        self._runs_user_code = runs_user_code
         self.max_groups = max_groups
         self._under_way: dict[Lease, UnderWay] = {}
         self._logged: set[str] = set()  # kinds of failures
@@ -200,6 +204,8 @@ class RolloutWorker:
             await self._run()
 
     async def _run(self) -> None:
+        if not self._runs_user_code:
+            await self._sink.inside({})  # for good: without a report all groups are suspects
         try:
             async with asyncio.TaskGroup() as tasks:
                 while leases := await self._lease():
@@ -350,7 +356,13 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
-        """Context of user code, reported before it begins, for it may end or hang this process."""
+        """Context of an environment's or a reward's code.
+
+        The user's is reported before it begins, for it may end or hang this process.
+        """
+        if not self._runs_user_code:
+            yield
+            return
         group.inside += 1
         try:
             async with self._reporting:  # those that wait here travel with the next report

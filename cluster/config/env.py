@@ -15,7 +15,13 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.lookup import known_names, resolve
 from distill.rewards.model_reward import ModelReward
-from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, Reward, load_reward
+from distill.rewards.registry import (
+    DEFAULT_REWARD,
+    REWARD_TIMEOUT_S,
+    CheckedReward,
+    Reward,
+    load_reward,
+)
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
 # chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
@@ -101,6 +107,11 @@ class EnvSettings:
 
     def reward_function(self) -> Reward:
         return load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
+
+    @property
+    def runs_user_code(self) -> bool:
+        """False if rollouts run nothing of the user's: SingleTurn with a built-in reward."""
+        return type(self.env) is not SingleTurn or isinstance(self.reward_function(), CheckedReward)
 
     @property
     def reward_model(self) -> str | None:

@@ -175,6 +175,7 @@ class RolloutCast:
                 sampling=config.train_sampling(),
                 seed=config.seed,
                 max_groups=max_groups(),
+                runs_user_code=config.runs_user_code,
             )
             placed = config.rollout_cpus > 0
             options = self._placement.options(ROLLOUT, index) if placed else self._here()

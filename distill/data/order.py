@@ -86,6 +86,8 @@ class MixedStream:
 
     def _place(self, position: int) -> tuple[int, int]:
         """The source at `position`, and how often it was there before."""
+        if len(self._streams) == 1:
+            return 0, position
         block, offset = divmod(position, self._block_size)
         if block != self._block:
             self._deal(block)

@@ -16,7 +16,7 @@ from distill.errors import DataError
 from distill.privileged import check_context
 from distill.routing import ExpertArray
 from distill.sampling import check_temperature
-from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
+from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs, first_true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class TrainingRow:
     @property
     def first_trained(self) -> int:
         """Index of the first trained token, at least 1."""
-        return int(np.argmax(self.loss_mask_T))
+        return first_true(self.loss_mask_T)
 
     @property
     def num_trained(self) -> int:

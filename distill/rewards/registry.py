@@ -59,7 +59,7 @@ async def judge(reward: RewardFunction, response: Response | str, answer: str) -
     Of a `Response` the reward is given its `judged_text`.
 
     A reward may take long and need not be thread-safe, and what else the process does goes on
-    meanwhile. Each has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
+    meanwhile. Those that only compare texts (`_AT_ONCE`) take no thread. Each of the others has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
     `json_schema` run in a child process that is ended; a user's stays in this process, where it
     may keep models and connections, and is given up (`CheckedReward`).
     """
@@ -68,8 +68,10 @@ async def judge(reward: RewardFunction, response: Response | str, answer: str) -
 
 async def verdict(reward: RewardFunction, response: Response | str, answer: str) -> Verdict:
     """`judge`, and what is to be said of the response: what is right, or what the tests found."""
-    call = asyncio.get_running_loop().run_in_executor
     text = response if isinstance(response, str) else judged_text(reward, response)
+    if reward in _AT_ONCE:
+        return _verdict(reward, text, answer)
+    call = asyncio.get_running_loop().run_in_executor
     return await call(_THREAD, _verdict, reward, text, answer)
 
 
@@ -101,6 +103,9 @@ def contains(response: str, answer: str) -> float:
     """1 if the answer, surrounding whitespace aside, occurs in the response, else 0."""
     return float(answer.strip() in response)
 
+
+# The way to the thread and back takes longer than these do.
+_AT_ONCE = (exact_match, last_number, contains)
 
 DEFAULT_REWARD = "exact_match"
 _BUILT_IN: dict[str, RewardFunction] = {

@@ -633,3 +633,11 @@ def test_a_group_is_known_to_be_in_its_environment_before_it_is_there() -> None:
     # of each group: its builder, two observations, and in two steps its id and one more looks
     assert seen == [True] * sum(1 + 2 + 2 * (i + 1) for i in range(12))
     assert 12 < sink.reports < 12 * 4  # they travel together
+
+
+def test_without_code_of_the_users_it_reports_once_that_no_group_is_in_any() -> None:
+    """A worker that never reports has all its groups suspected at its death."""
+    sink = Witness(groups=12, known={0: "problem 1"})
+    run(sink, teachers={}, max_groups=5, runs_user_code=False)
+    assert len(sink.done) == 12
+    assert sink.reports == 1 and not sink.known

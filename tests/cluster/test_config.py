@@ -691,6 +691,22 @@ _NEEDS = {True: ["prompts=p"], False: []}
 
 
 @pytest.mark.parametrize(
+    ("settings", "runs"),
+    [
+        ({}, False),
+        ({"reward": "math_equal"}, False),
+        ({"reward": "model:some/directory"}, False),
+        ({"reward": "math:pow"}, True),
+        ({"env": ToolUse(tools="a:b")}, True),
+        ({"env": TicTacToeGames(), "prompts": None}, True),
+    ],
+)
+def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
+    config = EvaluateConfig(model="m", **({"prompts": "p"} | settings))
+    assert config.runs_user_code is runs
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"prompts": "p"}, "prompts=p changes nothing: env=TicTacToeGames reads no file"),
