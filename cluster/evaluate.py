@@ -26,7 +26,7 @@ from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.row_reader import RowReader
-from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
+from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
@@ -158,7 +158,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
 
 def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
     count = len(problems)
-    return Subset(problems, range(count if limit is None else min(limit, count)))
+    return problems.subset(range(count if limit is None else min(limit, count)))
 
 
 Results = dict[str, tuple[dict[str, float], list[EvaluatedResponse]]]

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -39,7 +39,6 @@ from distill.envs.base import (
     EnvDataset,
     EnvGroupBuilder,
     Mixture,
-    Subset,
     mixture,
     problems_of,
 )
@@ -64,23 +63,37 @@ Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInputs:
-    """A checked opd or rl run: what its actors are built from.
+class LearnerInputs:
+    """The part of a checked opd or rl run that its learner is built from.
 
-    `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources;
-    `judged` is False where no problem has anything that a reward could compare with.
-    `text_teachers` are those whose samples an endpoint writes, by the teachers' names.
+    `sft_parts` are those of `sft_data`'s sources.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    stops: StopTokens
+    sft_rows_D: list[TrainingRow]
+    sft_parts: list[MixedPart]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs(LearnerInputs):
+    """A checked opd or rl run: what its actors are built from.
+
+    `digests` are of the rows that each setting names; `judged` is False where no problem has
+    anything that a reward could compare with. `text_teachers` are those whose samples an endpoint
+    writes, by the teachers' names.
+    """
+
     train: EnvDataset
     held_out: EnvDataset
     judged: bool
-    sft_rows_D: list[TrainingRow]
-    stops: StopTokens
-    sft_parts: list[MixedPart]
     digests: Mapping[str, str]
     text_teachers: Mapping[str, TextTeacher]
+
+    @property
+    def of_learner(self) -> LearnerInputs:
+        """The learner's part alone, which is sent to it without the problems."""
+        return LearnerInputs(**{f.name: getattr(self, f.name) for f in fields(LearnerInputs)})
 
 
 def check_rollout(config: RolloutConfig) -> RolloutInputs:
@@ -273,7 +286,7 @@ def _load_problems(
     held_out = load(evaluation, apart, longest)
     sizes = [len(problems) for problems in held_out]
     counts = shares(sizes, min(sum(sizes), config.eval_size))
-    taken = [Subset(each, range(count)) for each, count in zip(held_out, counts, strict=True)]
+    taken = [each.subset(range(count)) for each, count in zip(held_out, counts, strict=True)]
     return mixture(train, sources), mixture(taken, apart)
 
 
@@ -408,8 +421,8 @@ def _hold_out(
     )
     train, apart = [], []
     for each, played, held_out in zip(problems, evaluated, chosen, strict=True):
-        train.append(Subset(each, [p for p in range(len(each)) if p not in held_out]))
-        apart.append(Subset(played, sorted(held_out)))
+        train.append(each.subset([p for p in range(len(each)) if p not in held_out]))
+        apart.append(played.subset(sorted(held_out)))
     return mixture(train, sources), mixture(apart, sources)
 
 

@@ -18,6 +18,7 @@ from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
+from cluster.handles import calls
 from cluster.hosts.creation import here, maker
 from cluster.hosts.deferred import deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
@@ -154,6 +155,7 @@ class RolloutCast:
             seed=config.seed,
             title=config.problems_title(config.prompts),
         )
+        dataset = calls.shared(dataset, [queue.actor])  # all workers read the same
         teacher_samples = config.teacher_sampled(vocab_size(load_config(config.student)))
 
         def create(index: int, attempt: int) -> Any:
@@ -171,7 +173,6 @@ class RolloutCast:
                 teacher_samples=teacher_samples,
                 text_teachers=inputs.text_teachers,
                 sink=WorkerEnd(queue, worker_title(index), whole=config.learner_workers == 1),
-                dataset=dataset,
                 sampling=config.train_sampling(),
                 seed=config.seed,
                 max_groups=max_groups(),
@@ -180,7 +181,7 @@ class RolloutCast:
             placed = config.rollout_cpus > 0
             options = self._placement.options(ROLLOUT, index) if placed else self._here()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
-            return self._make(RolloutActor, options, build, config.deadline_s)
+            return self._make(RolloutActor, options, build, dataset, config.deadline_s)
 
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
@@ -273,7 +274,7 @@ class RolloutCast:
             """A follower on each further node; they start once the head says where they meet."""
             nodes = engine("", attempt).nodes
             meeting_point = head.meeting_point.remote() if nodes > 1 else None
-            calls = {}
+            followers = {}
             for node in range(1, nodes):
                 name = f"{role.replace(' ', '-')}-{index}-node-{node}"
                 made = engine(self._directory.log(name), attempt)
@@ -282,8 +283,8 @@ class RolloutCast:
                 follower = self._make(
                     SglangFollower, options, meeting_point, node, **made.server_arguments()
                 )
-                calls[follower.serve.remote()] = follower
-            return calls
+                followers[follower.serve.remote()] = follower
+            return followers
 
         return self._role(
             role,

@@ -12,7 +12,7 @@ import torch
 
 from actors.config import choose_dtype
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.rollout_checks import RolloutInputs
+from cluster.config.rollout_checks import LearnerInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.queue.group_queue import GroupQueue
@@ -203,7 +203,7 @@ def build_policy_loop(
     *,
     config: RolloutConfig,
     learner_config: LearnerConfig,
-    inputs: RolloutInputs,
+    inputs: LearnerInputs,
     source: GroupSource,
     publish: Callable[[Learner], Publish],
     directory: RunDirectory,
@@ -261,7 +261,7 @@ def policy_loop(
     *,
     config: RolloutConfig,
     learner_config: LearnerConfig,
-    inputs: RolloutInputs,
+    inputs: LearnerInputs,
     source: GroupSource,
     publish: Callable[[Learner], Publish],
     store: CheckpointStore,

@@ -111,7 +111,7 @@ def policy_learners(
         build_policy_loop,
         config=config,
         learner_config=learner_config,
-        inputs=inputs,
+        inputs=inputs.of_learner,
         source=source,
         publish=publish,
         directory=directory,

@@ -14,6 +14,7 @@ from typing import Any
 from actors.rollout.worker import RolloutWorker, Stage
 from cluster.hosts.engine_pool import EnginePool
 from distill.engine import Score, ScoreRequest
+from distill.envs.base import EnvStream
 
 # Handles by engine, by pool.
 Roster = Mapping[str, Mapping[str, Any]]
@@ -90,17 +91,17 @@ class RolloutActor:
     """Hosts a `RolloutWorker` in an actor of its own."""
 
     def __init__(
-        self, build: Callable[[Mapping[str, EnginePool]], RolloutWorker], patience_s: float
+        self, build: Callable[..., RolloutWorker], dataset: EnvStream, patience_s: float
     ) -> None:
         """
         Args:
-            build: makes the worker of its pools, by name; it knows which there are.
+            build: makes the worker of its pools, by name, and the dataset.
             patience_s: longest a request waits for an engine that answers.
         """
         self._pools = _Pools(patience_s)
         self._roster: dict[str, dict[str, Any]] = {}
         self._lives: dict[str, int] = {}
-        self._worker = build(self._pools)
+        self._worker = build(self._pools, dataset=dataset)
 
     async def run(self) -> None:
         """Works until the queue closes or the worker is drained."""

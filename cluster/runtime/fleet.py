@@ -14,7 +14,7 @@ the learner of the policy engines that join and leave.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -248,10 +248,10 @@ class Fleet:
             RunFailed: an actor did not start.
         """
         self.supervisor.adopt(self._queue_spec, 0, self.queue.actor)
-        for name, spec in self._specs.items():
-            for index in range(self._size(name)):
-                self.supervisor.add(spec, index)
+        # The slow ones first; the learner needs the engines' handles.
+        self._create(self._asked_roles)
         self._lifecycle.fill(resume_from)
+        self._create([name for name in self._specs if name not in self._asked_roles])
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
         if resume_from is not None and self._config.canary_every and self.frozen:
@@ -260,6 +260,11 @@ class Fleet:
         for role in (*self._engine_roles, EVALUATION):
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
+
+    def _create(self, roles: Sequence[str]) -> None:
+        for name in roles:
+            for index in range(self._size(name)):
+                self.supervisor.add(self._specs[name], index)
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Tell the queue which groups a checkpoint that is complete on disk accounts for."""

@@ -194,6 +194,13 @@ class EnvDataset(ABC):
     @abstractmethod
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
 
+    def subset(self, problems: Sequence[int]) -> EnvDataset:
+        """Dataset of some of the problems, in that order.
+
+        It is sent to other processes: a dataset that holds its problems leaves the others out.
+        """
+        return Subset(self, problems)
+
     def line(self, problem: int) -> int:
         """The problem's row in its source, from 1; its number, where there is no source."""
         return problem + 1
@@ -354,7 +361,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
 
 
 class Subset(EnvDataset):
-    """Subset of a dataset's problems."""
+    """Subset of the problems of a dataset that does not hold them."""
 
     def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
         self._dataset, self._problems = dataset, list(problems)

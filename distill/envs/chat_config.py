@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,11 @@ class ChatDataset(EnvDataset):
             answer=chosen.answer,
             prompt_key=chosen.prompt_key,
         )
+
+    def subset(self, problems: Sequence[int]) -> ChatDataset:
+        chosen = copy(self)
+        chosen._problems_P = [replace(self._problems_P[p], line=self.line(p)) for p in problems]
+        return chosen
 
     def line(self, problem: int) -> int:
         line = self._problems_P[problem].line

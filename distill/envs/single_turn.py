@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,11 @@ class PromptDataset(EnvDataset):
             reward=self._reward,
             format=self._format,
         )
+
+    def subset(self, problems: Sequence[int]) -> PromptDataset:
+        chosen = copy(self)
+        chosen.prompts_P = [self.prompts_P[p] for p in problems]
+        return chosen
 
     def line(self, problem: int) -> int:
         return self.prompts_P[problem].line

@@ -59,9 +59,10 @@ async def judge(reward: RewardFunction, response: Response | str, answer: str) -
     Of a `Response` the reward is given its `judged_text`.
 
     A reward may take long and need not be thread-safe, and what else the process does goes on
-    meanwhile. Those that only compare texts (`_AT_ONCE`) take no thread. Each of the others has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
-    `json_schema` run in a child process that is ended; a user's stays in this process, where it
-    may keep models and connections, and is given up (`CheckedReward`).
+    meanwhile. Those that only compare texts (`_AT_ONCE`) take no thread. Each of the others has a
+    limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and `json_schema` run in a child
+    process that is ended; a user's stays in this process, where it may keep models and connections,
+    and is given up (`CheckedReward`).
     """
     return (await verdict(reward, response, answer)).reward
 

@@ -140,6 +140,14 @@ def test_turns_rewards_and_bonuses(tokenizer: PreTrainedTokenizerBase) -> None:
     assert Echo.closed == closed + 1
 
 
+def test_a_subset_is_sent_without_the_other_problems(tokenizer: PreTrainedTokenizerBase) -> None:
+    dataset = Echoes(words="alpha bravo gamma")(None, setting(tokenizer))
+    sent = pickle.dumps(dataset.subset([2, 0]))
+    assert b"gamma" in sent and b"alpha" in sent and b"bravo" not in sent
+    arrived = pickle.loads(sent)
+    assert [arrived.label(p) for p in range(len(arrived))] == ["3", "1"]
+
+
 def test_a_tool_is_called_and_answered(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     policy = Scripted(tokenizer, [CALL, "it is 42"])
     made = trajectory(tool_use(tokenizer, questions(tmp_path)), policy)

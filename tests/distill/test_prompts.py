@@ -302,6 +302,19 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     assert result.bonuses_T.tolist() == [0.5, 0.5, 0, 0, 0]
 
 
+def test_a_subset_is_sent_without_the_other_problems(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = [
+        Prompt(tokens_T=ids(3 + i), answer=f"answer-{i}", line=i + 1, tag=f"tag-{i}")
+        for i in range(4)
+    ]
+    sent = pickle.dumps(PromptDataset(prompts, tokenizer).subset([3, 1]))
+    assert b"answer-3" in sent and b"answer-0" not in sent and b"answer-2" not in sent
+    arrived = pickle.loads(sent)
+    builders = [arrived.builder(p, 1) for p in range(len(arrived))]
+    assert [builder.answer for builder in builders] == ["answer-3", "answer-1"]
+    assert [arrived.label(p) for p in range(len(arrived))] == ["4", "2"]
+
+
 @pytest.mark.parametrize(("said", "has"), [("so 4!", 1.0), ("4, so", 0.0)])
 def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
     tokenizer: PreTrainedTokenizerBase, said: str, has: float
