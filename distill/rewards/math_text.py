@@ -10,6 +10,8 @@ from decimal import Decimal
 # The answer is at the end. Longer text would only make the search for it slower.
 _LONGEST = 20_000
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+# The end of a sentence, not the delimiter of \\right. or the space \\, .
+_FULL_STOP = re.compile(r"(?<!\\right)(?<!\\)[\s.,;]+\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _MARKED = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
@@ -85,7 +87,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _boxed(content: str) -> str:
-    latex = _DOLLAR.sub("", _latex(content)).strip()
+    latex = _FULL_STOP.sub("", _DOLLAR.sub("", _latex(content))).strip()
     return rf"\boxed{{{latex}}}" if latex else ""
 
 

@@ -5,12 +5,12 @@
 
 A script of the standard library alone, run for either side. Where the tests are cases of standard
 input and output, the solution's process runs it as a script once for each. What crosses is JSON, a
-line at a time: numbers, text, lists, tuples, dicts and sets by value, as exactly those types;
-anything else stays where it is and is asked from afar (`Remote`). So nothing of the solution's
-runs among the tests: no `__eq__` that is always true, no exit, no look at the tests. An object that
-is asked from afar is never told a plain value to compare itself with, to add or to look for, so it
-cannot say what the tests would like to hear. The tests serve one request: to call a function that
-they passed.
+line at a time: numbers, text, lists, tuples, dicts, sets and the types of `_CONSTRUCTED` by value,
+as exactly those types; anything else stays where it is and is asked from afar (`Remote`). So
+nothing of the solution's runs among the tests: no `__eq__` that is always true, no exit, no look at
+the tests. An object that is asked from afar is never told a plain value to compare itself with, to
+add or to look for, so it cannot say what the tests would like to hear. The tests serve calls of
+functions that they passed, and the operations of `_served`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
 }
+# Those that the tests do for the solution.
+_SERVED = ("getattr", "setattr", "len", "iter", "next", "bool", "getitem", "setitem", "eq", "lt")
 # The name that tracebacks have for the tests.
 _TESTS = "tests.py"
 # Characters of what a script that failed said at its end.
@@ -72,6 +74,21 @@ _SEQUENCES: dict[str, type] = {
     "set": set,
     "frozenset": frozenset,
 }
+# Types that cross as the arguments of a function that makes an equal object.
+_CONSTRUCTED: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
+    "builtins.complex": ("builtins:complex", lambda v: (v.real, v.imag)),
+    "builtins.range": ("builtins:range", lambda v: (v.start, v.stop, v.step)),
+    "collections.Counter": ("collections:Counter", lambda v: (dict(v),)),
+    "collections.OrderedDict": ("collections:OrderedDict", lambda v: (list(v.items()),)),
+    "collections.deque": ("collections:deque", lambda v: (list(v), v.maxlen)),
+    "datetime.date": ("datetime:date", lambda v: (v.year, v.month, v.day)),
+    "datetime.datetime": ("datetime:datetime.fromisoformat", lambda v: (v.isoformat(),)),
+    "datetime.time": ("datetime:time.fromisoformat", lambda v: (v.isoformat(),)),
+    "datetime.timedelta": ("datetime:timedelta", lambda v: (v.days, v.seconds, v.microseconds)),
+    "decimal.Decimal": ("decimal:Decimal", lambda v: (str(v),)),
+    "fractions.Fraction": ("fractions:Fraction", lambda v: (v.numerator, v.denominator)),
+    "numpy.ndarray": ("numpy:array", lambda v: (v.tolist(), v.dtype.str)),
+}
 
 
 class Peer:
@@ -82,6 +99,8 @@ class Peer:
         self._writer = writer
         self._operations = operations
         self._ours: list[Any] = []
+        self._numbers: dict[int, int] = {}  # of `_ours`, by identity
+        self._theirs: dict[int, Remote] = {}
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """The other's answer; changes that it made to lists, dicts and sets are made here too.
@@ -126,6 +145,9 @@ class Peer:
     def encoded(self, value: Any) -> Any:
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
             value = value.item()
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        if kind in _CONSTRUCTED:
+            return [kind, [self.encoded(part) for part in _CONSTRUCTED[kind][1](value)]]
         # Subclasses, such as named tuples, go as what they are at heart.
         if value is None or isinstance(value, int | float | str):
             return value
@@ -136,14 +158,14 @@ class Peer:
             return [name, [self.encoded(item) for item in value]]
         if isinstance(value, bytes | bytearray):
             return ["bytes", value.hex()]
-        if isinstance(value, complex):
-            return ["complex", [value.real, value.imag]]
         if isinstance(value, types.ModuleType) and value.__name__ in _MODULES:
             return ["module", value.__name__]
         if isinstance(value, Remote):
             return ["yours", object.__getattribute__(value, "_number")]
-        self._ours.append(value)
-        return ["mine", len(self._ours) - 1]
+        number = self._numbers.setdefault(id(value), len(self._ours))
+        if number == len(self._ours):
+            self._ours.append(value)
+        return ["mine", number]
 
     def decoded(self, data: Any) -> Any:
         if not isinstance(data, list):
@@ -155,11 +177,14 @@ class Peer:
             return _SEQUENCES[kind](self.decoded(item) for item in content)
         if kind == "bytes":
             return bytes.fromhex(content)
-        if kind == "complex":
-            return complex(*content)
+        if kind in _CONSTRUCTED:
+            make = pkgutil.resolve_name(_CONSTRUCTED[kind][0])
+            return make(*(self.decoded(part) for part in content))
         if kind == "module" and content in _MODULES:
             return pkgutil.resolve_name(content)
-        return self._ours[content] if kind == "yours" else Remote(self, content)
+        if kind == "yours":
+            return self._ours[content]
+        return self._theirs.setdefault(content, Remote(self, content))
 
 
 class Remote:
@@ -247,11 +272,36 @@ def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     return function(*arguments, **named)
 
 
+def _served(name: str) -> Callable[..., Any]:
+    """An operation that the tests do for the solution, on what they passed to it.
+
+    On an instance of a class of the tests, and on its public attributes; an iterator may be
+    advanced. Nothing else: a generator's frame would lead to the tests themselves.
+    """
+
+    def serve(value: Any, *arguments: Any) -> Any:
+        iterates = name in ("iter", "next") and hasattr(type(value), "__next__")
+        private = "attr" in name and str(arguments[0]).startswith("_")
+        if private or not (iterates or type(value).__module__ == "__main__"):
+            raise TypeError(f"{type(value).__name__} of the tests: no {name} {arguments}")
+        return _OPERATIONS[name](value, *arguments)
+
+    return serve
+
+
 def _refresh(before: list[Any], after: list[Any]) -> None:
     for old, new in zip(before, after, strict=True):
+        kind = type(old).__name__
         if isinstance(old, list) and isinstance(new, list):
             old[:] = new
-        elif isinstance(old, dict | set) and type(old) is type(new):
+        elif type(old) is not type(new):
+            continue
+        elif kind == "deque":
+            old.clear()
+            old.extend(new)
+        elif kind == "ndarray":
+            operator.setitem(old, ..., new)
+        elif isinstance(old, dict | set):
             old.clear()
             old.update(new)
 
@@ -286,7 +336,7 @@ def run_tests() -> None:
     if plan["scripts"]:
         runner.run(plan, {}, None, _script(given["solution"]))
         return
-    peer = Peer(*_start("functions"), {"call": _call})
+    peer = Peer(*_start("functions"), {"call": _call, **{name: _served(name) for name in _SERVED}})
     names = _safe(peer.ask("names", given["solution"]))
     solution = types.ModuleType("solution")
     solution.__dict__.update(names)

@@ -310,6 +310,65 @@ def test_names_that_python_has_stay_python_s() -> None:
     assert unit_tests(liar, "assert all(f(x) > 1 for x in (2, 3))") == 1
 
 
+STANDARD_VALUES = """
+import numpy as np
+from collections import Counter, OrderedDict, deque
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+assert np.allclose(f(np.array([1, 2]), 2), [3, 4]) and f(np.array([1]), 2).tolist() == [3]
+assert isinstance(f(np.array([[1.5]]), 0), np.ndarray)
+assert f(Counter("a"), Counter("b")) == Counter("ab") and type(f(deque([1]), deque())) is deque
+assert f(Decimal("0.1"), 1) == Decimal("1.1") and f(Fraction(1, 2), 1) == Fraction(3, 2)
+assert f(date(2020, 1, 31), timedelta(1)) == date(2020, 2, 1)
+assert f(datetime(2020, 1, 1), timedelta(hours=1)).hour == 1
+assert f([range(3)], [OrderedDict(a=1), time(1, 2)]) == [range(3), OrderedDict(a=1), time(1, 2)]
+array, queue = np.array([1, 2]), deque([1])
+g(array), g(queue)
+assert array.tolist() == [2, 4] and queue == deque([1, 1])
+"""
+OBJECTS_OF_THE_TESTS = """
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+class Items:
+    def __getitem__(self, place): return [5, 6][place]
+    def __len__(self): return 2
+    def __iter__(self): yield from [5, 6]
+ring = Node(1, Node(2))
+ring.next.next = ring
+assert f(ring) == 2 and (ring.value, ring.next.value) == (2, 3) and f(Node(1)) == 1
+assert g(x for x in [1, 2]) == g(map(int, "12")) == g(iter([1, 2])) == 3
+assert g(Items()) == 11 and h(Items()) == 7
+"""
+
+
+def test_objects_of_the_tests_lead_to_nothing_else_of_them() -> None:
+    program = """
+def f(generator, function, instance):
+    ways = (
+        lambda: generator.gi_frame.f_globals["SECRET"],
+        lambda: function.__globals__["SECRET"],
+        lambda: instance.method.__func__.__globals__["SECRET"],
+        lambda: instance.__class__.method.__globals__["SECRET"],
+        lambda: instance._hidden,
+    )
+    for way in ways:
+        try:
+            return way()
+        except Exception:
+            pass
+"""
+    tests = """
+SECRET = 5
+class Kind:
+    _hidden = 5
+    def method(self): return 0
+assert f((x for x in [1]), lambda: 0, Kind()) {} 5
+"""
+    assert unit_tests(program, tests.format("==")) == 0
+    assert unit_tests(program, tests.format("!=")) == 1
+
+
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
@@ -334,6 +393,11 @@ def test_names_that_python_has_stay_python_s() -> None:
         ("def f(): return 1", "def check(candidate):\n  assert candidate() == 1\ncheck(f)"),
         ("def f(): return 1", "import unittest\nclass T(unittest.TestCase):\n"
          "  def test(self): self.assertEqual(f(), 1)\nif __name__ == '__main__': unittest.main()"),
+        ("def f(a, b): return a + b\ndef g(a): a += a", STANDARD_VALUES),
+        ("def f(node):\n  seen = set()\n  while node and node not in seen:\n    seen.add(node)\n"
+         "    node.value += 1\n    node = node.next\n  return len(seen)\n"
+         "def g(items): return sum(items)\ndef h(items): return items[0] + len(items)",
+         OBJECTS_OF_THE_TESTS),
         ("print('noise')\ndef f(): print('x' * 100); return 1\n"
          "if __name__ == '__main__': input()", "assert f() == 1"),
     ],
