@@ -18,6 +18,7 @@ from actors.config import choose_engine, running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
+from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.teachers import check_stands_still
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
@@ -44,17 +45,17 @@ class CalibrateConfig(StopSettings, LocalEngineConfig):
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = chz.field(
+    student: str = model_field(
         doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
     )
-    teacher: str = chz.field(
+    teacher: str = model_field(
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
         "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
         metadata=ESSENTIAL,
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0 to prove", metadata=ESSENTIAL)
     out: str | None = chz.field(
-        default=None, doc="write the report here, as JSON", metadata=ESSENTIAL
+        default=None, doc="write the report here, as JSON", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
 from cluster.console import discard_lost_outputs, make_console
 from cluster.early_ends import Interrupted, RunFailed, StoppedAtOnce
@@ -27,7 +28,13 @@ def run_command(
 ) -> int:
     """Parses `argv` into the settings, runs, and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda console: run(parse(config_class, arguments), console))
+
+    def checked(console: Console) -> None:
+        config = parse(config_class, arguments)
+        check_early(config)
+        run(config, console)
+
+    return exit_code(checked)
 
 
 def parse(config_class: type[Config], argv: Sequence[str]) -> Config:

@@ -19,9 +19,10 @@ from actors.rollout.evaluator import EvaluatedResponse, Evaluator
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
+from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
-from cluster.config.rows import unweighted_sources
+from cluster.config.rows import ROWS, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
@@ -33,7 +34,7 @@ from distill.rewards.model_reward import REWARD_MODEL
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings, StopTokens
-from distill.tokenizer import check_same_tokenizer, load_tokenizer, trained_model
+from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
@@ -49,8 +50,7 @@ class EvaluateConfig(
 
     section: ClassVar[Section] = Section.MODEL
 
-    model: str = chz.field(
-        munger=lambda _config, path: trained_model(path),
+    model: str = model_field(
         doc="checkpoint to evaluate: a Hugging Face directory (or hub name); or a run's directory, "
         "for its final/",
         metadata=ESSENTIAL,
@@ -59,16 +59,18 @@ class EvaluateConfig(
         default=None,
         doc="rows with `prompt` or `messages`, optionally `answer`, from any source of "
         "docs/data.md; several with commas between them are evaluated apart, each under its name",
-        metadata=ESSENTIAL,
+        metadata=ESSENTIAL | ROWS,
     )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
-    teacher: str | None = chz.field(
+    teacher: str | None = model_field(
         default=None, doc="with temperature=T: also KL(p_T || q_T) towards this checkpoint"
     )
     temperature: float | None = chz.field(default=None, doc="the T of that KL")
     num_samples: int = chz.field(default=4, doc="samples per prompt for that KL")
     out: str | None = chz.field(
-        default=None, doc="write metrics and every response here, as JSON", metadata=ESSENTIAL
+        default=None,
+        doc="write metrics and every response here, as JSON",
+        metadata=ESSENTIAL | WRITTEN,
     )
 
     @chz.validate

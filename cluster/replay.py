@@ -25,6 +25,7 @@ from rich.table import Table
 
 from cluster.command import exit_code
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.early_checks import check_early
 from cluster.config.on_policy import RolloutConfig
 from cluster.early_ends import RunFailed
 from cluster.train import RECIPES
@@ -67,6 +68,7 @@ def replay(arguments: list[str], console: Console) -> None:
         raise ConfigError("give out=DIR, a run's directory, and step=N")
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
     what_if = _config(out, given.texts) if given.texts else None
+    check_early(what_if or _config(out, {}))
     Replay(Path(out), step, console).run(what_if, blame)
 
 

@@ -39,8 +39,9 @@ from actors.rollout.text_endpoint import (
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
+from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.evaluation import LengthSettings
-from cluster.config.rows import unweighted_sources
+from cluster.config.rows import ROWS, unweighted_sources
 from cluster.early_ends import RunFailed
 from cluster.jsonl_log import write_rows
 from distill.chat.responses import read_response
@@ -73,7 +74,7 @@ from distill.rewards.registry import (
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings
-from distill.tokenizer import load_tokenizer, trained_model
+from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 
 # At an endpoint that fails in a way that may pass.
@@ -90,18 +91,18 @@ class SampleToSftConfig(
 
     section: ClassVar[Section] = Section.MODEL
 
-    model: str = chz.field(
-        munger=lambda _config, path: path if is_url(path) else trained_model(path),
+    model: str = model_field(
         doc="who answers: a checkpoint (or a run's directory), or http://host:port/v1 of an "
         "OpenAI-compatible endpoint (its key in ISOTHERM_ENDPOINT_API_KEY)",
         metadata=ESSENTIAL,
     )
     name: str | None = chz.field(default=None, doc="the model's name at the endpoint")
     prompts: str = chz.field(
-        doc="sources of rows, as prompts= of recipe=opd takes them", metadata=ESSENTIAL
+        doc="sources of rows, as prompts= of recipe=opd takes them", metadata=ESSENTIAL | ROWS
     )
     data: str = chz.field(
-        doc="the file to write, .jsonl; one that is there already is replaced", metadata=ESSENTIAL
+        doc="the file to write, .jsonl; one that is there already is replaced",
+        metadata=ESSENTIAL | WRITTEN,
     )
     hinted: bool = chz.field(
         default=False,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chz
 from rich.console import Console
 
+from cluster.collector import collector_off
 from cluster.command import exit_code
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
+from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import with_suggested_lr
@@ -25,6 +29,8 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.placement.starts_here import starts_here
+from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from learner.learning_rate import Stage
@@ -39,8 +45,9 @@ class _Recipe:
 
 
 def _run_on_policy(config: Any, console: Console) -> None:
-    from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
-    from cluster.rehearsal.rehearse import rehearse
+    with collector_off():
+        from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
+        from cluster.rehearsal.rehearse import rehearse
 
     if config.rehearse:
         rehearse(config, console)
@@ -49,19 +56,22 @@ def _run_on_policy(config: Any, console: Console) -> None:
 
 
 def _run_sft(config: Any, console: Console) -> None:
-    from cluster.recipes.supervised import run_sft
+    with collector_off():
+        from cluster.recipes.supervised import run_sft
 
     run_sft(config, console)
 
 
 def _run_dpo(config: Any, console: Console) -> None:
-    from cluster.recipes.supervised import run_dpo
+    with collector_off():
+        from cluster.recipes.supervised import run_dpo
 
     run_dpo(config, console)
 
 
 def _run_reward_model(config: Any, console: Console) -> None:
-    from cluster.recipes.supervised import run_reward_model
+    with collector_off():
+        from cluster.recipes.supervised import run_reward_model
 
     run_reward_model(config, console)
 
@@ -142,8 +152,20 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     config = with_chat_date(make(recipe.config, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
+    check_early(config, elsewhere=_placed_elsewhere(config))
+    out = Path(config.out).resolve()
+    if not config.dry_run:
+        wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
+    check_out(out)
     console.print("checking models and data", highlight=False)  # seconds, of imports alone
     recipe.run(config, console)
+
+
+def _placed_elsewhere(config: CommonConfig) -> bool:
+    """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
+    if config.dry_run and config.gpu_memory_gib is not None:
+        return True
+    return not config.local and not starts_here()
 
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
+from pathlib import Path
 
 GIB = 1 << 30
 # Of a process on a GPU before it holds anything: CUDA's context, loaded kernels, NCCL's buffers.
@@ -28,6 +30,21 @@ def gpu_bytes() -> int | None:
         return int(float(listed[0]) * (1 << 20) * _USABLE)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def no_gpu_here() -> bool:
+    """True only if torch can find no GPU here: there is no device file, and no CUDA driver.
+
+    Nothing is initialised: CUDA must not be before a fork.
+    """
+    devices = ("nvidia[0-9]*", "nvidiactl", "nvhost*", "nvmap", "dxg", "kfd")  # kfd is AMD's
+    if any(found for name in devices for found in Path("/dev").glob(name)):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
 
 
 def visible_gpus() -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.errors import CheckpointError, ConfigError
+from distill.model_paths import run_remedy
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -33,41 +33,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         # transformers makes an empty tokenizer of the model's kind where the files are missing
         raise CheckpointError(f"cannot load a tokenizer from {path!r}: it holds no vocabulary")
     return tokenizer
-
-
-def trained_model(path: str) -> str:
-    """The trained model of a run whose directory is given; else as `kept_model`."""
-    final = Path(path) / "final"
-    whole = final.is_dir() and not (Path(path) / "tokenizer.json").exists()
-    return str(final) if whole else kept_model(path)
-
-
-def kept_model(path: str) -> str:
-    """The model of a run's checkpoint, for RUN:STEP or RUN:best; any other path as it is.
-
-    Raises:
-        ConfigError: the run keeps no such checkpoint.
-    """
-    run, colon, step = path.rpartition(":")
-    checkpoints = Path(run) / "checkpoints"
-    if not colon or Path(path).exists() or not checkpoints.is_dir():
-        return path
-    if step == "best":
-        try:
-            step = str(json.loads((checkpoints / "best.json").read_bytes())["step"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: {run} keeps no best checkpoint (keep_best=)") from error
-    model = checkpoints / f"step-{step.zfill(6)}" / "model"
-    if not model.is_dir():
-        kept = ", ".join(sorted(each.name for each in checkpoints.glob("step-*")))
-        raise ConfigError(f"{path}: {run} keeps no checkpoint of step {step}; it has {kept}")
-    return str(model)
-
-
-def run_remedy(path: str) -> str:
-    """The checkpoint that was meant, if `path` is the directory of a run; else nothing."""
-    final = Path(path) / "final"
-    return f". It is a run's directory, whose trained model is {final}" if final.is_dir() else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ UNKNOWN = "a name worked out at run time"
 ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
-        "stops", "group_share", "teacher_samples", "json_values",
+        "stops", "group_share", "teacher_samples", "json_values", "model_paths",
         "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat", "text",
         "models", "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
@@ -35,8 +35,9 @@ ORDER = {
         "addresses", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
-        "jsonl_log", "console", "early_ends", "handles", "config", "queue", "run_files",
-        "findings", "placement", "supervision", "handshake", "weights", "hosts", "runtime",
+        "collector", "jsonl_log", "console", "early_ends", "handles", "config", "queue",
+        "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
+        "runtime",
         "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
         "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit", "story",
         "rollouts_to_sft", "replay", "sample_to_sft", "demo", "show", "opd_vs_rl",
@@ -180,37 +181,84 @@ def test_the_search_for_cycles_finds_them() -> None:
     assert cycles(imported) == [{"b", "c"}, {"e"}]
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "cluster.hosts.rollout_actor, distill.envs.single_turn",
-        "actors.rollout.evaluator",
-        "cluster.queue.group_queue",
-    ],
-    ids=["rollout worker", "evaluator", "queue"],
+# Modules in which a process begins that moves no tensors: entry points, and actors.
+WITHOUT_TORCH = (
+    "actors.rollout.evaluator",
+    "cluster.calibrate",
+    "cluster.cli",
+    "cluster.demo",
+    "cluster.evaluate",
+    "cluster.forecast",
+    "cluster.hosts.evaluator_actor",
+    "cluster.hosts.rollout_actor",
+    "cluster.inspect.audit",
+    "cluster.inspect.doctor",
+    "cluster.inspect.report.command",
+    "cluster.opd_vs_rl",
+    "cluster.queue.queue_actor",
+    "cluster.replay",
+    "cluster.rollouts_to_sft",
+    "cluster.sample_to_sft",
+    "cluster.show",
+    "cluster.train",
+    "distill.envs.single_turn",
 )
-def test_actors_without_tensors_start_without_torch(modules: str) -> None:
-    """It is most of the seconds and of the memory that such an actor takes; they are many."""
-    code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+NOWHERE = "/nowhere/at/all"
+ROWS = "prompts=README.md"
+# What is answered before seconds of imports: help, slips, and paths that lead nowhere.
+ANSWERED_AT_ONCE = (
+    ("train", "recipe=opd --help", 0),
+    ("train", "recipe=sft stpes=3", 2),
+    ("evaluate", "--help", 0),
+    ("calibrate", "--help", 0),
+    ("report", "--help", 0),
+    ("train", f"recipe=opd student={NOWHERE} teacher=a/b {ROWS} temperature=1 out=OUT", 2),
+    ("train", f"recipe=opd student=a/b teacher={NOWHERE} {ROWS} temperature=1 out=OUT", 2),
+    ("train", "recipe=opd student=a/b teacher=a/c prompts=no.jsonl temperature=1 out=OUT", 2),
+    ("train", f"recipe=rl student=a/b reward=model:{NOWHERE} {ROWS} temperature=1 out=OUT", 2),
+    ("train", f"recipe=sft model={NOWHERE} data=README.md out=OUT", 2),
+    ("train", f"recipe=sft model=a/b data=README.md chat_template={NOWHERE} out=OUT", 2),
+    ("train", "recipe=sft model=a/b data=README.md out=README.md", 2),
+    ("train", "recipe=sft model=a/b data=README.md out=tests", 2),
+    ("evaluate", f"model={NOWHERE} {ROWS}", 2),
+    ("evaluate", f"model=a/b {ROWS} out={NOWHERE}", 2),
+    ("forecast", f"student={NOWHERE} teacher=a/b {ROWS} temperature=1", 2),
+    ("calibrate", f"student=a/b teacher={NOWHERE} temperature=1", 2),
+    ("sample_to_sft", f"model={NOWHERE} {ROWS} data=OUT.jsonl", 2),
+)
+_TRY = """
+import importlib, sys
+for module in {modules}:
+    importlib.import_module(module)
+print(*sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+_ANSWER = """
+import importlib, sys
+for name, arguments, code in {answered}:
+    main = importlib.import_module(f"cluster.{{name}}").main
+    assert main(arguments.split()) == code, arguments
+    loaded = {{"torch", "transformers", "ray", "aiohttp", "datasets", "pyarrow"}} & set(sys.modules)
+    assert not loaded, (name, arguments, loaded)
+"""
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train, ['recipe=opd', '--help']",
-        "train, ['recipe=sft', 'stpes=3']",
-        "evaluate, ['--help']",
-        "calibrate, ['--help']",
-        "report, ['--help']",
-    ],
-)
-def test_help_and_slips_are_answered_without_what_takes_seconds(command: str) -> None:
-    heavy = {"torch", "transformers", "ray", "aiohttp", "datasets", "pyarrow"}
-    name = command.partition(",")[0]
-    code = f"import sys\nfrom cluster.{name} import main\nmain({command.partition(', ')[2]})\n"
-    code += f"sys.exit(', '.join({heavy} & set(sys.modules)) or None)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+def test_processes_without_tensors_start_without_torch() -> None:
+    """It is most of the seconds and of the memory that such a process takes; they are many."""
+    code = _TRY.format(modules=WITHOUT_TORCH)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.strip() == ""
+
+
+def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) -> None:
+    answered = [
+        (name, arguments.replace("OUT", str(tmp_path / "out")), code)
+        for name, arguments, code in ANSWERED_AT_ONCE
+    ]
+    code = _ANSWER.format(answered=answered)
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(

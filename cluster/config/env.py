@@ -14,6 +14,7 @@ from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.lookup import known_names, resolve
+from distill.model_paths import trained_model
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
     DEFAULT_REWARD,
@@ -117,7 +118,8 @@ class EnvSettings:
     def reward_model(self) -> str | None:
         """Checkpoint of the reward model that the run hosts, if it needs one."""
         reward = self.reward_function()
-        return reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
+        path = reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
+        return None if path is None else trained_model(path)
 
     @property
     def judge(self) -> str:

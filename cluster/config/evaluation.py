@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import chz
 
+from cluster.config.rows import ROWS
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
@@ -82,6 +83,7 @@ class EvaluationSettings(DecoderSettings, IntervalSettings):
     eval_prompts: str | None = chz.field(
         default=None,
         doc="held-out prompts, as prompts= takes them; default: eval_size problems held out",
+        metadata=ROWS,
     )
     eval_size: int = chz.field(
         default=64,

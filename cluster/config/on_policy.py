@@ -13,12 +13,12 @@ from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
+from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
-from cluster.config.rows import unweighted_sources
+from cluster.config.rows import ROWS, unweighted_sources
 from cluster.config.teachers import (
-    OWN,
     TeacherConfig,
     TeacherSampleSettings,
     TeacherSettings,
@@ -45,7 +45,6 @@ from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
-from distill.tokenizer import kept_model
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch, which --help does without
@@ -64,10 +63,9 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = chz.field(
-        munger=lambda _config, path: kept_model(path),
-        doc="student checkpoint: a Hugging Face directory (or hub name), or a run's "
-        "RUN:STEP or RUN:best",
+    student: str = model_field(
+        doc="student checkpoint: a Hugging Face directory (or hub name), or a run's directory "
+        "(for its final/), RUN:STEP or RUN:best",
         metadata=ESSENTIAL,
     )
     prompts: str | None = chz.field(
@@ -76,15 +74,17 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         "several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` (string) or `messages` "
         "(chat), optionally `answer` and more: see docs/data.md. Environments that make their own "
         "problems take none",
-        metadata=ESSENTIAL,
+        metadata=ESSENTIAL | ROWS,
     )
-    reference: str | None = chz.field(
+    reference: str | None = model_field(
         default=None,
         doc="checkpoint that reference_kl_coef holds the policy near to; default with lora_rank: "
         "the student without its adapter, in the learner",
     )
     sft_data: str | None = chz.field(
-        default=None, doc="supervised rows (as recipe=sft reads them) trained on in every update"
+        default=None,
+        doc="supervised rows (as recipe=sft reads them) trained on in every update",
+        metadata=ROWS,
     )
     sft_batch_size: int | None = chz.field(
         default=None, doc="of those, rows per optimizer update; 8"

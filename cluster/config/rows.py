@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Final
 
 from distill.data.row_reader import RowReader
 from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError
+from distill.settings import flagged
 
-# What is in them must stay over a run's life; they may move.
-ROWS = ("prompts", "eval_prompts", "sft_data", "data", "validation")
+# Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
+# move.
+ROWS: Final[dict[str, Any]] = {"path": "rows"}
 
 
 def unweighted_sources(setting: str, value: str) -> list[Source]:
@@ -27,10 +30,10 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
 
 
 def digests_of(config: object, readers: Mapping[str, RowReader]) -> dict[str, str]:
-    """SHA-256 of the rows that each setting of `ROWS` names, by the reader that has read them."""
+    """SHA-256 of the rows that each setting flagged `ROWS` names, by the reader that read them."""
     found = {}
-    for name in ROWS:
-        value = getattr(config, name, None)
+    for name in flagged(type(config), ROWS):
+        value = getattr(config, name)
         if value is not None and (reader := readers.get(name)) is not None:
             digest = reader.digest(parse_sources(name, value))
             if digest is not None:

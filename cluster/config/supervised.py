@@ -9,15 +9,15 @@ import chz
 from chz.mungers import default_munger
 
 from cluster.config.common import CommonConfig
+from cluster.config.early_checks import model_field
 from cluster.config.evaluation import IntervalSettings
-from cluster.config.rows import unweighted_sources
+from cluster.config.rows import ROWS, unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import CompletionColumns, PreferenceColumns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from distill.stops import StopSettings
-from distill.tokenizer import kept_model
 from learner.config import DropoutSettings
 
 _STEPS = 100
@@ -51,6 +51,7 @@ class HeldOutSettings(IntervalSettings):
         default=None,
         doc="held-out rows: sources as data= takes them, without weights; evaluated at the start, "
         "at the end and every eval_every steps",
+        metadata=ROWS,
     )
     validation_share: float | None = chz.field(
         default=None,
@@ -89,10 +90,9 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
     # Rows that stay together; 2: those of a pair.
     rows_per_unit: ClassVar[int] = 1
 
-    model: str = chz.field(
-        munger=lambda _config, path: kept_model(path),
+    model: str = model_field(
         doc="checkpoint to start from: a Hugging Face directory (or hub name), or a run's "
-        "RUN:STEP or RUN:best",
+        "directory (for its final/), RUN:STEP or RUN:best",
         metadata=ESSENTIAL,
     )
     batch_size: int = chz.field(
@@ -145,7 +145,7 @@ class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
         "several; each row has `prompt` and `completion` (EOS is appended), "
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
         "ids, as cluster.rollouts_to_sft writes them)",
-        metadata=ESSENTIAL,
+        metadata=ESSENTIAL | ROWS,
     )
 
     @chz.validate
@@ -177,8 +177,8 @@ class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
 
-    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL)
-    reference: str | None = chz.field(
+    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL | ROWS)
+    reference: str | None = model_field(
         default=None, doc="checkpoint that DPO stays near to; default: model"
     )
 
@@ -200,7 +200,7 @@ class RewardModelConfig(PreferenceColumns, SupervisedConfig):
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
 
-    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL)
+    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL | ROWS)
 
     @chz.validate
     def _reward_model_in_range(self) -> None:

@@ -9,12 +9,10 @@ from typing import ClassVar
 import chz
 
 from actors.rollout.text_endpoint import EndpointAddress
+from cluster.config.early_checks import OWN, model_field
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from learner.config import ShadowRule
-
-# The teacher that is the student itself, as it trains. A directory of that name is ./policy.
-OWN = "policy"
 
 
 def check_stands_still(teacher: str) -> None:
@@ -31,7 +29,7 @@ def check_stands_still(teacher: str) -> None:
 class TeacherConfig:
     """One of several teachers."""
 
-    model: str = chz.field(doc="checkpoint, or http://host:port of a running SGLang server")
+    model: str = model_field(doc="checkpoint, or http://host:port of a running SGLang server")
     weight: float = chz.field(default=1.0, doc="its kl_coef is multiplied by this")
     samples_url: str | None = chz.field(
         default=None, doc="as teacher_samples_url, of this one's prompts"
@@ -45,7 +43,7 @@ class TeacherSettings:
 
     section: ClassVar[Section] = Section.MODEL
 
-    teacher: str | None = chz.field(
+    teacher: str | None = model_field(
         default=None,
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
         "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer. policy: the student itself as "

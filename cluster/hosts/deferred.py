@@ -11,6 +11,8 @@ import importlib
 import inspect
 from typing import Any
 
+from cluster.collector import collector_off
+
 
 def deferred(plain: type) -> type:
     """A class with the public methods of `plain`, whose module is imported where one is made.
@@ -24,7 +26,9 @@ def deferred(plain: type) -> type:
         return plain
 
     def make(self: Any, *arguments: Any, **settings: Any) -> None:
-        self.plain = getattr(importlib.import_module(module), name)(*arguments, **settings)
+        with collector_off():
+            hosted = importlib.import_module(module)
+        self.plain = getattr(hosted, name)(*arguments, **settings)
 
     methods = {
         called: _passed_on(called, inspect.iscoroutinefunction(method))

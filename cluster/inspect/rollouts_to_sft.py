@@ -23,6 +23,7 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
+from cluster.config.early_checks import WRITTEN
 from cluster.inspect.report.run_files import Run, read_run, run_tokenizer, why_no_rollouts
 from cluster.jsonl_log import write_rows
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
@@ -39,7 +40,9 @@ class RolloutsToSftConfig:
     """Turns a run's kept rollouts into rows for recipe=sft."""
 
     out: str = chz.field(doc="the run's directory")
-    data: str = chz.field(doc="the file to write, .jsonl; one that is there already is replaced")
+    data: str = chz.field(
+        doc="the file to write, .jsonl; one that is there already is replaced", metadata=WRITTEN
+    )
     min_reward: float = chz.field(
         default=1.0, doc="what a trajectory must have earned; kept rewards have four digits"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from cluster.jsonl_log import read_lines
-from cluster.run_files.replay_log import KEPT
+from cluster.run_files.out_directory import KEPT
 from distill.delivery import TrainedGroups
 from distill.errors import DataError
 from learner.checkpoint import CheckpointStore

@@ -28,6 +28,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 
+from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -68,11 +69,6 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def starts_here() -> bool:
-    """True if no cluster is named or connected, so that `connect` starts Ray on this machine."""
-    return not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def autoscales() -> bool:

@@ -11,7 +11,6 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
-from cluster.placement.connect import starts_here
 from cluster.placement.gpu_plan import GpuPlan, trained_model
 from cluster.placement.push_plan import describe_push, require_lenders
 from cluster.placement.resource_plan import (
@@ -22,6 +21,7 @@ from cluster.placement.resource_plan import (
     render,
 )
 from cluster.placement.resources import ResourceDemand
+from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError
 from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET

@@ -36,6 +36,7 @@ from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.fork import Fork
 from cluster.run_files.notify import Notifier, receiver_of
+from cluster.run_files.out_directory import OTHER_JOB_S
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
 from cluster.run_files.tracking import Progression
@@ -44,9 +45,6 @@ from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
 from learner.memory import estimate_memory, holding_of
-
-# Longest wait for another job that still ends: as long as `ray job stop` gives it (deploy/, docs).
-_OTHER_JOB_S = 600.0
 
 
 @dataclass(kw_only=True)
@@ -190,7 +188,7 @@ def opened(
     """
     check_trackers(config)
     receiver_of(config.notify)
-    with nullcontext() if config.dry_run else directory.locked(say, _OTHER_JOB_S):
+    with nullcontext() if config.dry_run else directory.locked(say, OTHER_JOB_S):
         yield directory.check(say)
 
 

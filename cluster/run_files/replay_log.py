@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.run_files import plain_pickle
+from cluster.run_files.out_directory import KEPT
 from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a run that only keeps, the folder that marks what it has kept.
-KEPT = "kept"
 # What a pickle of classes that have changed since raises, or one that is cut short.
 _UNREADABLE = (
     pickle.UnpicklingError,

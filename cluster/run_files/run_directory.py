@@ -17,10 +17,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +32,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
-from cluster.run_files.replay_log import KEPT
+from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.lookup import current_name
@@ -47,13 +45,6 @@ if TYPE_CHECKING:
     from actors.rollout.evaluator import EvaluatedResponse
 
 logger = logging.getLogger(__name__)
-
-# What a run writes into its directory.
-_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay", KEPT)
-_FILES = (
-    "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
-    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
-)  # fmt: skip
 
 
 class RunDirectory:
@@ -136,13 +127,8 @@ class RunDirectory:
             CheckpointError: it holds a run whose checkpoints are all broken.
             DataError: a line of metrics, events or ledger is damaged, by a crash or by hand.
         """
-        self._check_permissions()
+        check_out(self.path)
         if not (self.path / "config.json").is_file():
-            if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name != ".lock"):
-                raise ConfigError(
-                    f"out={self.path} is not empty and holds no isotherm run; choose another out="
-                )
-            self._try_to_write()
             return None
         self._check_same_run()
         self._check_lines()
@@ -161,35 +147,6 @@ class RunDirectory:
                 "own ledger back, or move this one away: the audit then proves nothing of what "
                 "came before"
             )
-
-    def _check_permissions(self) -> None:
-        """Raises ConfigError if `out/` is a file, or part of it cannot be written."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"out={self.path} is a file; give a directory")
-        for path in (self._nearest(), *(self.path / name for name in (*_DIRECTORIES, *_FILES))):
-            if path.exists() and not os.access(path, os.W_OK):
-                raise ConfigError(f"out={self.path} cannot be written (no permission in {path})")
-        for name in _DIRECTORIES:
-            if (self.path / name).exists() and not (self.path / name).is_dir():
-                raise ConfigError(f"{self.path / name} is no directory; remove it")
-
-    def _nearest(self) -> Path:
-        """The directory itself, or its nearest parent that exists."""
-        return next(path for path in (self.path, *self.path.parents) if path.exists())
-
-    def _try_to_write(self) -> None:
-        """Raises ConfigError where permissions do not tell that nothing can be made: in /proc."""
-        try:
-            with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=self._nearest()):
-                pass
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"out={self.path} cannot be written ({error.strerror} in {self._nearest()}); choose "
-            "another out="
-        )
 
     def _check_same_run(self) -> None:
         try:
@@ -256,12 +213,12 @@ class RunDirectory:
         Raises:
             ConfigError: the other job still holds it, or `out/` cannot be written.
         """
-        self._check_permissions()
+        check_permissions(self.path)
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             lock = RunLock.acquire(self.path / ".lock", say, wait_s)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
         with lock:
             try:
                 yield

@@ -125,15 +125,23 @@ class ChatTemplateSettings:
         return teacher
 
 
-def _read(path: str) -> str:
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
+def template_text(path: str) -> str:
+    """Text of a template's file. Raises ConfigError if it cannot be read or is empty."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template={path} cannot be read: {error}; give a file that holds a chat template"
         ) from error
+    if not text.strip():
+        raise ConfigError(f"chat_template={path} is empty; give a file that holds a chat template")
+    return text
+
+
+def _read(path: str) -> str:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    text = template_text(path)
     try:
         _compile_jinja_template(text)
     except Exception as error:  # jinja2's, which transformers alone imports
@@ -141,8 +149,6 @@ def _read(path: str) -> str:
         raise ConfigError(
             f"chat_template={path} is no chat template: line {line}: {error}; correct the file"
         ) from error
-    if not text.strip():
-        raise ConfigError(f"chat_template={path} is empty; give a file that holds a chat template")
     return text
 
 

@@ -40,8 +40,7 @@ def read_rows(path: str) -> Rows:
     Raises:
         DataError: no such file, nothing in it, or something in it that is not a row.
     """
-    if not Path(path).exists():
-        raise DataError(f"cannot read {path!r}: {_missing(path)}")
+    require_file(path)
     suffix = suffix_of(path)
     rows = _READERS.get(suffix, _json_rows)(path)
     if not rows:
@@ -49,6 +48,16 @@ def read_rows(path: str) -> Rows:
         raise DataError(f"{path} holds no rows{remedy}")
     from_arrow = suffix in _ARROW
     return [(number, normal_row(row, from_arrow=from_arrow)) for number, row in rows]
+
+
+def require_file(path: str) -> None:
+    """Raises DataError if there is no file at `path`."""
+    if Path(path).exists():
+        return
+    where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
+    near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise DataError(f"cannot read {path!r}: there is no such file{where}{meant}")
 
 
 def suffix_of(path: str) -> str:
@@ -80,12 +89,6 @@ def _unpacked_zstd(content: bytes) -> bytes:
 
     with pyarrow.input_stream(io.BytesIO(content), compression="zstd") as stream:
         return stream.read()
-
-
-def _missing(path: str) -> str:
-    where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-    near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
-    return f"there is no such file{where}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _json_rows(path: str) -> Rows:

@@ -28,12 +28,13 @@ def shard_rows(place: str) -> Rows:
         DataError: there are no such files, they are of several formats or splits, or one of them
             cannot be read.
     """
-    paths = _matching(place) if is_pattern(place) else _within(place)
+    paths = matching_files(place) if is_pattern(place) else _within(place)
     rows = [row for path in paths for _, row in read_rows(path)]
     return list(enumerate(rows, start=1))
 
 
-def _matching(pattern: str) -> list[str]:
+def matching_files(pattern: str) -> list[str]:
+    """Files that match the pattern, in name order. Raises DataError if there are none."""
     paths = sorted(path for path in glob(pattern, recursive=True) if Path(path).is_file())
     if not paths:
         raise DataError(f"cannot read {pattern!r}: no file matches the pattern")

@@ -22,8 +22,8 @@ from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
 
-from distill.data.row_files import SUFFIXES, suffix_of
-from distill.data.shards import is_pattern
+from distill.data.row_files import SUFFIXES, require_file, suffix_of
+from distill.data.shards import is_pattern, matching_files
 from distill.errors import ConfigError
 
 # Sources are mixed in blocks in which each has its exact share.
@@ -95,6 +95,17 @@ def kind_of(place: str) -> Kind:
     if _FUNCTION.fullmatch(place):
         return Kind.FUNCTION
     return Kind.HUB if _HUB.fullmatch(place) else Kind.FILE
+
+
+def require_source(place: str) -> None:
+    """Raises DataError if the file that `place` names is missing, or no file matches its pattern.
+
+    Directories, data sets of the hub and functions are left to their reader.
+    """
+    if kind_of(place) is Kind.FILE:
+        require_file(place)
+    elif kind_of(place) is Kind.PATTERN:
+        matching_files(place)
 
 
 def _weighted(setting: str, part: str) -> tuple[str, Fraction]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError
-from distill.tokenizer import run_remedy
+from distill.model_paths import check_model_path, run_remedy
 from distill.weights.tensors import PackedTensors, TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
@@ -48,20 +47,7 @@ def load_config(path: str) -> Any:
     Raises:
         CheckpointError: there is no readable config at `path`.
     """
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
-            + run_remedy(path)
-        )
-    if not Path(path).exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        beside = Path(path).parent
-        near = get_close_matches(Path(path).name, [each.name for each in beside.glob("*/")], n=1)
-        meant = f"; did you mean {str(beside / near[0])!r}?" if near else ""
-        if Path(path).is_symlink():
-            meant = f": the link leads to {Path(path).readlink()}, which does not exist"
-        raise CheckpointError(
-            f"cannot read a model config from {path!r}: there is no such directory{meant}"
-        )
+    check_model_path(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field

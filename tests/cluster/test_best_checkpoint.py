@@ -11,7 +11,7 @@ import pytest
 from cluster.config.on_policy import OpdConfig
 from cluster.run_files.best_checkpoint import BestCheckpoint, check_metric
 from distill.errors import ConfigError
-from distill.tokenizer import kept_model
+from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
 
 
@@ -191,11 +191,12 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     for step in (4, 8):
         store.save(step=step, write=lambda path: (path / "model").mkdir(), delivery={})
     with pytest.raises(ConfigError, match="best"):
-        kept_model(f"{run}:best")
+        trained_model(f"{run}:best")
     store.mark_best(Best(step=4, metric="eval/accuracy", value=0.5))
-    assert kept_model(f"{run}:best") == kept_model(f"{run}:4") == f"{store.root}/step-000004/model"
+    kept = f"{store.root}/step-000004/model"
+    assert trained_model(f"{run}:best") == trained_model(f"{run}:4") == kept
     for other in ("Qwen/Qwen3-0.6B", str(run), "no-run:4"):
-        assert kept_model(other) == other
+        assert trained_model(other) == other
     for step in ("6", "new"):
         with pytest.raises(ConfigError, match=step):
-            kept_model(f"{run}:{step}")
+            trained_model(f"{run}:{step}")

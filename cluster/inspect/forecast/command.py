@@ -12,7 +12,7 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import chz
 import numpy as np
@@ -23,11 +23,11 @@ from actors.config import choose_dtype, running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
+from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
-from cluster.config.estimator import with_estimator
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
-from cluster.config.rollout_checks import RolloutInputs, check_rollout
+from cluster.config.rows import ROWS
 from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
@@ -36,6 +36,9 @@ from distill.objective.settings import ObjectiveConfig
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings
+
+if TYPE_CHECKING:
+    from cluster.config.rollout_checks import RolloutInputs
 
 _PARTS = (PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings, LengthSettings)
 
@@ -53,19 +56,19 @@ class ForecastConfig(
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = chz.field(
+    student: str = model_field(
         doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
     )
-    teacher: str = chz.field(doc="teacher checkpoint", metadata=ESSENTIAL)
+    teacher: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
     prompts: str | None = chz.field(
-        default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL
+        default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL | ROWS
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
     num_prompts: int = chz.field(default=64, doc="prompts that are answered, chosen by the seed")
     num_samples: int = chz.field(default=2, doc="answers of each model to each of them")
     seed: int = chz.field(default=0, doc="of that choice")
     out: str | None = chz.field(
-        default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL
+        default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate
@@ -102,7 +105,9 @@ class ForecastConfig(
 
 def forecast(config: ForecastConfig, console: Console) -> None:
     """Prints the numbers and the verdict; writes them to `out` if asked to."""
-    from cluster.inspect.forecast.judge import Pair, judge  # torch: not for --help
+    from cluster.config.estimator import with_estimator  # torch: not for --help
+    from cluster.config.rollout_checks import check_rollout
+    from cluster.inspect.forecast.judge import Pair, judge
     from distill.models.loading import ends_of, load_config
     from distill.tokenizer import load_tokenizer
     from learner.learning_rate import suggested_lr

@@ -1,0 +1,100 @@
+"""Checks of paths and device that need no library of tensors: made before one is imported.
+
+Fields of settings declare what their paths are, by metadata: `model_field`, WRITTEN, ROWS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import chz
+
+from actors.sglang.address import is_url
+from distill.chat.template_choice import template_text
+from distill.data.row_files import located
+from distill.data.sources import parse_sources, require_source
+from distill.errors import CheckpointError, ConfigError
+from distill.gpu import no_gpu_here
+from distill.model_paths import check_model_path, trained_model
+
+# The teacher that is the student itself, as it trains. A directory of that name is ./policy.
+OWN = "policy"
+
+# Flags of fields, beside `cluster.config.rows.ROWS`: a file to write, a model.
+WRITTEN: Final[dict[str, Any]] = {"path": "written"}
+_MODEL: Final[dict[str, Any]] = {"path": "model"}
+
+
+def model_field(*, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
+    """A chz field of a model's path; the directory of a run stands for its trained model."""
+    return chz.field(munger=_trained, metadata={**(metadata or {}), **_MODEL}, **field)
+
+
+def _trained(_config: Any, path: str | None) -> str | None:
+    return path if path is None or path == OWN or is_url(path) else trained_model(path)
+
+
+def check_early(config: Any, *, elsewhere: bool = False) -> None:
+    """Check the paths that settings name, and the device.
+
+    Args:
+        elsewhere: models run on a cluster that is there already, whose GPUs are not known here.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field, the value and the remedy.
+    """
+    for name, kind, value in _paths(config):
+        _CHECKS[kind](name, value)
+    if (reward_model := getattr(config, "reward_model", None)) is not None:
+        _check_model("reward_model", reward_model)
+    if (template := getattr(config, "chat_template", None)) is not None:
+        template_text(template)
+    if not elsewhere and getattr(config, "device", None) == "cuda" and no_gpu_here():
+        raise ConfigError("device=cuda but this machine has no GPU; use device=cpu or add one")
+
+
+def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Setting, kind and value of every path in the settings and in those within them."""
+    for name, field in chz.chz_fields(type(config)).items():
+        value = getattr(config, name)
+        within = value if isinstance(value, Mapping) else {"": value}
+        for key, each in within.items():
+            if chz.is_chz(each):
+                yield from _paths(each, f"{prefix}{name}.{key}." if key else f"{prefix}{name}.")
+            elif each is not None and (kind := (field.metadata or {}).get("path")):
+                yield f"{prefix}{name}", kind, each
+
+
+def _check_model(name: str, path: str) -> None:
+    if path == OWN or is_url(path):
+        return
+    try:
+        check_model_path(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _check_rows(name: str, value: str) -> None:
+    with located(name):
+        for source in parse_sources(name, value):
+            require_source(source.place)
+
+
+def _check_written(name: str, path: str) -> None:
+    parent = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{name}={path} is a directory; give a file to write")
+    if not parent.is_dir():
+        raise ConfigError(f"{name}={path}: there is no directory {parent}; make it first")
+    if not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
+        raise ConfigError(f"{name}={path} cannot be written (no permission); choose another {name}")
+
+
+_CHECKS: dict[str, Callable[[str, str], None]] = {
+    "model": _check_model,
+    "rows": _check_rows,
+    "written": _check_written,
+}

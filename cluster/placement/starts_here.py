@@ -1,0 +1,13 @@
+"""Where a run gets its Ray, told without importing Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def starts_here() -> bool:
+    """True if no cluster is named or connected, so that `connect` starts Ray on this machine."""
+    ray = sys.modules.get("ray")
+    connected = ray is not None and ray.is_initialized()
+    return not connected and os.environ.get("RAY_ADDRESS", "") in ("", "local")

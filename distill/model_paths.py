@@ -1,0 +1,75 @@
+"""Paths of models in settings: what they stand for, and what is wrong with them before a load."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from pathlib import Path
+
+from distill.errors import CheckpointError, ConfigError
+
+
+def trained_model(path: str) -> str:
+    """Directory of the model that `path` names.
+
+    RUN is the directory of a run and stands for its final/; RUN:STEP and RUN:best stand for the
+    models of its checkpoints. Any other path is returned as it is.
+
+    Raises:
+        ConfigError: the run keeps no such checkpoint.
+    """
+    if (Path(path) / "final").is_dir() and not (Path(path) / "tokenizer.json").exists():
+        return str(Path(path) / "final")
+    run, colon, step = path.rpartition(":")
+    checkpoints = Path(run) / "checkpoints"
+    if not colon or Path(path).exists() or not checkpoints.is_dir():
+        return path
+    if step == "best":
+        try:
+            step = str(json.loads((checkpoints / "best.json").read_bytes())["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: {run} keeps no best checkpoint (keep_best=)") from error
+    model = checkpoints / f"step-{step.zfill(6)}" / "model"
+    if not model.is_dir():
+        kept = ", ".join(sorted(each.name for each in checkpoints.glob("step-*")))
+        raise ConfigError(f"{path}: {run} keeps no checkpoint of step {step}; it has {kept}")
+    return str(model)
+
+
+def check_model_path(path: str) -> None:
+    """Check what can be told without a read: `path` is a checkpoint's directory or a hub name.
+
+    Raises:
+        CheckpointError: there is no such directory, or it holds no checkpoint.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        if (directory / "checkpoints").is_dir() and (directory / "metrics.jsonl").exists():
+            raise CheckpointError(
+                f"{path} is the directory of a run that has no final/ yet; wait for its end, or "
+                f"give one of its checkpoints, {path}:STEP or {path}:best"
+            )
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(
+                f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
+                + run_remedy(path)
+            )
+    elif not directory.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise CheckpointError(
+            f"cannot read a model config from {path!r}: there is no such directory"
+            + _meant(directory)
+        )
+
+
+def _meant(missing: Path) -> str:
+    if missing.is_symlink():
+        return f": the link leads to {missing.readlink()}, which does not exist"
+    beside = missing.parent
+    near = get_close_matches(missing.name, [each.name for each in beside.glob("*/")], n=1)
+    return f"; did you mean {str(beside / near[0])!r}?" if near else ""
+
+
+def run_remedy(path: str) -> str:
+    """The checkpoint that was meant, if `path` is the directory of a run; else nothing."""
+    final = Path(path) / "final"
+    return f". It is a run's directory, whose trained model is {final}" if final.is_dir() else ""
