@@ -27,6 +27,7 @@ import sys
 import tempfile
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -291,19 +292,14 @@ def _served(name: str) -> Callable[..., Any]:
 
 def _refresh(before: list[Any], after: list[Any]) -> None:
     for old, new in zip(before, after, strict=True):
-        kind = type(old).__name__
-        if isinstance(old, list) and isinstance(new, list):
+        kind = type(new).__name__
+        if kind == "list" and isinstance(old, list):
             old[:] = new
-        elif type(old) is not type(new):
-            continue
-        elif kind == "deque":
+        elif type(old) is type(new) and kind == "ndarray":
+            old[...] = new
+        elif any(isinstance(old, base) and isinstance(new, base) for base in (dict, set, deque)):
             old.clear()
-            old.extend(new)
-        elif kind == "ndarray":
-            operator.setitem(old, ..., new)
-        elif isinstance(old, dict | set):
-            old.clear()
-            old.update(new)
+            (old.extend if isinstance(old, deque) else old.update)(new)
 
 
 def _built_in_error(kinds: list[str], text: str, *, stops: bool) -> Exception:
