@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
-from distill.models.model_files import ModelFiles, generation_settings
+from distill.models.model_files import ModelFiles, checkpoint_config, generation_settings
 from distill.models.reward import empty_reward_model, start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
@@ -198,7 +198,8 @@ class LearnerWorker:
         generation = None
         if self.model.can_generate():
             generation = generation_settings(path, None if stops is None else stops.ids)
-        return ModelFiles(config=self.model.config, generation=generation, origin=self.origin)
+        config = checkpoint_config(self.model.config, self.origin)
+        return ModelFiles(config=config, generation=generation, origin=self.origin)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
         """Accumulates the gradients of its micro-batches, and updates its share of the weights.

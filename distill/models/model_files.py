@@ -33,7 +33,7 @@ class ModelFiles:
     """Files beside the weights of one model.
 
     Attributes:
-        config: the model's Hugging Face config.
+        config: Hugging Face config of the checkpoint; see `checkpoint_config`.
         generation: contents of its generation_config.json; None: it gets none.
         origin: the checkpoint whose processor files are copied.
     """
@@ -51,6 +51,22 @@ class ModelFiles:
         tokenizer.save_pretrained(directory)
         for file in processor_files(self.origin):
             shutil.copy(file, directory / file.name)
+
+
+def checkpoint_config(config: Any, origin: str) -> Any:
+    """Config of a checkpoint that holds all tensors of `origin`, for a model of `config`.
+
+    A checkpoint of a text model within a multimodal one (Qwen3.5) has the outer model's config,
+    with the text model's in its place: servers know the outer architecture alone.
+    """
+    outer = load_config(origin)
+    for name, kind in getattr(outer, "sub_configs", {}).items():
+        if kind is type(config) and type(outer) is not kind:
+            outer.tie_word_embeddings = config.tie_word_embeddings
+            outer.dtype = config.dtype
+            setattr(outer, name, config)
+            return outer
+    return config
 
 
 def generation_settings(path: str, stops: Collection[int] | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import isotherm
 from distill.errors import CheckpointError
@@ -19,7 +20,8 @@ from distill.models.model_files import check_model_files, generation_settings
 from distill.models.twins import save_twin
 from distill.tokenizer import load_tokenizer
 from learner.digests import is_full
-from tests.tiny import TinyPair
+from tests.families import SIZES
+from tests.tiny import TinyPair, save_tokenizer
 
 # Each is loaded by transformers; most are refused by its GenerationConfig.save_pretrained.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -115,6 +117,38 @@ def test_an_export_that_fails_leaves_nothing(tiny_pair: TinyPair, tmp_path: Path
         with pytest.raises(CheckpointError, match="no merges") as error:
             policy.export(tmp_path / "exported")
     assert "space" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_a_text_model_leaves_within_the_model_that_it_came_in(tmp_path: Path) -> None:
+    origin, exported = tmp_path / "origin", tmp_path / "exported"
+    outer = multimodal(origin)
+    save_tokenizer(origin)
+    with isotherm.Policy(str(origin), device="cpu") as policy:
+        policy.export(exported)
+    for directory in (origin, exported):
+        config = json.loads((directory / "config.json").read_text())
+        assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+        assert config["model_type"] == "qwen3_5" and config["vision_config"]["depth"] == 1
+    loaded, report = type(outer).from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values())
+    for name, tensor in outer.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def multimodal(directory: Path) -> Qwen3_5ForConditionalGeneration:
+    """A tiny model whose text model transformers loads by itself, with a config of its own."""
+    heads = {"linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    values = {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "head_dim": 64}
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4}
+    config = Qwen3_5Config(
+        text_config=SIZES | heads | values | layers,
+        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
+        dtype="float32",
+    )
+    model = Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(directory)
+    return model
 
 
 def test_full_disks_are_told_from_other_errors() -> None:
