@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 
 # A follower waits for orders as long as the leader waits for rollouts, evaluations and people who
@@ -74,8 +75,7 @@ class WorkerGroup:
             os.environ.update(nccl_settings())
         if membership is None or membership.size == 1:
             return
-        if membership.address == LOOPBACK:  # gloo would listen on the host's public address
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        listen_towards(membership.address)
         timeout = timedelta(seconds=membership.timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",

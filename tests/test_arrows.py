@@ -19,6 +19,8 @@ FORBIDDEN = {
     "cluster": {"isotherm"},
     "isotherm": set(),
 }
+# Asks the kernel for a route, and sends nothing.
+EXEMPT = {"distill/gloo.py": {"socket"}}
 # Extras, or slow to import: imported inside the functions that need them.
 LAZY_ONLY = {"sglang", "datasets", "pyarrow", "pandas"}
 UNKNOWN = "a name worked out at run time"
@@ -90,7 +92,8 @@ def sources(package: str) -> list[Path]:
 def test_nothing_points_up_or_sideways(package: str) -> None:
     assert sources(package)
     for path in sources(package):
-        assert not violations(package, path.read_text()), path
+        exempt = EXEMPT.get(path.relative_to(ROOT).as_posix(), set())
+        assert violations(package, path.read_text()) == exempt, path
 
 
 def test_nothing_but_its_users_imports_the_library() -> None:

@@ -9,6 +9,7 @@ all addresses. Here it listens on the node's address from the moment the others 
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,8 +18,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from actors.sglang.server import claim_port
 from distill.errors import EngineError
+from distill.gloo import INTERFACE, interface_towards
 
-LOOPBACK = "127.0.0.1"
 # With attention that is data-parallel SGLang binds ports that follow the store's, by arithmetic
 # (server_args.py: NUM_DERIVED_PORTS = 6).
 _FOLLOWING_PORTS = 8
@@ -46,8 +47,9 @@ class MeetingPoint:
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        if self.address == LOOPBACK:  # gloo would listen on the host's public address
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        interface = interface_towards(self.address)
+        if interface is not None and INTERFACE not in os.environ:
+            variables[INTERFACE] = interface
         return variables
 
 

@@ -49,6 +49,7 @@ from cluster.weights.gather import values
 from cluster.weights.transport import Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
 from distill.errors import EngineError, NonFiniteError
+from distill.gloo import listen_towards
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout, layout_digest
 from learner.process_group import LOOPBACK, open_store
@@ -147,6 +148,8 @@ class CollectiveTransport(Transport):
         told = list(layouts)
         asked = {name: engine.weight_ranks.remote(told) for name, engine in self.engines.items()}
         ranks = values(asked, "preparing a weight group", self._timeout_s)
+        if self._backend == "gloo":
+            listen_towards(self._address)
         offsets, next_rank = {}, 1
         for name in self.engines:
             offsets[name] = next_rank

@@ -16,8 +16,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from actors.sglang import nodes, start
 from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.nodes import LOOPBACK, MeetingPoint, RanksStore
+from actors.sglang.nodes import MeetingPoint, RanksStore
 from distill.errors import ConfigError, EngineError, EngineLost
+from distill.gloo import INTERFACE
+from learner.process_group import LOOPBACK
 from tests.tiny import tiny_model_dir
 
 
@@ -121,4 +123,4 @@ def test_addresses_of_both_kinds_are_written_as_sglang_reads_them(
 ) -> None:
     point = MeetingPoint(address=address, port=9)
     assert point.flags(1) == ["--node-rank", "1", "--dist-init-addr", written]
-    assert "GLOO_SOCKET_IFNAME" not in point.environment, "the others must reach it"
+    assert point.environment.get(INTERFACE) != "lo", "the others must reach it"

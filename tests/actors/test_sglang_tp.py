@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
-from actors.sglang.nodes import LOOPBACK
 from distill.engine import (
     CheckpointDirectory,
     GenerateRequest,
@@ -35,6 +34,7 @@ from distill.weights.lending import OwnWeights
 from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_recipes
 from distill.weights.tensors import PackedTensors, layout_digest
+from learner.process_group import LOOPBACK
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,43 @@
+"""Network interface on which gloo listens, for processes that meet at an address.
+
+gloo takes the address of the host's name. Debian and Ubuntu map that name to 127.0.1.1, which no
+other machine reaches: a group over two machines then waits for its deadline. Processes of one
+machine, on the other hand, need no address that others reach.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen: str | None = None
+
+
+def listen_towards(address: str) -> None:
+    """Have gloo's next groups in this process listen on the interface that leads to `address`.
+
+    An interface that the environment named before stays.
+    """
+    global _chosen
+    if os.environ.get(INTERFACE) != _chosen:
+        return
+    if (found := interface_towards(address)) is not None:
+        os.environ[INTERFACE] = _chosen = found
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of this machine's interface that leads to `address`; None if none does."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((address, 9))  # sends nothing
+            own = route.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == family and each.address == own for each in addresses):
+            return name
+    return None
