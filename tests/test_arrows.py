@@ -187,11 +187,14 @@ def test_the_search_for_cycles_finds_them() -> None:
 # Modules in which a process begins that moves no tensors: entry points, and actors.
 WITHOUT_TORCH = (
     "actors.rollout.evaluator",
+    "actors.sglang.follower",
+    "actors.sglang.start",
     "cluster.calibrate",
     "cluster.cli",
     "cluster.demo",
     "cluster.evaluate",
     "cluster.forecast",
+    "cluster.hosts.deferred",
     "cluster.hosts.evaluator_actor",
     "cluster.hosts.rollout_actor",
     "cluster.inspect.audit",

@@ -10,6 +10,7 @@ from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import InFlight
 from actors.sglang.nodes import MeetingPoint, RanksStore
 from actors.sglang.parallelism import parallelism
+from actors.sglang.server import SglangServer
 from actors.sglang.start import start_server
 from actors.sglang.weights import WeightSession
 from distill.errors import ConfigError
@@ -45,6 +46,7 @@ class HostedSglangEngine(SglangEngine):
         start_deadline_s, request_deadline_s: longest a start, and a request, may take.
         stops: where samples end, and whether that is one event; None: as the checkpoint says. A
             server ends at its checkpoint's and its tokenizer's own in any case.
+        server: one that was started with these settings (`start_server`); None: it is started here.
         address: says where other nodes reach this one, for a server that is spread over several:
             a `SglangFollower` on each of the others joins it at `meeting_point`.
 
@@ -74,6 +76,7 @@ class HostedSglangEngine(SglangEngine):
         start_deadline_s: float = 600,
         request_deadline_s: float = 1800,
         stops: StopTokens | None = None,
+        server: SglangServer | None = None,
         address: Callable[[], str] | None = None,
     ) -> None:
         config = load_config(model_path)
@@ -89,7 +92,7 @@ class HostedSglangEngine(SglangEngine):
                     "node; use GPUs of one node (--tp-size), or a run on a Ray cluster"
                 )
             self._store = RanksStore(address(), start_deadline_s)
-        server = start_server(
+        server = server or start_server(
             model_path=model_path,
             dtype=dtype,
             device=device,

@@ -16,6 +16,7 @@ other store would listen on all addresses of the machine.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import multiprocessing
@@ -33,12 +34,16 @@ import psutil
 from actors.sglang.plugin.hooks import SWITCH
 from actors.sglang.private_files import kill, private_directory
 
+# New objects after which the garbage collector looks for unused ones. Python's own threshold, 700,
+# has it look again and again through what the imports of a server make, and that stays.
+_COLLECT_AFTER = 100_000
 # "spawn": processes of a server on a CPU start as those of one on CUDA do.
 START_METHOD = "ISOTHERM_SGLANG_START_METHOD"
 
 
 def main() -> None:
     """Serves until the lifeline is cut; what goes wrong is a traceback in the log."""
+    gc.set_threshold(_COLLECT_AFTER)  # of this process and its forks
     order = json.loads(sys.stdin.readline())
     keys = (order["api_key"], order["admin_api_key"], order["handle_key"])
     sys.stdout, sys.stderr = _Redacted(sys.stdout, keys), _Redacted(sys.stderr, keys)

@@ -14,8 +14,6 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
-
 from actors.sglang.server import claim_port
 from distill.errors import EngineError
 from distill.gloo import INTERFACE, interface_towards
@@ -61,6 +59,11 @@ class RanksStore:
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
+        # Not for those who only join it, and start a server before they import torch.
+        from torch.distributed import (
+            TCPStore,  # pyright: ignore[reportPrivateImportUsage] - public
+        )
+
         listener, *self._following = _claim_in_a_row(address, 1 + _FOLLOWING_PORTS)
         listener.listen()
         self.point = MeetingPoint(address=address, port=listener.getsockname()[1])

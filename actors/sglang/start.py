@@ -1,4 +1,8 @@
-"""Start of an SGLang server as an engine wants it, or of its processes on one of its nodes."""
+"""Start of an SGLang server as an engine wants it, or of its processes on one of its nodes.
+
+A server imports torch and SGLang for 20 s before it does anything. Given the model's context length
+it is started without torch here, so that its host's imports go on meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from actors.sglang.cuda_tools import find_cuda_tools
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import require_sglang
-from actors.sglang.memory import ServerMemory
 from actors.sglang.nodes import MeetingPoint
 from actors.sglang.parallelism import Parallelism, parallelism
 from actors.sglang.server import SglangServer
 from distill.errors import ConfigError
 from distill.gpu import gpu_bytes
-from distill.models.loading import context_length, load_config, resolve_device, tensor_shapes
 from distill.nccl import nccl_settings
+
+if TYPE_CHECKING:
+    from actors.sglang.memory import ServerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +51,14 @@ def start_server(
     log_path: str | None = None,
     environment: Mapping[str, str] | None = None,
     start_deadline_s: float = 600,
+    context_length: int | None = None,
     meeting_point: MeetingPoint | None = None,
     node: int = 0,
 ) -> SglangServer:
     """A server, or one node's processes of it, on its way; see `HostedSglangEngine`.
 
     Args:
+        context_length: of the model, where `device` is not auto; None: it is read.
         meeting_point: of a server over several nodes.
         node: number of this one.
 
@@ -61,26 +67,22 @@ def start_server(
         CheckpointError: there is no model at `model_path`.
     """
     require_sglang()
-    config = load_config(model_path)
-    device = resolve_device(device)
-    if device.startswith("cuda"):
-        for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
-            logger.warning("SGLang may not start on CUDA here: %s", problem)
-    length = context_length(config)
+    if context_length is None:
+        from distill.models import loading  # torch
+
+        device = loading.resolve_device(device)
+        context_length = loading.context_length(loading.load_config(model_path))
     cache_tokens = None
     if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
-        parameters = sum(map(prod, tensor_shapes(model_path).values()))
-        memory = ServerMemory.of(
-            config, parameters, dtype=dtype, max_running=max_running_requests, flags=flags
-        )
+        memory = _memory(model_path, dtype, max_running_requests, flags)
         what = f"the server of {model_path}"
-        cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, length)
+        cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, context_length)
     all_flags = server_flags(
         model=model_path,
         dtype=dtype,
         device=device,
         max_running_requests=max_running_requests,
-        context_length=length + _SPARE_POSITIONS,
+        context_length=context_length + _SPARE_POSITIONS,
         cache_tokens=cache_tokens,
         sleeps=sleeps,
         routed_experts=routed_experts,
@@ -90,7 +92,7 @@ def start_server(
     if meeting_point is not None:
         all_flags += meeting_point.flags(node)
         variables = meeting_point.environment | variables
-    return SglangServer(
+    server = SglangServer(
         all_flags,
         environment=variables,
         host=host,
@@ -101,6 +103,25 @@ def start_server(
         # The ranks of the other nodes have met those of this start.
         port_attempts=1 if meeting_point else 3,
     )
+    if device.startswith("cuda"):
+        _warn_of_missing_tools()
+    return server
+
+
+def _warn_of_missing_tools() -> None:
+    import torch
+
+    for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
+        logger.warning("SGLang may not start on CUDA here: %s", problem)
+
+
+def _memory(model_path: str, dtype: str, max_running: int, flags: str) -> ServerMemory:
+    from actors.sglang.memory import ServerMemory  # torch, as the next
+    from distill.models.loading import load_config, tensor_shapes
+
+    parameters = sum(map(prod, tensor_shapes(model_path).values()))
+    config = load_config(model_path)
+    return ServerMemory.of(config, parameters, dtype=dtype, max_running=max_running, flags=flags)
 
 
 def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, least: int) -> int:

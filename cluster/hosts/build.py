@@ -16,11 +16,12 @@ from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
+from actors.sglang.start import start_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
 from cluster.hosts.creation import here, maker
-from cluster.hosts.deferred import deferred
+from cluster.hosts.deferred import Early, deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publisher_to, teacher_weights
@@ -56,7 +57,7 @@ from cluster.supervision.supervise import (
 from cluster.weights.push_settings import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
-from distill.models.loading import load_config, vocab_size
+from distill.models.loading import context_length, load_config, vocab_size
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 
@@ -268,6 +269,8 @@ class RolloutCast:
             arguments = made.arguments()
             if made.nodes > 1:
                 arguments["address"] = ray.util.get_node_ip_address
+            elif made.hosted:
+                arguments["server"] = Early(partial(start_server, **_of_server(made)))
             return self._make(deferred(made.engine_class), options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
@@ -281,7 +284,7 @@ class RolloutCast:
                 options = self._placement.options(role, index, node)
                 options |= {"name": self._name_of(name, attempt)}
                 follower = self._make(
-                    SglangFollower, options, meeting_point, node, **made.server_arguments()
+                    SglangFollower, options, meeting_point, node, **_of_server(made)
                 )
                 followers[follower.serve.remote()] = follower
             return followers
@@ -396,6 +399,11 @@ class RolloutCast:
             resume_from=resume_from,
         )
         return LearnerActors(leader=keeper, followers=[], meeting_point=None)
+
+
+def _of_server(engine: EngineConfig) -> dict[str, Any]:
+    """Settings of an engine's server, which can then be started without torch."""
+    return engine.server_arguments() | {"context_length": context_length(load_config(engine.model))}
 
 
 def _anywhere(_index: int) -> bool:

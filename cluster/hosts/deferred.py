@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.collector import collector_off
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A setting of a deferred class that is made before the class is imported.
+
+    For a process that starts meanwhile; `make` must import little itself.
+    """
+
+    make: Callable[[], Any]
 
 
 def deferred(plain: type) -> type:
@@ -26,9 +38,12 @@ def deferred(plain: type) -> type:
         return plain
 
     def make(self: Any, *arguments: Any, **settings: Any) -> None:
+        made = {
+            n: value.make() if isinstance(value, Early) else value for n, value in settings.items()
+        }
         with collector_off():
             hosted = importlib.import_module(module)
-        self.plain = getattr(hosted, name)(*arguments, **settings)
+        self.plain = getattr(hosted, name)(*arguments, **made)
 
     methods = {
         called: _passed_on(called, inspect.iscoroutinefunction(method))

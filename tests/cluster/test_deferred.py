@@ -25,15 +25,17 @@ from tests.conftest import TinyPair
 # What arrives is the class and not the module, until one is made.
 UNPICKLE = """
 import pickle, sys
+from cluster.hosts.deferred import Early
 
 hosted = pickle.loads(sys.stdin.buffer.read())
 loaded = {"torch", "transformers", "actors"} & set(sys.modules)
 assert not loaded, loaded
 sys.modules["torch"] = None
+begun = []
 try:
-    hosted(model_path="")
+    hosted(model_path=Early(lambda: begun.append("actors.embedded" in sys.modules)))
 except ImportError:
-    assert "actors.embedded" in sys.modules
+    assert "actors.embedded" in sys.modules and begun == [False]
 else:
     raise AssertionError("an engine without torch")
 """
