@@ -40,13 +40,15 @@ _RANDOM = random.SystemRandom()
 _SPILL, _SPILL_FACTOR = 16, 2
 # Sessions that a pool remembers; the oldest are forgotten.
 _MOST_SESSIONS = 4096
+# Callers go in one call up to so many tokens to score.
+_MOST_TOKENS = 1 << 16
 # Answers that are wrong (not those that never come) are asked for so many times.
 _TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Rider:
-    """Requests that go along with the next scoring of their engine, and whoever waits for them."""
+class _Asked:
+    """Requests that go with the next scoring of their engine, and whoever waits for them."""
 
     requests: list[ScoreRequest]
     answer: asyncio.Future[list[Score]]
@@ -56,10 +58,13 @@ class _Rider:
 class _Member:
     """An engine of a pool: what is under way there, and until when it is left alone.
 
+    Scoring that several callers ask for in one turn of the event loop is one call of the engine.
+
     Attributes:
         life: its number, for `Score.scored_by` and `Sample.sampled_by`; None: nobody counts.
         load: samples under way, as far as they were sent from here; `sent`: since the beginning.
         requests: the same in requests.
+        asked: what the next calls are made for; `riders` go with the first of them.
     """
 
     handle: Any
@@ -68,7 +73,9 @@ class _Member:
     sent: int = 0
     requests: int = 0
     rests_until: float = 0.0
-    riders: list[_Rider] = field(default_factory=list)
+    asked: list[_Asked] = field(default_factory=list)
+    riders: list[_Asked] = field(default_factory=list)
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "score":
@@ -79,21 +86,45 @@ class _Member:
         return answer
 
     async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
-        riders, self.riders = self.riders, []
-        along = [request for rider in riders for request in rider.requests]
-        try:
-            scores = await self.handle.score.remote([*requests, *along])
-        except BaseException as error:
-            for rider in riders:
-                rider.answer.set_exception(EngineError(f"what it went along with failed: {error}"))
-            raise
-        end = len(requests)
-        for rider in riders:
-            first, end = end, end + len(rider.requests)
-            rider.answer.set_result(scores[first:end])
+        loop = asyncio.get_running_loop()
+        asked = _Asked(requests, loop.create_future())
+        self.asked.append(asked)
+        loop.call_soon(self._call)  # after others of this turn have asked
+        scores = await asked.answer
         if self.life is None:
-            return scores[: len(requests)] if riders else scores
-        return [replace(score, scored_by=self.life) for score in scores[: len(requests)]]
+            return scores
+        return [replace(score, scored_by=self.life) for score in scores]
+
+    def _call(self) -> None:
+        """Begins a call for those that have asked, or for the first of them if they are many."""
+        together, tokens = [], 0
+        while self.asked and tokens <= _MOST_TOKENS:
+            together.append(self.asked.pop(0))
+            tokens += sum(len(request.tokens_T) for request in together[-1].requests)
+        if together:  # they have not gone with an earlier one
+            riders, self.riders = self.riders, []
+            call = asyncio.get_running_loop().create_task(self._answer(together, riders))
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
+
+    async def _answer(self, together: Sequence[_Asked], riders: Sequence[_Asked]) -> None:
+        """Gives all of them their scores, or the error."""
+        everyone = [*together, *riders]
+        try:
+            scores = await self.handle.score.remote([r for each in everyone for r in each.requests])
+        except Exception as error:
+            failed = EngineError(f"what it went along with failed: {error}")
+            _fail(riders, failed)
+            if len(together) == 1 or _is_loss(error):
+                _fail(together, error)
+            else:  # one of them may be at fault
+                await asyncio.gather(*(self._answer([each], []) for each in together))
+            return
+        end = 0
+        for each in everyone:
+            first, end = end, end + len(each.requests)
+            if not each.answer.done():  # cancelled
+                each.answer.set_result(scores[first:end])
 
     @contextmanager
     def carrying(self, weight: int) -> Iterator[None]:
@@ -190,7 +221,7 @@ class EnginePool:
         """
         if (member := self._members.get(name)) is None:
             raise EngineLost(f"{name} is not among the {self._name} engines here")
-        rider = _Rider(list(requests), asyncio.get_running_loop().create_future())
+        rider = _Asked(list(requests), asyncio.get_running_loop().create_future())
         member.riders.append(rider)
         await asyncio.wait([rider.answer], timeout=patience_s)
         if rider not in member.riders:
@@ -296,6 +327,12 @@ class EnginePool:
                     f"({len(self._members)} in the pool){last}"
                 ) from error
             await asyncio.sleep(_POLL_S)
+
+
+def _fail(everyone: Sequence[_Asked], error: Exception) -> None:
+    for each in everyone:
+        if not each.answer.done():  # cancelled
+            each.answer.set_exception(error)
 
 
 async def _loads(members: Sequence[_Member]) -> list[int]:

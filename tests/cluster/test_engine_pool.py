@@ -28,7 +28,7 @@ class Trouble:
         self._name, self._how, self._times = name, how, times
         self._gate: asyncio.Event | None = None
 
-    async def score(self, _requests: object) -> str:
+    async def score(self, requests: list[ScoreRequest]) -> list[str]:
         self._times -= 1
         if self._times >= 0:
             if self._how == "dies":
@@ -42,7 +42,7 @@ class Trouble:
             if self._how == "waits":
                 self._gate = asyncio.Event()
                 await self._gate.wait()
-        return self._name
+        return [self._name] * len(requests)
 
     async def queue_length(self) -> int:
         return 0
@@ -68,9 +68,14 @@ def made(*hows: Any, on_ray: bool = False) -> dict[str, Any]:
 
 def asked(pool: EnginePool, times: int = 1) -> list[Any]:
     async def ask() -> list[Any]:
-        return [await pool.score([]) for _ in range(times)]
+        return [await answer(pool) for _ in range(times)]
 
     return asyncio.run(ask())
+
+
+async def answer(pool: EnginePool) -> Any:
+    [answered] = await pool.score([to_score(1)])
+    return answered
 
 
 @pytest.mark.parametrize("how", ["dies", "is lost"])
@@ -102,7 +107,7 @@ def test_a_request_waits_for_an_engine_to_join() -> None:
     pool = EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)
 
     async def join() -> str:
-        waiting = asyncio.create_task(pool.score([]))  # type: ignore[arg-type]
+        waiting = asyncio.create_task(answer(pool))
         await asyncio.sleep(0.5)
         assert not waiting.done()
         pool.update({"e1": members["e1"]})
@@ -132,12 +137,12 @@ def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None
     pool = pickle.loads(pickle.dumps(EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)))
 
     async def leave() -> None:
-        waiting = asyncio.create_task(pool.score([]))
+        waiting = asyncio.create_task(answer(pool))
         while not await members["e0"].waits.remote():
             await asyncio.sleep(0.01)
         pool.update({"e1": members["e1"]})
         assert pool.under_way == {"e0": 1}
-        assert await pool.score([]) == "e1"
+        assert await answer(pool) == "e1"
         members["e0"].open.remote()
         assert await waiting == "e0"
         pool.update({"e1": members["e1"]})
@@ -147,7 +152,7 @@ def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None
 
 
 class Echo:
-    """Scores every request by its first token; knows what came in each call."""
+    """Scores every request by its first token, and refuses 13; knows what came in each call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -155,7 +160,7 @@ class Echo:
 
     async def score(self, requests: list[ScoreRequest]) -> list[Score]:
         self.calls.append(len(requests))
-        if self.fails:
+        if self.fails or any(request.tokens_T[0] == 13 for request in requests):
             raise DataError("a token outside of the vocabulary")
         return [
             Score(logprobs_by_temperature=(-request.tokens_T[:1].astype(np.float32),))
@@ -207,3 +212,51 @@ def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_scores()
 
     asyncio.run(ride())
     engine.end()
+
+
+def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> None:
+    engine = LocalActor(Echo)
+
+    async def ask(*groups: list[int]) -> list[Any]:
+        pool = EnginePool("teacher", {}, PATIENCE_S)
+        pool.update({"e0": engine}, {"e0": 7})
+        scores = (pool.score([to_score(token) for token in group]) for group in groups)
+        found = await asyncio.gather(*scores, return_exceptions=True)
+        assert pool.under_way == {}
+        return [each if isinstance(each, Exception) else first_tokens(each) for each in found]
+
+    async def watch() -> None:
+        assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
+        assert await engine.told.remote() == [5]
+        first, refused, last = await ask([1], [13, 2], [3])
+        assert (first, last) == ([1], [3]) and isinstance(refused, DataError)
+        assert sorted((await engine.told.remote())[1:]) == [1, 1, 2, 4]
+
+    asyncio.run(watch())
+    engine.end()
+
+
+def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost() -> None:
+    pool = EnginePool("teacher", made("is lost", "answers"), PATIENCE_S)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(answer(pool) for _ in range(20)))
+
+    assert asyncio.run(ask()) == ["e1"] * 20
+    assert pool.under_way == {}
+
+
+def test_a_caller_that_gives_up_takes_nobody_with_it() -> None:
+    members = made("waits")
+    pool = EnginePool("teacher", members, PATIENCE_S)
+
+    async def ask() -> None:
+        gone, stays = (asyncio.create_task(answer(pool)) for _ in range(2))
+        while not await members["e0"].waits.remote():
+            await asyncio.sleep(0.01)
+        gone.cancel()
+        await members["e0"].open.remote()
+        assert await stays == "e0"
+        assert gone.cancelled() and pool.under_way == {}
+
+    asyncio.run(ask())
