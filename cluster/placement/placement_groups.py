@@ -45,7 +45,7 @@ from distill.errors import ConfigError
 
 Strategy = Literal["pack", "spread"]
 
-_POLL_S = 0.5
+_POLL_S, _FIRST_POLL_S = 0.5, 0.05
 # Between two of `say`'s lines while nothing changes, seconds.
 _SAY_EVERY_S = 10.0
 # Where there is room, Ray finds it sooner than this.
@@ -231,7 +231,9 @@ class Placement:
         started = time.monotonic()
         said_at, said = float("-inf"), ""
         planned = self._planned()
-        while unplaced := [n for n, g in self._groups.items() if not _is_placed(self._table(g))]:
+        while unplaced := [
+            name for name, g in self._groups.items() if not _is_placed(placement_group_table(g))
+        ]:
             poll()
             waited = time.monotonic() - started
             who = self._who(planned[name] for name in unplaced)
@@ -245,7 +247,7 @@ class Placement:
             if news and waited >= _SAY_FROM_S:
                 say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
-            time.sleep(_POLL_S)
+            time.sleep(_FIRST_POLL_S if waited < _SAY_FROM_S else _POLL_S)
 
     def _who(self, groups: Iterable[PlannedGroup]) -> str:
         """Roles of these groups, with what they need."""
