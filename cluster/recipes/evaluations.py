@@ -57,14 +57,20 @@ class Evaluations:
     # before and after all steps
 
     def before_steps(self) -> None:
-        """Evaluates the teachers, and the policy that nothing has trained yet."""
+        """Evaluates the teachers, and at the same time the policy that nothing has trained yet."""
         if not self._has_problems:
             return
-        self._evaluate_teachers()
-        if self._running.first_step == 0:
-            self._running.record_evaluation(self._evaluate("before", 0), 0)
-        else:
+        if self._running.first_step:
+            self._evaluate_teachers()
             self._recall_before()
+            return
+        self._fleet.until_pushed()
+        policy = self._measured("before", lambda: self._pool(POLICY))
+        begun = self._fleet.begun(next(policy))
+        self._evaluate_teachers()
+        measured = self._answered(policy, begun)
+        self._note("before", 0, measured)
+        self._running.record_evaluation(measured.metrics, 0)
 
     def after_steps(self, step: int) -> None:
         """Evaluates the trained policy."""
@@ -229,14 +235,14 @@ class Evaluations:
         self._note(when, step, measured)
         return measured.metrics
 
-    def _answered(self, questions: Questions[Measured]) -> Measured:
-        answer = None
+    def _answered(self, questions: Questions[Measured], begun: Ask | None = None) -> Measured:
+        """The value of an evaluation, whose first call may have begun."""
+        ask = begun or next(questions)
         while True:
             try:
-                ask = questions.send(answer)
+                ask = questions.send(self._fleet.persist(ask))
             except StopIteration as end:
                 return end.value
-            answer = self._fleet.persist(ask)
 
     def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None

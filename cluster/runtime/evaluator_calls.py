@@ -71,6 +71,11 @@ class EvaluatorCalls:
         if words := member.spec.last_words():
             self._last_words.append(words)
 
+    def begun(self, ask: Ask) -> Ask:
+        """The same call for `persist`, begun now if an evaluator serves; later tries begin anew."""
+        tries = [ask.make()] if self._members() else []
+        return Ask(ask.what, lambda: tries.pop() if tries else ask.make())
+
     def persist(self, ask: Ask) -> Any:
         """The value of the call that `ask` makes.
 

@@ -524,6 +524,10 @@ class Fleet:
         """Admits engines that have started; call it while the learner is idle."""
         self._admission.admit_waiting()
 
+    def begun(self, ask: Ask) -> Ask:
+        """The same call of the evaluator, begun now; see `EvaluatorCalls`."""
+        return self._evaluator_calls.begun(ask)
+
     def persist(self, ask: Ask) -> Any:
         """The value of a call of the evaluator; see `EvaluatorCalls`."""
         return self._evaluator_calls.persist(ask)
