@@ -32,6 +32,8 @@ InFlight = Literal["continue", "restart", "finish", "in_place"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 
+# The loader of pushed weights, in the server: a module that imports torch.
+LOADER = "actors.sglang.plugin.weight_loader.load"
 _FLOAT32_HEAD = "--enable-fp32-lm-head"
 ROUTED_EXPERTS = "--enable-return-routed-experts"
 # Without a bound the scheduler takes 16 GB of a CPU machine for its KV cache.
@@ -63,8 +65,6 @@ def server_flags(
     Raises:
         ConfigError: `extra` sets a flag that the engine must set itself.
     """
-    from actors.sglang.plugin.weight_loader import LOADER  # torch, which settings do without
-
     flags = {
         "--model-path": [model],
         "--dtype": [dtype],

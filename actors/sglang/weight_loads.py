@@ -24,8 +24,9 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
+from actors.sglang.flags import LOADER
 from actors.sglang.lent_buckets import Lendings
-from actors.sglang.plugin.weight_loader import LOADER, serialized_order
+from actors.sglang.plugin.weight_loader import serialized_order
 from actors.sglang.weight_checks import ServerFacts, Shapes, check_shapes
 from actors.sglang.weight_group import NOT_RECEIVED, Order, ServerGroup
 from actors.sglang.weight_payloads import FORMAT, rank_payload

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,20 @@ def test_the_ranks_of_all_nodes_are_told_of_one_store(settings: dict[str, Any]) 
     assert head.settings["ready_path"] == "/ready" and other.settings["ready_path"] == "/health"
     without = [flags[: flags.index("--node-rank")] for flags in (head.flags, other.flags)]
     assert without[0] == without[1]
+
+
+_START = """
+import sys
+from actors.sglang import start
+start.require_sglang, start.SglangServer = lambda: None, lambda flags, **_: flags
+flags = start.start_server(model_path="m", device="cpu", context_length=10)
+assert flags[:2] == ["--model-path", "m"]
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_a_server_is_started_before_torch_is_imported() -> None:
+    subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)
 
 
 def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, Any]) -> None:

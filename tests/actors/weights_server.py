@@ -16,7 +16,8 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
-from actors.sglang.plugin.weight_loader import LOADER, load
+from actors.sglang.flags import LOADER
+from actors.sglang.plugin.weight_loader import load
 from distill.weights.digests import digest
 from tests.actors.misbehaving_server import MisbehavingServer
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import TensorLayout
 
-LOADER = f"{__name__}.load"
-
 
 def serialized_order(shared: SharedTensors) -> bytes:
     """The order for the server, pickled; of types that its restricted unpickler knows."""
