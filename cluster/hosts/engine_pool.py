@@ -113,12 +113,12 @@ class _Member:
         try:
             scores = await self.handle.score.remote([r for each in everyone for r in each.requests])
         except Exception as error:
-            failed = EngineError(f"what it went along with failed: {error}")
-            _fail(riders, failed)
+            _fail(riders, EngineError(f"what it went along with failed: {error}"))
             if len(together) == 1 or _is_loss(error):
                 _fail(together, error)
             else:  # one of them may be at fault
-                await asyncio.gather(*(self._answer([each], []) for each in together))
+                apart = [self._answer([each], []) for each in together if not each.answer.done()]
+                await asyncio.gather(*apart)
             return
         end = 0
         for each in everyone:
