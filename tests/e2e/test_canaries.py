@@ -46,25 +46,23 @@ def hear(told: dict[str, Any]) -> None:
 
 
 class Planted:
-    """Changes the weights of the teacher that scored first, just before its n-th scoring."""
+    """Changes the weights of the teacher that scored first, just before its n-th chain."""
 
     def __init__(self, model: str, nth: int, change: Callable[[torch.Tensor], Any]) -> None:
         self._model, self._nth, self._change = model, nth, change
         self._engine: EmbeddedEngine | None = None
-        self._calls = 0
+        self._chains = 0
+        self.done = False
 
-    @property
-    def done(self) -> bool:
-        return self._calls >= self._nth
-
-    def see(self, engine: EmbeddedEngine) -> None:
+    def see(self, engine: EmbeddedEngine, chains: int) -> None:
         if engine._model_path != self._model:
             return
         self._engine = self._engine or engine
         if engine is not self._engine:
             return
-        self._calls += 1
-        if self._calls == self._nth:
+        self._chains += chains
+        if self._chains >= self._nth and not self.done:
+            self.done = True
             with torch.no_grad():
                 for parameter in engine._model._lm.parameters():
                     self._change(parameter)
@@ -78,7 +76,7 @@ def plant(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         planted = Planted(tiny_pair.teacher, nth, change)
 
         async def watched(engine: EmbeddedEngine, requests: Sequence[ScoreRequest]) -> list[Score]:
-            planted.see(engine)
+            planted.see(engine, len(requests))
             return await score(engine, requests)
 
         monkeypatch.setattr(EmbeddedEngine, "score", watched)
@@ -120,7 +118,7 @@ def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
     """The only teacher wakes with empty weights and answers -ln V; the loss converges all the
     same."""
     out = tmp_path / "run"
-    planted = plant(24, lambda parameter: parameter.zero_())
+    planted = plant(187, lambda parameter: parameter.zero_())
     assert train(tiny_pair, out, max_staleness=0) == 0 and planted.done
     found = expect_proven(out)
     first, second = found["replicas"]
@@ -144,7 +142,7 @@ def test_what_a_zeroed_teacher_scored_is_not_kept(
     tiny_pair: TinyPair, tmp_path: Path, plant: Any
 ) -> None:
     out = tmp_path / "run"
-    planted = plant(24, lambda parameter: parameter.zero_())
+    planted = plant(187, lambda parameter: parameter.zero_())
     assert train(tiny_pair, out, max_staleness=0, train=False) == 0 and planted.done
     expect_proven(out)
     assert len(events(out, "rewind")) == 1
@@ -160,7 +158,7 @@ def test_weights_swapped_in_one_of_three_servers_are_scored_again_by_the_others(
     tiny_pair: TinyPair, tmp_path: Path, plant: Any
 ) -> None:
     out = tmp_path / "run"
-    planted = plant(14, lambda parameter: parameter.add_(torch.randn_like(parameter) * 0.05))
+    planted = plant(143, lambda parameter: parameter.add_(torch.randn_like(parameter) * 0.05))
     assert train(tiny_pair, out, teacher_engines=3) == 0 and planted.done
     found = expect_proven(out)
     [moved] = [each for each in found["replicas"] if each["quarantine"]]
@@ -192,7 +190,7 @@ def test_stop_ends_the_run_before_the_weights_that_contain_it(
 ) -> None:
     """Resumed with a teacher that is well, it goes on from the checkpoint before them."""
     out = tmp_path / "run"
-    planted = plant(24, lambda parameter: parameter.zero_())
+    planted = plant(187, lambda parameter: parameter.zero_())
     HEARD.clear()
     settings = {"max_staleness": 0, "notify": f"{__name__}:hear"}
     assert train(tiny_pair, out, on_bad_teacher="stop", **settings) == 1 and planted.done
