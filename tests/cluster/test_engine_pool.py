@@ -223,7 +223,7 @@ def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> No
         scores = (pool.score([to_score(token) for token in group]) for group in groups)
         found = await asyncio.gather(*scores, return_exceptions=True)
         assert pool.under_way == {}
-        return [each if isinstance(each, Exception) else first_tokens(each) for each in found]
+        return [first_tokens(each) if isinstance(each, list) else each for each in found]
 
     async def watch() -> None:
         assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
