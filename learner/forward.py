@@ -20,7 +20,14 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import ConfigError
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
-from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyHead
+from distill.models.logprobs import (
+    DivergenceOf,
+    Event,
+    TokenStats,
+    VocabularyHead,
+    kept_until_backward,
+    model_width,
+)
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
@@ -166,7 +173,8 @@ class Forward:
                     hidden_NH[positions], temperature_N[positions], weights
                 )
 
-        return log_p
+        elements = len(batch.tokens_N) * model_width(head.projection)
+        return kept_until_backward(log_p, elements)
 
     def scores(self, batch: Batch) -> Tensor:
         """A reward model's scores, fp32 (rows,), before each row's last trained token.

@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.loading import load_causal_lm, resolve_device
-from distill.models.logprobs import Event, as_outcomes
+from distill.models.logprobs import Event, as_outcomes, kept_until_backward, model_width
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
@@ -59,7 +59,8 @@ class LocalTeachers:
                     hidden_NH[positions], batch.temperature_N[positions]
                 )
 
-        return log_q
+        elements = len(batch.tokens_N) * model_width(teacher.head.projection)
+        return kept_until_backward(log_q, elements)
 
     def read(
         self, rows_B: Sequence[TrainingRow], ids_K: TokenArray

@@ -29,6 +29,9 @@ _FEWEST_POSITIONS = 128
 # once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would return
 # larger buffers to the system and fault their pages in again.
 _FEWEST_TOGETHER = 16
+# Largest distributions of a batch (N x V) that are kept from a forward pass for its backward pass:
+# 64 MiB.
+_MOST_KEPT = 1 << 24
 
 
 def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
@@ -80,6 +83,27 @@ def as_outcomes(tokens: Tensor, event: Event) -> Tensor:
         return tokens
     columns = torch.tensor(event, device=tokens.device, dtype=tokens.dtype)
     return torch.where(torch.isin(tokens, columns), columns[0], tokens)
+
+
+def kept_until_backward(
+    distribution: Callable[[slice], Tensor], elements: int
+) -> Callable[[slice], Tensor]:
+    """The distribution of positions that a training pass asks for twice, forward and backward.
+
+    It is computed once if the whole batch has few `elements`, else twice, which saves memory.
+    """
+    if elements > _MOST_KEPT:
+        return distribution
+    kept: dict[tuple[int, int], Tensor] = {}
+
+    def of(positions: slice) -> Tensor:
+        key = positions.start, positions.stop
+        if key in kept:
+            return kept.pop(key)
+        kept[key] = made = distribution(positions)
+        return made
+
+    return of
 
 
 def selected_logprobs(
@@ -294,6 +318,8 @@ class _LinearStats(torch.autograd.Function):
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        # The log-probs' is zero where only a divergence is trained on.
+        grads = tuple(grad if grad is not None and grad.any() else None for grad in grads)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
@@ -342,6 +368,8 @@ def _pulled_back(
             for stat_n, grad_N in zip(stats_of(logits_nV, positions), grads, strict=True)
             if grad_N is not None and stat_n is not None and stat_n.requires_grad
         ]
+    if not made:
+        return torch.zeros_like(logits_nV)
     stats, grads_n = zip(*made, strict=True)
     return torch.autograd.grad(stats, logits_nV, grads_n)[0]
 

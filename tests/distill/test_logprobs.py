@@ -24,6 +24,7 @@ from distill.models.loading import new_qwen3
 from distill.models.logprobs import (
     TokenStats,
     VocabularyHead,
+    kept_until_backward,
     log_distribution,
     selected_logprobs,
     token_stats,
@@ -388,3 +389,20 @@ def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
     model = Llama4ForCausalLM(config)
     with pytest.raises(ConfigError, match="Llama4ForCausalLM has no decoder of its own"):
         VocabularyHead(model)
+
+
+@pytest.mark.parametrize("elements, computed", [(1 << 20, 1), (1 << 30, 2)])
+def test_a_small_distribution_is_computed_once_for_both_passes(
+    elements: int, computed: int
+) -> None:
+    asked: list[slice] = []
+
+    def distribution(positions: slice) -> Tensor:
+        asked.append(positions)
+        return torch.arange(10.0)[positions]
+
+    of = kept_until_backward(distribution, elements)
+    parts = [slice(0, 4), slice(4, 10)]
+    for _ in ("forward", "backward"):
+        assert torch.equal(torch.cat([of(part) for part in parts]), torch.arange(10.0))
+    assert asked == parts * computed
