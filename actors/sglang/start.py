@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # request throws away. None of them is ever computed.
 _SPARE_POSITIONS = 7
 # SGLang's switch: DeepGEMM's kernels are compiled at the start, not when they are first used.
+_GRAPHS_SLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
@@ -88,7 +89,10 @@ def start_server(
         routed_experts=routed_experts,
         extra=flags,
     )
-    variables = _environment(device, threads, parallelism(flags)) | dict(environment or {})
+    variables = _environment(device, threads, parallelism(flags))
+    if sleeps and device != "cpu":  # or captured graphs stay on the GPU
+        variables[_GRAPHS_SLEEP] = os.environ.get(_GRAPHS_SLEEP, "true")
+    variables |= environment or {}
     if meeting_point is not None:
         all_flags += meeting_point.flags(node)
         variables = meeting_point.environment | variables

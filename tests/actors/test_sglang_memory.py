@@ -125,12 +125,14 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
+    graphs_sleep: list[str | None] = []
 
     class Server:
         url, api_key, admin_api_key, handle_key, obituary = "", "", "", b"key", str
 
-        def __init__(self, flags: list[str], **_: object) -> None:
+        def __init__(self, flags: list[str], environment: dict[str, str], **_: object) -> None:
             started.append(flags)
+            graphs_sleep.append(environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH"))
 
     monkeypatch.setattr(start, "require_sglang", lambda: None)
     monkeypatch.setattr(start, "SglangServer", Server)
@@ -141,6 +143,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     HostedSglangEngine(**shared, gpu_share=0.5)
     HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
     alone, half, beside = started
+    assert graphs_sleep == [None, None, "true"]
     assert "--max-total-tokens" not in alone, "a GPU of its own is SGLang's to fill"
     tokens = [int(flags[flags.index("--max-total-tokens") + 1]) for flags in (half, beside)]
     # Two layers of one head of 64, twice, in bfloat16: ten GiB are so many tokens fewer.
