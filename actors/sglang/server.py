@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -35,6 +36,11 @@ from distill.errors import EngineLost
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 40
+_ALL_LINES = 1 << 20
+_EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*")
+# Users of other systems export these: expandable segments, which neither CUDA IPC nor the memory
+# saver of engines that sleep can use, and log-probs at T = 1.
+_LEFT_OUT = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
 _TAKEN = ("address already in use", "port is already in use")
@@ -105,7 +111,7 @@ class SglangServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **self._environment, "PYTHONPATH": python_path()},
+            env={**_inherited(), **self._environment, "PYTHONPATH": python_path()},
         )
         order = {
             "flags": flags,
@@ -176,6 +182,8 @@ class SglangServer:
         if code is None:
             return "still runs"
         if code == -signal.SIGKILL:
+            if error := scheduler_error(self.log_tail(_ALL_LINES)):
+                return f"ended after an error of its own, {error}"
             return "was killed (by the kernel, out of memory?)"
         return f"ended with code {code}"
 
@@ -198,6 +206,24 @@ class SglangServer:
         process = getattr(self, "_process", None)
         if process is not None and process.stdin is not None:
             process.stdin.close()
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, without what would break a server."""
+    left_out = sorted(_LEFT_OUT & os.environ.keys())
+    if left_out:
+        logger.warning("SGLang is started without %s", ", ".join(left_out))
+    return {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+
+
+def scheduler_error(log: str) -> str | None:
+    """Last exception of a scheduler; SGLang's processes kill themselves and one another after it.
+
+    None if the log names none.
+    """
+    _, found, trace = log.rpartition("hit an exception: ")
+    errors = [line for line in trace.splitlines() if _EXCEPTION_LINE.match(line)]
+    return errors[-1] if found and errors else None
 
 
 def claim_port(host: str, port: int = 0) -> socket.socket:

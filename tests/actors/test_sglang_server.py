@@ -24,7 +24,7 @@ from actors.sglang import server as sglang_server
 from actors.sglang.flags import parse_flags, server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
-from actors.sglang.server import SglangServer
+from actors.sglang.server import SglangServer, scheduler_error
 from actors.sglang.start import cpus_of_ranks
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
@@ -236,6 +236,21 @@ def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path
     with pytest.raises(EngineError, match="before it was ready") as error:
         asyncio.run(server.ready())
     assert "safetensor" in str(error.value).lower(), "the log's end does not say what is wrong"
+    assert "by the kernel" not in str(error.value)
+
+
+def test_an_error_of_the_scheduler_is_told_from_a_kill() -> None:
+    trace = (
+        "[2026-11-25] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "scheduler.py", line 1, in run\n    raise KeyError("x")\nKeyError: \'x\'\n\n'
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File "
+        '"model.py", line 2, in load\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    )
+    said = scheduler_error(f"starting\n{trace}\n[2026-11-25] SIGQUIT received.\nKilled\n")
+    assert said == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert scheduler_error("ValueError: of a request, long ago\nKilled\n") is None
 
 
 @needs_sglang
