@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# That, and what tests, lint, notebooks and trackers need.
+DEV := $(VENV)/.dev-installed
 SGLANG := $(VENV)/.sglang-installed
 # make demo ENGINE=sglang or ENGINE=embedded; without it, SGLang if it is installed and there are GPUs.
 ENGINE ?=
@@ -10,10 +12,10 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench gpu clean
+.PHONY: help install install-dev install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench gpu clean
 
 help:
-	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
+	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (installs first; minutes)"
 	@echo "make show    a recipe with tools, games or documents: TASK=tools|rl_tools|selfplay|condensed"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need, by answer length: LENGTHS=4,16,48,128 (long)"
 	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings, SFT to OPD"
@@ -21,19 +23,28 @@ help:
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make gpu     checks a machine with a CUDA GPU in ten minutes (elsewhere: says what it would do)"
-	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
+	@echo "make install only set up $(VENV); make install-sglang adds SGLang, make install-dev what tests need"
 
 install: $(STAMP)
+install-dev: $(DEV)
 
 # SGLang on CUDA pins another torch than the tests run with: what is there need not be replaced.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constraints.txt)
 
-# torch comes first and pinned: other packages then keep the build that is there.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+# Python 3.11's own pip takes 30 s of CPU more to choose versions. A module is compiled when it is first
+# imported: most never are, and pip would compile all of them, on one core.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "isotherm needs Python 3.11 or newer"'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "isotherm needs Python 3.11 or newer"'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, ray, transformers and what they need into $(VENV): a minute or two"
+	@$(PIP_INSTALL) --upgrade pip
+	@$(PIP_INSTALL) --no-compile -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(DEV): $(STAMP)
+	$(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 # SGLang pins a CUDA build of torch. Without CUDA, requirements/README.md says what this does.
@@ -41,11 +52,9 @@ install-sglang: $(SGLANG)
 
 $(SGLANG): $(STAMP) requirements/sglang-cpu.txt
 	@if command -v nvidia-smi >/dev/null; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-			-c $(CONSTRAINTS) -e '.[sglang]'; \
+		$(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[sglang]'; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-			-r requirements/sglang-cpu.txt; \
+		$(PIP_INSTALL) --no-deps -r requirements/sglang-cpu.txt; \
 	else echo "no SGLang for $$(uname -sm): the embedded engine is used, tests of SGLang are skipped"; \
 	fi
 	@touch $@
@@ -56,13 +65,13 @@ demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),$(SGLANG))
 show: $(STAMP)
 	$(BIN)/python -m cluster.show task=$(or $(TASK),tools) out=outputs/show $(if $(ENGINE),engine=$(ENGINE))
 
-opd-vs-rl: $(STAMP)
+opd-vs-rl: $(DEV)
 	$(BIN)/python -m cluster.opd_vs_rl out=outputs/opd-vs-rl $(if $(LENGTHS),lengths=$(LENGTHS))
 
-tutorials: $(STAMP)
+tutorials: $(DEV)
 	$(BIN)/python -m marimo edit tutorials
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -75,14 +84,14 @@ test: lint $(SGLANG)
 test-all: test
 	$(BIN)/python -m tests.slow_tier
 
-chaos: $(SGLANG)
+chaos: $(DEV) $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))
 
-bench: $(STAMP) .venv-peer/.installed
+bench: $(DEV) .venv-peer/.installed
 	$(BIN)/python -m tests.bench out=outputs/bench
 
 # With SGLang where it is installed; device=cpu size=tiny runs the same checks without a GPU.
-gpu: $(STAMP)
+gpu: $(DEV)
 	$(BIN)/python -m tests.gpu out=outputs/gpu
 
 # The peer lives apart: its dependencies are its own.
