@@ -250,6 +250,11 @@ class EngineInfo:
     stop_event: tuple[int, ...] = ()
     scores_given: bool = True
 
+    @property
+    def is_server(self) -> bool:
+        """True for an SGLang server: one that the run starts, or an external one."""
+        return self.kind.startswith("sglang")
+
 
 class Sampler(Protocol):
     """The part of `Engine` that an episode needs."""

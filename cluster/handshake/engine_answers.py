@@ -112,12 +112,16 @@ class Prefills:
     """
 
     name: str
-    dtype: str
+    info: EngineInfo
     probes: Sequence[HandshakeProbe]
     prefill: list[FloatArray]
     at_other: list[FloatArray]
     unscaled: list[FloatArray]
     twice: list[FloatArray]
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
 
     @property
     def temperatures(self) -> list[float]:
@@ -144,11 +148,11 @@ class Prefills:
         """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
         if not is_telling(temperature):
             return []
-        prefill = f"{self.name} prefill"
+        prefill, server = f"{self.name} prefill", self.info.is_server
         ways = [
-            (prefill, not_divided(prefill), self.prefill, self.unscaled),
-            (decode, decode_not_divided(decode), logprobs, self.unscaled),
-            (decode, divided_twice(decode), logprobs, self.twice),
+            (prefill, not_divided(prefill, server=server), self.prefill, self.unscaled),
+            (decode, decode_not_divided(decode, server=server), logprobs, self.unscaled),
+            (decode, divided_twice(decode, server=server), logprobs, self.twice),
         ]
         return [
             Suspicion(
@@ -184,6 +188,7 @@ class EngineAnswers(Prefills):
     def _heeds_temperature(self) -> Comparison:
         prefill, given_N = f"{self.name} prefill", concatenated(self.prefill)
         unscaled_N = concatenated(self.unscaled)
+        diagnosis = not_divided(prefill, server=self.info.is_server)
         return compare(
             prefill,
             given_N,
@@ -192,7 +197,7 @@ class EngineAnswers(Prefills):
             temperature=self.temperatures[0],
             dtype="float32",  # one engine, asked twice: what ignores T comes back as it was
             must_differ=True,
-            suspicions=[Suspicion(prefill, not_divided(prefill), given_N, unscaled_N)],
+            suspicions=[Suspicion(prefill, diagnosis, given_N, unscaled_N)],
         )
 
     def _one_event(self, one_N: FloatArray, another_N: FloatArray) -> Comparison:
@@ -214,6 +219,7 @@ class EngineAnswers(Prefills):
                 self.pairs[UNSCALED],
                 temperature=temperature,
                 dtype=self.dtype,
+                server=self.info.is_server,
             )
             for temperature in self.temperatures
         ]
@@ -232,7 +238,7 @@ class EngineAnswers(Prefills):
 
 
 async def examine(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
+    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> EngineAnswers:
     """Asks an engine for everything that its comparisons need."""
     one_by_one = [
@@ -244,14 +250,14 @@ async def examine(
         for probe in probes
     ]
     given, reference_scores, pairs, stops = await asyncio.gather(
-        prefill(name, engine, plan, probes, dtype),
+        prefill(name, engine, plan, probes, info),
         engine.decode_score(one_by_one),
         _pair_differences(engine, plan),
         _two_stops(engine, plan),
     )
     return EngineAnswers(
         name=name,
-        dtype=dtype,
+        info=info,
         probes=probes,
         prefill=given.prefill,
         at_other=given.at_other,
@@ -264,7 +270,7 @@ async def examine(
 
 
 async def prefill(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
+    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> Prefills:
     """Asks an engine for the log-probs of the probes' sampled tokens, at four temperatures."""
     given = [
@@ -283,7 +289,7 @@ async def prefill(
     )
     return Prefills(
         name=name,
-        dtype=dtype,
+        info=info,
         probes=probes,
         prefill=at_T,
         at_other=at_other,

@@ -40,7 +40,7 @@ from cluster.handshake.engine_answers import (
     prefill,
     sample_probes,
 )
-from distill.engine import Engine, ScoreRequest
+from distill.engine import Engine, EngineInfo, ScoreRequest
 from distill.errors import EngineLost
 from distill.handshake.comparison import (
     CalibrationReport,
@@ -129,8 +129,8 @@ async def handshake(
     first, *others = policies
     probes = (await _of_each({first: sample_probes(policies[first], plan)}, deadline_s))[first]
     rows_D = [probe_row(p.tokens_T, p.start, p.temperature) for p in probes]
-    parts = {n: examine(n, e, plan, probes, infos[n].dtype) for n, e in engines.items()}
-    by_themselves = {n: _own_samples(n, policies[n], plan, infos[n].dtype) for n in others}
+    parts = {n: examine(n, e, plan, probes, infos[n]) for n, e in engines.items()}
+    by_themselves = {n: _own_samples(n, policies[n], plan, infos[n]) for n in others}
     learnt, answers, sampled = await asyncio.gather(
         _nobodys() if learner is None else learner(rows_D),
         _of_each(parts, deadline_s),
@@ -183,9 +183,9 @@ async def _of_each(
     return found
 
 
-async def _own_samples(name: str, engine: Engine, plan: Plan, dtype: str) -> Prefills:
+async def _own_samples(name: str, engine: Engine, plan: Plan, info: EngineInfo) -> Prefills:
     """What an engine samples after the probes' prompts itself, and its prefill of that."""
-    return await prefill(name, engine, plan, await sample_probes(engine, plan), dtype)
+    return await prefill(name, engine, plan, await sample_probes(engine, plan), info)
 
 
 def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -> list[Comparison]:

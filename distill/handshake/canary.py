@@ -256,7 +256,7 @@ def _empty(answer: Answer, rows: CanaryRows) -> str:
 
 
 def first_fault(answer: Answer, rows: CanaryRows) -> str:
-    """What is wrong with a model by its very first answer, with the remedy; "": nothing shows.
+    """Fault of a server that its very first answer shows, with the remedy; "": none shows.
 
     A server that divides by T twice heeds it all the same: that is for the handshake to find.
     """
@@ -271,7 +271,7 @@ def first_fault(answer: Answer, rows: CanaryRows) -> str:
     if (
         is_telling(rows.temperature) and undivided_N.max() <= ignored
     ) or unmoved_N.max() <= ignored:
-        return not_divided("its prefill")
+        return not_divided("its prefill", server=True)
     return ""
 
 

@@ -145,6 +145,7 @@ def compare_with_law(
     *,
     temperature: float,
     dtype: str,
+    server: bool,
 ) -> Comparison:
     """Checks that log-prob differences scale as 1/T; catches engines that are consistently wrong.
 
@@ -154,6 +155,7 @@ def compare_with_law(
     Args:
         difference_N: log p(a) - log p(b) as returned for T, a pair an entry.
         unscaled_difference_N: the same pairs as returned for T = 1.
+        server: an SGLang server is compared, which has mistakes of its own to suspect.
     """
     expected_N = unscaled_difference_N / np.float32(temperature)
     max_gap, mean_gap = _gaps(difference_N, expected_N)
@@ -171,9 +173,14 @@ def compare_with_law(
     return _explained(
         comparison,
         [
-            Suspicion(party, not_divided(party), difference_N, unscaled_difference_N),
             Suspicion(
-                party, divided_twice(party), difference_N, expected_N / np.float32(temperature)
+                party, not_divided(party, server=server), difference_N, unscaled_difference_N
+            ),
+            Suspicion(
+                party,
+                divided_twice(party, server=server),
+                difference_N,
+                expected_N / np.float32(temperature),
             ),
         ],
     )
@@ -184,27 +191,37 @@ def is_telling(temperature: float) -> bool:
     return abs(temperature - UNSCALED) > 0.05
 
 
-def not_divided(prefill: str) -> str:
-    return (
-        f"the log-probs of {prefill} are not divided by T: an SGLang server does this without "
-        "isotherm's plugin; install isotherm where the server runs, and restart it with "
-        "ISOTHERM_SGLANG_PLUGIN=1 in its environment. The embedded engine does this where the "
-        "model gives every sampled token a probability of 0 or 1"
+def not_divided(prefill: str, *, server: bool) -> str:
+    """Diagnosis of given tokens' log-probs at T = 1; `server`: of an SGLang server."""
+    found = f"the log-probs of {prefill} are not divided by T: "
+    if not server:
+        return found + (
+            "its model gives every sampled token a probability of 0 or 1, at any T; check its "
+            "weights"
+        )
+    return found + (
+        "an SGLang server does this without isotherm's plugin; install isotherm where the server "
+        "runs, and restart it with ISOTHERM_SGLANG_PLUGIN=1 in its environment"
     )
 
 
-def divided_twice(party: str) -> str:
+def divided_twice(party: str, *, server: bool) -> str:
+    """Diagnosis of log-probs at T * T; `server`: of an SGLang server."""
+    found = f"the log-probs of {party} are divided by T twice"
+    if not server:
+        return found
     return (
-        f"the log-probs of {party} are divided by T twice: is the plugin loaded beside another "
-        "patch, or beside the server's own option, that does the same?"
+        f"{found}: is the plugin loaded beside another patch, or beside the server's own option, "
+        "that does the same?"
     )
 
 
-def decode_not_divided(decode: str) -> str:
-    return (
-        f"the log-probs of {decode} look like T = 1: is SGLANG_RETURN_ORIGINAL_LOGPROB set on its "
-        "server? Unset it and restart"
-    )
+def decode_not_divided(decode: str, *, server: bool) -> str:
+    """Diagnosis of sampled tokens' log-probs at T = 1; `server`: of an SGLang server."""
+    found = f"the log-probs of {decode} look like T = 1"
+    if not server:
+        return found
+    return f"{found}: is SGLANG_RETURN_ORIGINAL_LOGPROB set on its server? Unset it and restart"
 
 
 def other_weights(engine: str, arbiter: str) -> str:

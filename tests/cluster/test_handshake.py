@@ -204,6 +204,7 @@ def test_right_parties_agree(parties: Parties, temperature: float) -> None:
 UNDIVIDED = "{} prefill are not divided by T: .*plugin"
 ORIGINAL = r"{} look like T = 1: is SGLANG_RETURN_ORIGINAL_LOGPROB set"
 TWICE = "{} are divided by T twice"
+SERVER = {"kind": "sglang (external)"}
 ITSELF, LAW = "itself at another T", "the temperature law"
 
 
@@ -247,7 +248,7 @@ def test_a_teacher_that_mistakes_the_temperature(
     named: str,
     diagnosis: str,
 ) -> None:
-    teacher = Spoilt(parties.teacher, prefill, decode)
+    teacher = Spoilt(parties.teacher, prefill, decode, says=SERVER)
     report = parties.shake(teachers={"teacher": teacher})
     assert failed(report) == {("teacher prefill", reference) for reference in fails}
     assert re.search(f"^{named}.*{diagnosis}", complaint(report)), complaint(report)
@@ -293,7 +294,8 @@ def test_a_policy_that_mistakes_the_temperature(
     fails: set[tuple[str, str]],
     diagnosis: str,
 ) -> None:
-    report = parties.shake(policies={"policy": Spoilt(parties.policy, prefill, decode)})
+    policy = Spoilt(parties.policy, prefill, decode, says=SERVER)
+    report = parties.shake(policies={"policy": policy})
     assert failed(report) == fails
     assert re.search(f"^policy .*{diagnosis}", complaint(report)), complaint(report)
     assert not any("weights" in comparison.diagnosis for comparison in report.failures)
@@ -601,7 +603,8 @@ def test_the_command_ends_with_code_3_on_disagreement(
         "DISAGREES" in printed.out
         and "no agreement: 5 of 14 comparisons failed; teacher prefill is off" in printed.out
     )
-    assert "error: teacher prefill disagrees" in printed.err and "plugin" in printed.err
+    assert "error: teacher prefill disagrees" in printed.err
+    assert "plugin" not in printed.err, "the teacher is no server"
     assert json.loads((tmp_path / "report.json").read_text())["agrees"] is False
 
 

@@ -195,7 +195,7 @@ def pair_differences(temperature: float) -> FloatArray:
 def test_the_law_holds_of_a_softmax(temperature: float) -> None:
     law = compare_with_law(
         "a", pair_differences(temperature), pair_differences(1.0),
-        temperature=temperature, dtype="float32",
+        temperature=temperature, dtype="float32", server=True,
     )  # fmt: skip
     assert law.agrees and law.max_gap < 1e-5 and law.num_tokens == 2
 
@@ -205,16 +205,18 @@ def test_the_law_holds_of_a_softmax(temperature: float) -> None:
 )
 def test_the_law_finds_the_temperature_that_was_used(used: float, diagnosis: str) -> None:
     law = compare_with_law(
-        "a", pair_differences(used), pair_differences(1.0), temperature=0.5, dtype="float32"
-    )
+        "a", pair_differences(used), pair_differences(1.0),
+        temperature=0.5, dtype="float32", server=True,
+    )  # fmt: skip
     assert not law.agrees
     assert diagnosis in law.diagnosis and bool(diagnosis) == bool(law.diagnosis)
 
 
 def test_near_one_the_law_accuses_nobody_of_what_cannot_be_told() -> None:
     law = compare_with_law(
-        "a", pair_differences(0.2), pair_differences(1.0), temperature=1.0, dtype="float32"
-    )
+        "a", pair_differences(0.2), pair_differences(1.0),
+        temperature=1.0, dtype="float32", server=True,
+    )  # fmt: skip
     assert not law.agrees and law.diagnosis == ""
 
 
