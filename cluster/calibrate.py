@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import chz
 from rich.console import Console
@@ -20,6 +19,7 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.teachers import check_stands_still
+from cluster.jsonl_log import write_json
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
 from distill.sampling import check_temperature
@@ -85,15 +85,9 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
     console.print(agreement_table(report))
     console.print(report.verdict(), highlight=False, markup=False)
     if config.out is not None:
-        _write(
-            Path(config.out),
-            report.to_json() | {"tokenizers": prints, "stop_tokens": stops.to_json()},
-        )
+        made = report.to_json() | {"tokenizers": prints, "stop_tokens": stops.to_json()}
+        write_json("out", Path(config.out), made)
     report.require_agreement()
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 async def _handshake(

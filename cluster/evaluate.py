@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
 from cluster.config.rows import ROWS, unweighted_sources
 from cluster.config.teachers import check_stands_still
+from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.row_reader import RowReader
@@ -154,7 +154,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
                 for name, (metrics, responses) in results.items()
             },
         }
-        Path(config.out).write_text(json.dumps(report, indent=1) + "\n")
+        write_json("out", Path(config.out), report)
         console.print(f"every response is in {config.out}")
 
 

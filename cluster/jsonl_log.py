@@ -153,11 +153,23 @@ def write_rows(setting: str, path: Path, rows: Iterable[Mapping[str, Any]]) -> N
     Raises:
         ConfigError: it cannot be written.
     """
+    _write(setting, path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_json(setting: str, path: Path, value: Mapping[str, Any]) -> None:
+    """Writes the file that `setting` names, as one JSON object; whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    _write(setting, path, [json.dumps(value, indent=1) + "\n"])
+
+
+def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.writelines(texts)
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -18,7 +18,7 @@ from actors.config import (
     choose_engine,
 )
 from actors.sglang.installed import require_sglang
-from cluster.config.job_upload import refuse_upload
+from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from distill.settings import (
@@ -170,7 +170,7 @@ class OutputSettings:
 
     out: str = chz.field(
         doc="directory for everything the run writes; holds one run, resumable",
-        metadata=ESSENTIAL | MAY_CHANGE,
+        metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
     )
     checkpoint_every: int = chz.field(
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
@@ -223,7 +223,6 @@ class OutputSettings:
 
     @chz.validate
     def _output_in_range(self) -> None:
-        refuse_upload("out", self.out)
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from actors.config import EngineChoice
+from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 
 Task = Literal["tools", "rl_tools", "selfplay", "condensed"]
@@ -17,7 +18,8 @@ class DemoConfig:
     """Distils a teacher of two-digit sums into a student that forgets to carry."""
 
     out: str = chz.field(
-        doc="directory for data, models and runs; an earlier demo in it is removed"
+        doc="directory for data, models and runs; an earlier demo in it is removed",
+        metadata=WRITTEN_DIRECTORY,
     )
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
     engine: EngineChoice = chz.field(
@@ -34,7 +36,10 @@ class ShowConfig:
     """Runs a recipe on a small world that it makes itself."""
 
     task: Task = chz.field(doc="what is shown")
-    out: str = chz.field(doc="directory for data, models and the run; an earlier show is removed")
+    out: str = chz.field(
+        doc="directory for data, models and the run; an earlier show is removed",
+        metadata=WRITTEN_DIRECTORY,
+    )
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
     engine: EngineChoice = chz.field(
         default="auto",
@@ -48,7 +53,10 @@ class ShowConfig:
 class OpdVsRlConfig:
     """Measures how many times OPD's optimizer steps RL takes, by the length of the answer."""
 
-    out: str = chz.field(doc="directory for data, models and runs; the same command goes on in it")
+    out: str = chz.field(
+        doc="directory for data, models and runs; the same command goes on in it",
+        metadata=WRITTEN_DIRECTORY,
+    )
     temperature: float = chz.field(default=0.7, doc="rollout temperature T")
     lengths: tuple[int, ...] = chz.field(
         default=(4, 16, 48, 128), doc="tokens of an answer, ascending, multiples of 4"

@@ -1,6 +1,7 @@
 """Checks of paths and device that need no library of tensors: made before one is imported.
 
-Fields of settings declare what their paths are, by metadata: `model_field`, WRITTEN, ROWS.
+Fields of settings declare what their paths are, by metadata: `model_field`, WRITTEN,
+WRITTEN_DIRECTORY, ROWS.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 import chz
 
 from actors.sglang.address import is_url
+from cluster.config.job_upload import refuse_upload
 from distill.chat.template_choice import template_text
 from distill.data.row_files import located
 from distill.data.sources import parse_sources, require_source
@@ -23,8 +25,9 @@ from distill.model_paths import check_model_path, trained_model
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
 
-# Flags of fields, beside `cluster.config.rows.ROWS`: a file to write, a model.
+# Flags of fields, beside `cluster.config.rows.ROWS`: a file or a directory to write, a model.
 WRITTEN: Final[dict[str, Any]] = {"path": "written"}
+WRITTEN_DIRECTORY: Final[dict[str, Any]] = {"path": "written directory"}
 _MODEL: Final[dict[str, Any]] = {"path": "model"}
 
 
@@ -84,11 +87,14 @@ def _check_rows(name: str, value: str) -> None:
 
 
 def _check_written(name: str, path: str) -> None:
+    refuse_upload(name, path)
     parent = Path(path).absolute().parent
     if Path(path).is_dir():
-        raise ConfigError(f"{name}={path} is a directory; give a file to write")
+        raise ConfigError(f"{name}={path} cannot be written: it is a directory; give a file")
     if not parent.is_dir():
-        raise ConfigError(f"{name}={path}: there is no directory {parent}; make it first")
+        raise ConfigError(
+            f"{name}={path} cannot be written: there is no directory {parent}; make it first"
+        )
     if not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
         raise ConfigError(f"{name}={path} cannot be written (no permission); choose another {name}")
 
@@ -97,4 +103,5 @@ _CHECKS: dict[str, Callable[[str, str], None]] = {
     "model": _check_model,
     "rows": _check_rows,
     "written": _check_written,
+    "written directory": refuse_upload,
 }

@@ -23,8 +23,8 @@ def in_upload(path: str | Path) -> bool:
     return any(parts[i : i + 2] == _UPLOADS for i in range(len(parts) - 2))
 
 
-def refuse_upload(setting: str, path: str) -> None:
-    """Raises ConfigError for a directory to write into that Ray removes with the upload."""
+def refuse_upload(setting: str, path: str | Path) -> None:
+    """Raises ConfigError for a path to write that Ray removes with the upload."""
     if in_upload(path):
         raise ConfigError(
             f"{setting}={path} is in the upload of this job ({Path(path).resolve()}), which Ray "

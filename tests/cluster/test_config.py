@@ -22,7 +22,6 @@ from cluster.calibrate import CalibrateConfig
 from cluster.command import complaint, parse
 from cluster.config.arguments import key_values
 from cluster.config.env import BUILT_IN
-from cluster.config.job_upload import missing_from_upload
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
 from cluster.config.rollout_checks import check_rollout
@@ -792,20 +791,3 @@ def test_gradient_checkpointing_is_asked_for_refused_or_left_open(
     config = chz.entrypoint(SftConfig, argv=arguments)
     assert config.gradient_checkpointing is kept
     assert config.learner("m", "cpu").gradient_checkpointing is kept
-
-
-def test_a_job_s_upload_is_no_place_to_write_into(
-    opd: NewOpd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload = tmp_path / "session_1/runtime_resources/working_dir_files/_ray_pkg_0"
-    upload.mkdir(parents=True)
-    (upload / "there.jsonl").touch()
-    given = {"prompts": "there.jsonl,data/p.jsonl", "student": "org/model", "out": "/shared/out"}
-    assert missing_from_upload(given) is None
-    monkeypatch.chdir(upload)
-    for out in ("runs/first", ".", str(upload / "first")):
-        with pytest.raises(ConfigError, match="out="):
-            opd(out=out)
-    assert opd(out=str(tmp_path / "first")).out
-    note = missing_from_upload(given)
-    assert note is not None and "prompts=data/p.jsonl." in note

@@ -8,7 +8,6 @@ better, one whose words the student never says, one that is the student, respons
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rows import ROWS
 from cluster.config.teachers import check_stands_still
+from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
@@ -155,7 +155,7 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     if config.out is not None:
         settings = asdict(found) | {"estimator": run.estimator}
         written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": settings}
-        Path(config.out).write_text(json.dumps(written, indent=1) + "\n")
+        write_json("out", Path(config.out), written)
         console.print(f"all of it is in {config.out}", highlight=False, markup=False)
 
 

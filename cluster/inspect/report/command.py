@@ -25,6 +25,8 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
+from cluster.config.early_checks import WRITTEN
+from cluster.config.job_upload import refuse_upload
 from cluster.inspect.report.compare import compared_data
 from cluster.inspect.report.data import report_data
 from cluster.inspect.report.page import report_page
@@ -43,7 +45,9 @@ class ReportConfig:
         doc="another run's directory: its curves and evaluations are shown beside this one's, and "
         "the settings in which the two differ",
     )
-    html: str | None = chz.field(default=None, doc="the page; out/report.html without it")
+    html: str | None = chz.field(
+        default=None, doc="the page; out/report.html without it", metadata=WRITTEN
+    )
     serve: int | None = chz.field(
         default=None,
         doc="port at which the page is served, live, on the loopback address; 0: any that is free",
@@ -72,8 +76,9 @@ def report(config: ReportConfig, console: Console) -> None:
     if config.serve is not None:
         _serve(config, config.serve, console)
         return
-    data = _data(config)
     page = Path(config.html) if config.html else out / "report.html"
+    refuse_upload("html", page)
+    data = _data(config)
     try:
         page.write_text(report_page(data), encoding="utf-8")
     except OSError as error:

@@ -1,0 +1,72 @@
+"""Paths that commands write: never in a job's upload, which Ray removes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import calibrate, demo, evaluate, opd_vs_rl, sample_to_sft, show, train
+from cluster.config.job_upload import missing_from_upload
+from cluster.inspect import rollouts_to_sft
+from cluster.inspect.forecast import command as forecast
+from cluster.inspect.report import command as report
+
+UPLOAD = "runtime_resources/working_dir_files/_ray_pkg_0"
+MODELS = ["student=s", "teacher=t", "temperature=1"]
+Writer = tuple[Callable[[list[str]], int], str, list[str]]
+WRITERS: list[Writer] = [
+    (train.main, "out", ["recipe=opd", *MODELS, "prompts=p.jsonl"]),
+    (train.main, "out", ["recipe=rl", "student=s", "temperature=1", "prompts=p.jsonl"]),
+    (train.main, "out", ["recipe=sft", "model=m", "data=d.jsonl"]),
+    (demo.main, "out", []),
+    (show.main, "out", ["task=tools"]),
+    (opd_vs_rl.main, "out", []),
+    (evaluate.main, "out", ["model=m", "prompts=p.jsonl"]),
+    (forecast.main, "out", [*MODELS, "prompts=p.jsonl"]),
+    (calibrate.main, "out", MODELS),
+    (sample_to_sft.main, "data", ["model=m", "prompts=p.jsonl"]),
+    (rollouts_to_sft.main, "data", ["out=run"]),
+    (report.main, "html", ["out=run"]),
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_command_writes_into_a_job_s_upload(
+    writer: Writer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, setting, others = writer
+    upload = tmp_path / UPLOAD
+    upload.mkdir(parents=True)
+    for name in ("p.jsonl", "d.jsonl"):
+        (upload / name).write_text("{}\n")
+    monkeypatch.chdir(upload)
+    for path in ("made.jsonl", str(upload / "made.jsonl"), "none/made.jsonl"):
+        assert command([*others, f"{setting}={path}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {setting}={path}") and "upload" in said
+
+
+def test_a_report_s_own_page_is_not_written_into_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / UPLOAD / "run"
+    run.mkdir(parents=True)
+    assert report.main([f"out={run}"]) == 2 and "html=" in capsys.readouterr().err
+
+
+def test_relative_paths_that_the_upload_lacks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = tmp_path / UPLOAD
+    upload.mkdir(parents=True)
+    (upload / "there.jsonl").touch()
+    given = {"prompts": "there.jsonl,data/p.jsonl", "student": "org/model", "out": "/shared/out"}
+    assert missing_from_upload(given) is None
+    monkeypatch.chdir(upload)
+    note = missing_from_upload(given)
+    assert note is not None and "prompts=data/p.jsonl." in note
