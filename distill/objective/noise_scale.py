@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 # Groups that anybody samples.
 _GROUP_SIZES = (1, 2, 4, 8, 16)
@@ -22,12 +23,15 @@ class NoiseScale:
     Attributes:
         signal: |G|^2; 0 or less where the noise hides it.
         within, between: traces of the covariance within a prompt and between prompts' means.
+        between_error: standard error of `between`, from the spread of its terms over prompts. A
+            prompt's part along the signal counts as spread, so it is rather too large.
         prompts, group_size: of the measurement.
     """
 
     signal: float
     within: float
     between: float
+    between_error: float
     prompts: int
     group_size: int
 
@@ -65,18 +69,21 @@ def noise_scale(
     """
     prompts, group_size = len(squared_PG), len(squared_PG[0])
     assert prompts > 1 and group_size > 1
-    within = (
-        sum(
-            (sum(squared_G) - group_size * of_mean) / (group_size - 1)
-            for squared_G, of_mean in zip(squared_PG, squared_means_P, strict=True)
-        )
-        / prompts
-    )
+    within_P = [
+        (sum(squared_G) - group_size * of_mean) / (group_size - 1)
+        for squared_G, of_mean in zip(squared_PG, squared_means_P, strict=True)
+    ]
+    within = sum(within_P) / prompts
+    terms_P = [
+        of_mean - in_prompt / group_size
+        for of_mean, in_prompt in zip(squared_means_P, within_P, strict=True)
+    ]
     of_means = (sum(squared_means_P) - prompts * squared_mean) / (prompts - 1)
     return NoiseScale(
         signal=squared_mean - of_means / prompts,
         within=within,
         between=of_means - within / group_size,
+        between_error=stdev(terms_P) / math.sqrt(prompts),
         prompts=prompts,
         group_size=group_size,
     )

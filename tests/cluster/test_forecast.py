@@ -105,7 +105,9 @@ MEASURED = Measured(
     teacher=Answers(tokens=120, eos_share=0.9, cut_share=0.1, reward=0.8),
     reward_gain=0.4, reward_gain_error=0.05, reverse_kl=0.5, forward_kl=0.6, kl_early=0.4,
     kl_late=0.6, teacher_holds=0.9, student_holds=0.85, prompt_tokens=50,
-    noise=NoiseScale(signal=1.0, within=100.0, between=25.0, prompts=64, group_size=2),
+    noise=NoiseScale(
+        signal=1.0, within=100.0, between=25.0, between_error=5.0, prompts=64, group_size=2
+    ),
     noise_of="sampled", score_s=2.0, sample_s=20.0,
 )  # fmt: skip
 PAIR = Pair(same_ends=True, same_template=True)
@@ -136,6 +138,7 @@ def test_a_gradient_with_little_noise_needs_small_steps() -> None:
         ({"reward_gain": None, "reward_gain_error": None}, {}, "no prompt has an `answer`"),
         ({"teacher": replace(MEASURED.teacher, cut_share=0.7)}, {}, "raise max_new_tokens"),
         ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "hidden in its noise"),
+        ({"noise": replace(MEASURED.noise, between=0.1)}, {}, "group_size=16 is uncertain"),
         ({}, {"same_ends": False}, "stop_tokens="),
         ({}, {"same_template": False}, "chat_template="),
     ],
@@ -164,14 +167,15 @@ def test_the_mass_in_common_is_that_of_a_loop() -> None:
             assert share == pytest.approx(common / sum(masses.values()), rel=1e-5)
 
 
-def test_the_noise_scale_is_unbiased() -> None:
+@pytest.mark.parametrize("signal", [0.0, 1.0])
+def test_the_noise_scale_is_unbiased(signal: float) -> None:
     """Gradients drawn with a known direction and known noise; means over many measurements."""
     random = np.random.default_rng(0)
     prompts, size, dim = 6, 3, 4
-    direction = np.array([1.0, 0.5, 0.0, -0.5])
+    direction = signal * np.array([1.0, 0.5, 0.0, -0.5])
     between, within = 0.7, 1.3
     found = []
-    for _ in range(4000):
+    for _ in range(2000):
         of_prompts = direction + between * random.normal(size=(prompts, 1, dim))
         gradients = of_prompts + within * random.normal(size=(prompts, size, dim))
         means = gradients.mean(1)
@@ -180,13 +184,18 @@ def test_the_noise_scale_is_unbiased() -> None:
             squared_means_P=(means**2).sum(1).tolist(),
             squared_mean=float((means.mean(0) ** 2).sum()),
         )
-        found.append((scale.signal, scale.within, scale.between))
+        found.append((scale.signal, scale.within, scale.between, scale.between_error))
     expected = (direction @ direction, dim * within**2, dim * between**2)
-    assert np.mean(found, 0) == pytest.approx(expected, rel=0.05)
+    *means, error = np.mean(found, 0)
+    assert means == pytest.approx(expected, rel=0.1, abs=0.05)
+    spread = np.std(found, 0)[2]
+    assert 0.85 * spread < error < (1.5 if signal else 1.1) * spread
 
 
 def test_groups_grow_with_the_price_of_a_prompt() -> None:
-    scale = NoiseScale(signal=1.0, within=16.0, between=4.0, prompts=8, group_size=2)
+    scale = NoiseScale(
+        signal=1.0, within=16.0, between=4.0, between_error=1.0, prompts=8, group_size=2
+    )
     assert [scale.best_group_size(cost) for cost in (0.25, 1.0, 4.0, 100.0)] == [1, 2, 4, 16]
     assert scale.samples == 20 and scale.prompts_for(4) == 8
     blind = replace(scale, signal=0.0)

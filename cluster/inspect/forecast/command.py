@@ -231,6 +231,10 @@ def _table(measured: Any) -> Table:
         measured.noise.samples,
         None,
     )
+    noise = measured.noise
+    between = f"{noise.between:.3g} +- {noise.between_error:.2g}"
+    table.add_row("its square within a prompt", f"{noise.within:.3g}", "-")
+    table.add_row("its square between prompts, with the standard error", between, "-")
     return table
 
 
