@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +23,8 @@ from distill.lookup import known_names
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
+# A whole number as people also write it: 1e3, 1_000.0.
+_DECIMAL = re.compile(r"[+-]?\d[\d_]*(\.\d*)?(e\+?\d)?", re.IGNORECASE)
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 
 
@@ -97,7 +100,7 @@ class Arguments:
         in_file = as_texts(kind, self.tree)
         try:
             for key, value in in_file.items():
-                _check(kind, key, value, in_file)
+                _checked(kind, key, value, in_file)
         except ConfigError as error:
             raise ConfigError(f"config={self.file}: {error}") from error
         return in_file | dict(self.texts)
@@ -109,8 +112,7 @@ def make(kind: type[Config], given: Mapping[str, str]) -> Config:
     Raises:
         ConfigError: a name that is none, a value that cannot be one, a missing one.
     """
-    for key, value in given.items():
-        _check(kind, key, value, given)
+    given = {key: _checked(kind, key, value, given) for key, value in given.items()}
     _check_complete(kind, given)
     try:
         return chz.Blueprint(kind).make_from_argv([f"{k}={v}" for k, v in given.items()])
@@ -132,9 +134,10 @@ def _refers(key: str) -> bool:
     return "..." in key or key.endswith("@")
 
 
-def _check(kind: type, key: str, value: str, given: Mapping[str, str]) -> None:
+def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
+    """The value of a setting, as chz reads it."""
     if _refers(key):
-        return
+        return value
     fields, parts = chz.chz_fields(kind), key.split(".")
     for i, name in enumerate(parts):
         path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
@@ -143,10 +146,10 @@ def _check(kind: type, key: str, value: str, given: Mapping[str, str]) -> None:
         field = fields[name]
         fields = settings_within(field, given.get(path))
         if not fields and rest:
-            _check_element(field, key, value, rest)
-            return
+            return _checked_element(field, key, value, rest)
         if not fields:
-            _check_value(field, key, value)
+            return _checked_value(field, key, value)
+    return value
 
 
 def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
@@ -163,24 +166,26 @@ def _names(kind: type, given: Mapping[str, str]) -> Iterator[str]:
         yield from (f"{name}.{inner}" for inner in settings_within(field, given.get(name)))
 
 
-def _check_element(field: Field, key: str, value: str, rest: Sequence[str]) -> None:
-    """Checks NAME.setting of a mapping of settings. Other objects are left to chz."""
+def _checked_element(field: Field, key: str, value: str, rest: Sequence[str]) -> str:
+    """The value of NAME.setting of a mapping of settings. Other objects are left to chz."""
     if _choices(field.x_type):
         raise ConfigError(f"{key}={value}: {field.logical_name} has no settings of its own")
     if get_origin(field.x_type) is not Mapping or not chz.is_chz(get_args(field.x_type)[1]):
-        return
+        return value
     within = chz.chz_fields(get_args(field.x_type)[1])
     if len(rest) != 2 or rest[1] not in within:
         raise ConfigError(
             f"{key}={value}: no such setting of {field.logical_name}.{rest[0]}; "
             f"{known_names(rest[-1], within)}"
         )
-    _check_value(within[rest[1]], key, value)
+    return _checked_value(within[rest[1]], key, value)
 
 
-def _check_value(field: Field, key: str, value: str) -> None:
+def _checked_value(field: Field, key: str, value: str) -> str:
     if not (choices := _choices(field.x_type)) or field.meta_factory is None:
-        return
+        return value
+    if int in choices and float not in choices:
+        value = _as_whole(value)
     try:
         field.meta_factory.perform_cast(value)
     except CastError as error:
@@ -188,6 +193,14 @@ def _check_value(field: Field, key: str, value: str) -> None:
             kinds = " or ".join(sorted(_NAMES.get(choice, str(choice)) for choice in choices))
             raise ConfigError(f"{key}={value} is not {kinds}") from error
         raise ConfigError(f"{key}={value} is unknown; {known_names(value, choices)}") from error
+    return value
+
+
+def _as_whole(value: str) -> str:
+    """1e3 as 1000; what is no whole number as it stands."""
+    if _DECIMAL.fullmatch(value) and (number := float(value)).is_integer():
+        return str(int(number)) if number < 2**53 else value
+    return value
 
 
 def _choices(kind: Any) -> set[Any]:

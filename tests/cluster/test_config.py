@@ -480,6 +480,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["temperature="], "temperature= is not a number"),
         (["lr=abc"], "lr=abc is not a number"),
         (["lora_rank=1.5"], "lora_rank=1.5 is not a whole number"),
+        (["steps=1e-3"], "steps=1e-3 is not a whole number"),
         (["dry_run=maybe"], "dry_run=maybe is not True or False"),
         (
             ["wandb=onlin"],
@@ -781,6 +782,11 @@ def test_changes_of_weights_are_refused_where_they_change_nothing(
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         SftConfig(model="m", data="d", out="o", liger=True)
+
+
+@pytest.mark.parametrize("written", ["1000", "1e3", "1E+3", "1_000", "1000.0"])
+def test_whole_numbers_may_be_written_as_people_do(written: str) -> None:
+    assert parse(SftConfig, ["model=m", "data=d", "out=o", f"steps={written}"]).steps == 1000
 
 
 @pytest.mark.parametrize("given, kept", [([], None), (["True"], True), (["False"], False)])

@@ -319,6 +319,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     data = Page((one / "report.html").read_text()).data
     assert data["title"] == "opd a/run against b/run"
     found = {chart["title"]: chart["lines"] for chart in data["charts"]}
+    assert {line["run"] for chart in found.values() for line in chart} == {0, 1}
     ours, theirs = found["Reverse KL per token, nats"]
     assert (ours["label"], theirs["label"]) == ("a/run: to q at T", "b/run: to q at T")
     assert ours["at"] == list(range(1, 41)) and theirs["values"] == [3.0, 3.0]
@@ -477,6 +478,21 @@ def test_the_head_says_what_was_run(page: Page) -> None:
     assert facts["status"] == "finished" and facts["steps"] == "40 of 40"
     assert facts["student"] == "models/small" and facts["teacher"] == "http://teacher:30000"
     assert facts["temperature"] == "0.7" and facts["a step"] == "8 prompts x 2 samples"
+
+
+def test_the_best_step_and_the_origin_are_told(tmp_path: Path) -> None:
+    best = {"step": 2, "metric": "eval/accuracy", "value": 0.75}
+    rows = [{"step": s, "eval/accuracy": 0.5, "eval/reverse_kl": 1.0} for s in (1, 2)]
+    out = write(tmp_path / "run", metrics=rows, summary={"best": best})
+    file = out / "config.json"
+    origin = {"run": "runs/first", "run_id": "1", "step": 20, "moments": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"forked_from": origin}))
+    assert main([f"out={out}"]) == 0
+    data = Page((out / "report.html").read_text()).data
+    lines = {chart["title"]: chart["lines"][0] for chart in data["charts"]}
+    assert lines["Eval accuracy"]["best"] == 2 and "best" not in lines["Eval reverse KL, nats"]
+    facts = dict(data["facts"])
+    assert "step 20 of runs/first" in facts["forked from"] and "step 2:" in facts["best"]
 
 
 def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
@@ -650,6 +666,18 @@ def answer_of_script(name: str, patterns: Sequence[str], asked: str) -> Any:
 
 def function(name: str) -> str:
     return rf"^function {name}\(.*?^}}"
+
+
+def test_colours_follow_the_run() -> None:
+    """Also in a chart that the first run lacks; alone, a line has a colour of its own."""
+    parts = [r"^const DASHES = .*?;", function("looks")]
+    both, second, alone = answer_of_script(
+        "curves.js", parts, "[[0, 0, 1, 1], [1], [undefined, undefined]].map("
+        "(runs) => looks(runs.map((run) => ({ run }))))",
+    )  # fmt: skip
+    assert [look["colour"] for look in both] == [0, 0, 1, 1]
+    assert both[0]["dashes"] == both[2]["dashes"] == second[0]["dashes"] != both[1]["dashes"]
+    assert second[0]["colour"] == 1 and [look["colour"] for look in alone] == [0, 1]
 
 
 def test_each_line_is_smoothed_by_its_own_length() -> None:

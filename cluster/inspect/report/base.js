@@ -114,6 +114,7 @@ function showAgainst() {
   byId("against-table").append(
     make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
   byId("against-none").hidden = differ.length > 0;
+  byId("against-table").hidden = !differ.length;
   byId("against").hidden = false;
   for (const title of ["timeline-title", "rollouts-title"]) byId(title).append(` of ${names[0]}`);
 }

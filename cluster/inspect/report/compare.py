@@ -48,11 +48,14 @@ def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
 
 
 def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The charts of both, by title; each line is named by its run."""
+    """The charts of both, by title; each line has the name of its run, and its number (0, 1)."""
     by_title: dict[str, list[dict[str, Any]]] = {}
-    for name, run in zip(names, runs, strict=True):
+    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         for chart in charts(run):
-            lines = [{**line, "label": f"{name}: {line['label']}"} for line in chart["lines"]]
+            lines = [
+                {**line, "label": f"{name}: {line['label']}", "run": number}
+                for line in chart["lines"]
+            ]
             by_title.setdefault(chart["title"], []).extend(lines)
     return [{"title": title, "lines": lines} for title, lines in by_title.items()]
 

@@ -2,8 +2,17 @@
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [360, 180, 46, 8, 8, 22];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "4 2", "1 2"];
-// No two of the first 36 lines have both their colour and their dashes in common.
-const dashes = (index) => DASHES[(index + Math.floor(index / 6)) % 6];
+// Of each line of a chart its colour and its dashes. Where two runs are compared, a run has one
+// colour in all charts; else no two of the first 36 lines have both in common.
+function looks(lines) {
+  return lines.map((line, index) => {
+    if (line.run === undefined) {
+      return { colour: index % 6, dashes: DASHES[(index + Math.floor(index / 6)) % 6] };
+    }
+    const before = lines.slice(0, index).filter((other) => other.run === line.run).length;
+    return { colour: line.run, dashes: DASHES[before % 6] };
+  });
+}
 const LONG_RUN = 200;
 // Fewer points than these are each drawn as a dot, and joined as they are.
 const SPARSE = 40;
@@ -84,8 +93,8 @@ function drawPlaces(svg, axis, frame, wanted) {
   }
 }
 
-function drawLine(svg, line, index, x, y, share, stairs) {
-  const style = { stroke: `var(--s${index % 6})`, "stroke-dasharray": dashes(index) };
+function drawLine(svg, line, look, x, y, share, stairs) {
+  const style = { stroke: `var(--s${look.colour})`, "stroke-dasharray": look.dashes };
   const window = smoothingWindow(line, share);
   const smooth = window > 1;
   const values = smooth ? smoothed(line.values, window) : line.values;
@@ -105,6 +114,10 @@ function drawLine(svg, line, index, x, y, share, stairs) {
     line.at.forEach((place, i) =>
       svg.append(shape("circle", { cx: x(place), cy: y(line.values[i]), r: 2.4, fill: style.stroke })));
   }
+  if (line.best !== undefined) {
+    const at = { cx: x(line.best), cy: y(line.values[nearest(line.at, line.best)]), r: 6 };
+    svg.append(shape("circle", { class: "best", stroke: style.stroke, ...at }));
+  }
 }
 
 function makeChart(chart, axis) {
@@ -117,7 +130,8 @@ function makeChart(chart, axis) {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0,
     "aria-label": `${chart.title}: ${said.join("; ")}`,
   });
-  const wide = chart.lines.some((line) => line.low) ? " wide" : "";
+  const wide = chart.lines.some((line) => line.low || line.run !== undefined) ? " wide" : "";
+  const look = looks(chart.lines);
   const legend = make("div", { class: `legend-line${wide}` });
   const where = make("output");
   const figure = make("figure", { class: "chart" },
@@ -127,7 +141,7 @@ function makeChart(chart, axis) {
     drawAxes(svg, low, high, y);
     drawPlaces(svg, axis, frame, 4);
     chart.lines.forEach((line, i) =>
-      drawLine(svg, line, i, xOf(axis, frame), y, share, chart.stairs));
+      drawLine(svg, line, look[i], xOf(axis, frame), y, share, chart.stairs));
     moveCross = addCross(svg, axis, frame);
     read(null);
   };
@@ -136,7 +150,7 @@ function makeChart(chart, axis) {
     moveCross(place);
     where.textContent = axis.told(place ?? axis.last, chart.lines[0]);
     legend.replaceChildren(
-      ...chart.lines.map((line, i) => legendEntry(line, i, place, chart.stairs)));
+      ...chart.lines.map((line, i) => legendEntry(line, look[i], place, chart.stairs)));
   };
   listenTo(svg, axis, frame);
   return { figure, draw, read };
@@ -152,14 +166,16 @@ function addCross(svg, axis, frame) {
   };
 }
 
-function legendEntry(line, index, place, stairs) {
+function legendEntry(line, look, place, stairs) {
   const at = held(line.at, place ?? line.at.at(-1), stairs);
   const swatch = make("span", { class: "swatch" });
-  swatch.style.borderTopColor = `var(--s${index % 6})`;
-  swatch.style.borderTopStyle = index % 6 ? "dashed" : "solid";
+  swatch.style.borderTopColor = `var(--s${look.colour})`;
+  swatch.style.borderTopStyle = look.dashes ? "dashed" : "solid";
   const value = make("b", {}, number(line.values[at]));
   const ends = line.low && line.high ? ` [${number(line.low[at])}, ${number(line.high[at])}]` : "";
-  return make("span", {}, swatch, `${line.label} `, value, ends);
+  const best = line.best === undefined ? "" : ` (ring: best, step ${line.best})`;
+  const label = make("span", { class: "label", title: line.label }, line.label);
+  return make("span", {}, swatch, label, make("span", {}, value, ends, best));
 }
 
 function nearest(steps, step) {

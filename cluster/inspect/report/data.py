@@ -160,17 +160,31 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "a step": _step_size(settings),
         "learning rate": settings.get("lr"),
         "trained tokens": run.summary.get("train_tokens"),
-        "best": _best(run.summary.get("best")),
+        "best": _best_sentence(run),
+        "forked from": _origin(run.forked_from),
         "directory": str(run.out.resolve()),
     }
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
 
 
-def _best(best: Any) -> str | None:
-    """The best evaluation's step and value, from the summary of a finished run."""
-    if not isinstance(best, dict) or not best.keys() >= {"step", "metric", "value"}:
+def _best(run: Run) -> Mapping[str, Any] | None:
+    """The best evaluation's step, metric and value, from the summary of a finished run."""
+    best = run.summary.get("best")
+    complete = isinstance(best, dict) and best.keys() >= {"step", "metric", "value"}
+    return best if complete else None
+
+
+def _best_sentence(run: Run) -> str | None:
+    best = _best(run)
+    return f"step {best['step']}: {best['metric']} {best['value']}" if best else None
+
+
+def _origin(fork: Mapping[str, Any]) -> str | None:
+    """The checkpoint that a run began from, and whether it took the optimizer's moments."""
+    if not fork.keys() >= {"run", "step", "moments"}:
         return None
-    return f"step {best['step']}: {best['metric']} {best['value']}"
+    took = "with its optimizer's moments" if fork["moments"] else "its weights alone"
+    return f"step {fork['step']} of {fork['run']}, {took}"
 
 
 def findings(run: Run) -> list[dict[str, Any]]:
@@ -280,13 +294,17 @@ def charts(run: Run) -> list[dict[str, Any]]:
     if not any(row.get("reward/mean") for row in rows) and not run.settings.get("reward_coef"):
         rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    made = []
+    made, best = [], _best(run) or {}
     own = ((name, {name: "mean"}) for name in names if name.startswith(_OWN))
     for title, shown in (*_CHARTS, *own):
         if isinstance(shown, str):
             family = [name for name in names if name.startswith(shown)]
             shown = {name: name.removeprefix(shown) for name in sorted(family, key=_natural)}
-        lines = [each for name, label in shown.items() if (each := line(rows, name, label))]
+        lines = [
+            {**each, "best": best["step"]} if name == best.get("metric") else each
+            for name, label in shown.items()
+            if (each := line(rows, name, label))
+        ]
         if lines:
             made.append({"title": title, "lines": lines})
     return made

@@ -25,6 +25,7 @@ class Run:
     recipe: str
     settings: Mapping[str, Any]
     versions: Mapping[str, Any]
+    forked_from: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -59,12 +60,16 @@ def read_run(out: Path, setting: str = "out") -> Run:
             "give the directory of a run that has started"
         )
     written, summary = _object(out / "config.json"), _object(out / "summary.json")
-    settings, versions = written.get("settings"), written.get("versions")
+    settings, versions, forked_from = (
+        found if isinstance(found := written.get(name), dict) else {}
+        for name in ("settings", "versions", "forked_from")
+    )
     return Run(
         out=out,
         recipe=str(written.get("recipe", "unknown")),
-        settings=settings if isinstance(settings, dict) else {},
-        versions=versions if isinstance(versions, dict) else {},
+        settings=settings,
+        versions=versions,
+        forked_from=forked_from,
         summary=summary,
         metrics=metrics,
         events=events,

@@ -54,8 +54,8 @@ function laneEntry(lane, index, place) {
   const past = lane.marks.filter((mark) => mark.t <= place);
   const swatch = make("span", { class: "swatch" });
   swatch.style.borderTopColor = `var(--s${index % 6})`;
-  const latest = past.length ? ` ${past.at(-1).text}` : "";
-  return make("span", {}, swatch, `${lane.title} `, make("b", {}, number(past.length)), latest);
+  const latest = make("span", { class: "label" }, past.at(-1)?.text ?? "");
+  return make("span", {}, swatch, lane.title, make("b", {}, number(past.length)), latest);
 }
 
 // Every mark as text, but the pushes: of those there are as many as steps.

@@ -49,11 +49,12 @@ function memberHead(member, m) {
   const facts = [
     ["reward", number(member.reward)], ["stop", member.stop], ["turns", turns],
     ["segments", member.segments.length], ["tokens", number(advantages.length, 6)],
-    ["mean KL", fixed(mean(kls))], ["mean advantage", fixed(mean(advantages))],
+    ["mean KL", fixed(mean(kls))],
+    ...(advantages.some(Boolean) ? [["mean advantage", fixed(mean(advantages))]] : []),
     ["versions", versionsOf(member.segments.flatMap((segment) => segment.versions))],
     ...Object.entries(member.metrics).map(([name, value]) => [name, number(value)]),
   ];
-  return make("summary", {}, make("b", {}, `Trajectory ${m + 1}`),
+  return make("summary", {}, make("b", {}, `Trajectory ${m}`),
     ...facts.flatMap(([name, value]) => [` · ${name} `, make("b", {}, String(value))]));
 }
 
