@@ -261,11 +261,18 @@ class RunDirectory:
         for name in ("summary.json", "certificate.json"):  # of an earlier end
             (self.path / name).unlink(missing_ok=True)
         self.store.release()  # an attempt that was killed evaluates no more
-        self.rewind_metrics(resume_from.step if resume_from else 0)
+        step = resume_from.step if resume_from else 0
+        self.store.set_aside_after(step)
+        # From step 0 on, what is evaluated before the first step is evaluated again.
+        self._keep_metrics(step or -1)
 
     def rewind_metrics(self, step: int) -> None:
         """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""
         self.store.set_aside_after(step)
+        self._keep_metrics(step)
+
+    def _keep_metrics(self, step: int) -> None:
+        """Drops lines of metrics and evaluations of later steps."""
         for file in (self._metrics, self._evaluations):
             file.flush()
             file.close()

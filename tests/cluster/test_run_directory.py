@@ -152,6 +152,22 @@ def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
     assert directory.check() is None  # started, nothing saved yet: start over
 
 
+@pytest.mark.parametrize(("saved", "left"), [(None, []), (0, []), (1, [0, 1])])
+def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
+    opd: NewOpd, saved: int | None, left: list[int]
+) -> None:
+    """From step 0 on they are made again; a fork has a checkpoint of that step."""
+    directory = started(opd())
+    checkpoint = None if saved is None else save(directory, opd().student, saved)
+    for step in (0, 1, 2):
+        directory.append_metrics({"step": step, "eval/accuracy": 0.5})
+        directory.append_evaluation(step, "teacher", [])
+    again = started(opd(), checkpoint)
+    assert [line["step"] for line in again.read_metrics()] == left
+    evaluations = (again.path / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == left
+
+
 @pytest.mark.parametrize(
     "former, now, settings",
     [
