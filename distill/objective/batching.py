@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -322,6 +323,11 @@ class BatchShape:
         return self.layer_tokens(most_mask) + copied
 
     @property
+    def held_at_most(self) -> int:
+        """Upper bound of `held_tokens`, of these rows and of any of them."""
+        return self.in_full + self._keys // _COPIED_KEYS
+
+    @property
     def in_full(self) -> int:
         """Tokens of the rows in full, padding among them."""
         return self.tokens if self.packed else self.rows * self.width
@@ -337,11 +343,20 @@ class BatchShape:
         return self.rows * (self.prefix_width + self.suffix_width)
 
 
-class _Unit(NamedTuple, Generic[Row]):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Unit(Generic[Row]):
     """Rows that stay together."""
 
     rows: Sequence[Row]
-    shape: BatchShape
+    packed: bool
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        return BatchShape.of(self.rows, self.packed)
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.rows))
 
 
 def split_by_token_budget(
@@ -366,8 +381,13 @@ def split_by_token_budget(
     by_teacher: dict[str, list[_Unit[Row]]] = defaultdict(list)
     for first in range(0, len(rows_D), rows_per_unit):
         rows = rows_D[first : first + rows_per_unit]
-        by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows, packed)))
+        by_teacher[rows[0].teacher].append(_Unit(rows=rows, packed=packed))
     for _, units in sorted(by_teacher.items()):
+        whole = [row for unit in units for row in unit.rows]
+        if BatchShape.of(whole, packed).held_at_most <= token_budget:
+            # Every plan below would be this one batch.
+            yield [row for group in _by_context(units) for unit in group for row in unit.rows]
+            continue
         plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
         if packed:
             plans.append(_first_fit(units, token_budget))
@@ -410,12 +430,7 @@ def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]
 
     Groups of one context, and the units of each, go from short to long.
     """
-    by_context: dict[bytes, list[_Unit[Row]]] = defaultdict(list)
-    for unit in units:
-        row = unit.rows[0]
-        by_context[row.context_key].append(unit)
-    groups = [_by_length(group) for group in by_context.values()]
-    groups.sort(key=lambda group: group[-1].shape.width)
+    groups = _by_context(units)
     paying = [group for group in groups if _pays(group, most_mask)]
     others = [group for group in groups if not _pays(group, most_mask)]
     return [
@@ -425,14 +440,21 @@ def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]
     ]
 
 
+def _by_context(units: Iterable[_Unit[Row]]) -> list[list[_Unit[Row]]]:
+    groups: dict[bytes, list[_Unit[Row]]] = defaultdict(list)
+    for unit in units:
+        groups[unit.rows[0].context_key].append(unit)
+    return sorted(map(_by_length, groups.values()), key=lambda group: group[-1].width)
+
+
 def _by_length(units: Iterable[_Unit[Row]]) -> list[_Unit[Row]]:
-    return sorted(units, key=lambda unit: unit.shape.width)
+    return sorted(units, key=lambda unit: unit.width)
 
 
 def _pays(group: Sequence[_Unit[Row]], most_mask: int) -> bool:
     """True if it takes fewer tokens as a batch of its own than its rows do without any padding."""
     rows = [row for unit in group for row in unit.rows]
-    return _layer_tokens(rows, most_mask, group[0].shape.packed) < sum(map(len, rows))
+    return _layer_tokens(rows, most_mask, group[0].packed) < sum(map(len, rows))
 
 
 def _layer_tokens(rows: Sequence[RowShape], most_mask: int, packed: bool) -> int:
