@@ -29,7 +29,6 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
-from cluster.placement.forked_workers import start_parent
 from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
@@ -158,8 +157,6 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     if not config.dry_run:
         wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
     check_out(out)
-    if not (config.local or config.dry_run) and starts_here():
-        start_parent()
     console.print("checking models and data", highlight=False)  # seconds, of imports alone
     recipe.run(config, console)
 

@@ -2,20 +2,29 @@
 
 two-digit sums -> a teacher that adds (SFT), a student that forgets to carry (SFT on a careless
 book) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on sums that nobody was trained on
+
+The two fine-tunings run side by side, each in a process with one thread. All three runs are those
+of `python -m cluster.train`, with `local=True`; their directories are in DIR, and what they printed
+is in DIR/*.log.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from cluster.command import exit_code
 from cluster.config.demos import DemoConfig
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
@@ -27,10 +36,14 @@ from cluster.demos.arithmetic import (
     write_prompts,
     write_sft,
 )
+from cluster.demos.display import Stages, curve, plot
 from cluster.early_ends import RunFailed
-from cluster.recipes.common import connected
+from cluster.inspect.report.command import ReportConfig, report
+from cluster.jsonl_log import read_lines
+from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
+from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
 
@@ -38,35 +51,125 @@ HELD_OUT = 500
 TEACHER, STUDENT = "teacher", "student"
 # How often each model's book forgets a carry.
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
+# Four editions of a careless book are more to learn than one of the teacher's.
+SFT_STEPS = {TEACHER: 1200, STUDENT: 2000}
+LAYERS = 2
 # What the demo promises; it fails, with exit code 1, if the promise is not kept.
 TEACHER_AT_LEAST = 0.95
 STUDENT_BEFORE_BELOW = 0.60
 STUDENT_OF_TEACHER = 0.95
+_LOOKED_AT_S = 0.5
+
+
+class _Failed(RunFailed):
+    remedy = "The same command starts again from nothing"
 
 
 def demo(config: DemoConfig, console: Console) -> None:
     """Runs all stages and prints the table.
 
     Raises:
-        RunFailed: an accuracy is not what the demo promises.
+        RunFailed: a stage failed, or an accuracy is not what the demo promises.
     """
     started = time.perf_counter()
     out = fresh_directory(Path(config.out).resolve(), "demo")
     data = write_data(out, FORGET_CARRY, config.seed)
     opd = distillation(config, out, data)
-    with connected(opd):
-        for name in FORGET_CARRY:
-            console.rule(f"{name}: supervised fine-tuning")
-            run_sft(schooling(out, data, name, config.seed), console)
-        console.rule(f"on-policy distillation at T = {config.temperature:g}")
-        run_on_policy(opd, console)
-    _report(out, time.perf_counter() - started, console)
+    console.print(
+        f"two-digit sums into {out}: a teacher learns to add, a student learns from a book that\n"
+        "forgets to carry, both at once; then the student learns from the teacher, on-policy at "
+        f"T = {config.temperature:g}",
+        highlight=False,
+    )
+    schools = [
+        _School(schooling(out, data, name, config.seed), name, data.problems, config.seed + 1 + i)
+        for i, name in enumerate(FORGET_CARRY)
+    ]
+    stages = Stages(console)
+    with stages.shown():
+        _attend(schools, stages)
+        _distil(opd, out / "opd.log", stages)
+    _report(opd, time.perf_counter() - started, console)
+
+
+class _School:
+    """Supervised fine-tuning of one model in a process of its own.
+
+    The process is a fork, because all modules are imported: it begins at once. No tensor has been
+    computed before, so torch has no threads that a fork would lose.
+    """
+
+    def __init__(self, config: SftConfig, name: str, problems: Problems, seed: int) -> None:
+        self.config, self.name = config, name
+        self._log = Path(f"{config.out}.log")
+        self._problems, self._seed = problems, seed
+        self._process = get_context("fork").Process(target=self._attend)
+
+    def start(self) -> None:
+        self._process.start()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    @property
+    def over(self) -> bool:
+        """True if it has ended.
+
+        Raises:
+            RunFailed: it failed.
+        """
+        if self._process.exitcode:
+            raise _Failed(f"the {self.name} could not be trained; its output is in {self._log}")
+        return self._process.exitcode == 0
+
+    def lines(self) -> list[dict[str, float]]:
+        """Metrics of the steps so far."""
+        path = Path(self.config.out) / "metrics.jsonl"
+        return read_lines(path, {"step"}) if path.exists() else []
+
+    def _attend(self) -> None:
+        with self._log.open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        write_untrained(Path(self.config.model), self._problems, layers=LAYERS, seed=self._seed)
+        sys.exit(exit_code(partial(run_sft, self.config)))
+
+
+def _attend(schools: Sequence[_School], stages: Stages) -> None:
+    """Trains all models side by side; none is left running."""
+    for school in schools:
+        school.start()
+        stages.add(school.name, "learns from its book", school.config.steps, "train/loss", "loss")
+    try:
+        going = list(schools)
+        while going:
+            time.sleep(_LOOKED_AT_S)
+            going = [school for school in schools if not school.over]
+            for school in schools:
+                stages.see(school.name, school.lines())
+    finally:
+        for school in schools:
+            school.stop()
+
+
+def _distil(opd: OpdConfig, log: Path, stages: Stages) -> None:
+    stages.add(STUDENT, "learns from the teacher", opd.steps, "opd/reverse_kl", "reverse KL")
+    lines: list[Mapping[str, float]] = []
+
+    def see(line: Mapping[str, float]) -> None:
+        lines.append(line)
+        stages.see(STUDENT, lines)
+
+    with log.open("w") as file, observed_by(Observer(line=see, signals=Signals())):
+        run_on_policy(opd, Console(file=file, width=200, soft_wrap=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Files of the task: prompts to train on, held-out ones, a book per model."""
+    """The task and its files: prompts to train on, held-out ones, a book per model."""
 
+    problems: Problems
     prompts: Path
     held_out: Path
     books: dict[str, Path]
@@ -87,40 +190,41 @@ def fresh_directory(out: Path, command: str) -> Path:
     return out
 
 
-def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
-    """Writes prompts, and for each name a book and an untrained model that is to learn from it.
+def write_data(
+    out: Path, forget_carry: Mapping[str, float], seed: int, *, editions: int = 4
+) -> Data:
+    """Writes prompts, and a book for each name.
 
-    `forget_carry` is how often each book forgets a carry; 0 makes the book that is always right.
+    Args:
+        forget_carry: how often each book forgets a carry; 0 makes the book that is always right.
+        editions: of a careless book.
     """
     problems = Problems.split(held_out=HELD_OUT, seed=seed)
     data = Data(
+        problems=problems,
         prompts=out / "prompts.jsonl",
         held_out=out / "held_out.jsonl",
         books={name: out / f"{name}-book.jsonl" for name in forget_carry},
     )
     write_prompts(data.prompts, problems.train)
     write_prompts(data.held_out, problems.held_out)
-    for i, (name, often) in enumerate(forget_carry.items()):
+    for name, often in forget_carry.items():
         if often:
             write_careless_sft(
-                data.books[name], problems.train, forget_carry=often, editions=4, seed=seed
+                data.books[name], problems.train, forget_carry=often, editions=editions, seed=seed
             )
         else:
             write_sft(data.books[name], problems.train)
-        _write_untrained(_untrained(out, name), problems, seed + 1 + i)
     return data
 
 
-def _untrained(out: Path, name: str) -> Path:
-    return out / "models" / f"{name}-untrained"
-
-
-def _write_untrained(directory: Path, problems: Problems, seed: int) -> None:
+def write_untrained(directory: Path, problems: Problems, *, layers: int, seed: int) -> None:
+    """A model with random weights, and its tokenizer."""
     tokenizer = train_tokenizer(directory, problems.train)
     model = new_qwen3(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        layers=2,
+        layers=layers,
         heads=4,
         context_length=32,
         eos_token_id=tokenizer.get_vocab()["<eos>"],
@@ -133,11 +237,12 @@ def _write_untrained(directory: Path, problems: Problems, seed: int) -> None:
 def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
     """Supervised fine-tuning of the untrained model `name` on its book, into `out/name`."""
     return SftConfig(
-        model=str(_untrained(out, name)),
+        model=str(out / "models" / f"{name}-untrained"),
         data=str(data.books[name]),
         out=str(out / name),
-        # Four editions of a careless book are more to learn than one of the teacher's.
-        steps=1200 if name == TEACHER else 2000,
+        local=True,
+        threads=1,
+        steps=SFT_STEPS[name],
         batch_size=128,
         lr=4e-3,
         lr_schedule="cosine",
@@ -159,6 +264,7 @@ def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
         out=str(out / "opd"),
         temperature=config.temperature,
         engine=config.engine,
+        local=True,
         estimator="sampled",  # one log-prob a token is enough here
         steps=config.steps,
         prompts_per_step=64,
@@ -167,37 +273,58 @@ def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
         lr=3e-4,
         lr_schedule="linear",
         warmup_steps=5,
+        eval_every=max(1, config.steps // 4),
         checkpoint_every=50,
         seed=config.seed,
     )
 
 
-def _report(out: Path, seconds: float, console: Console) -> None:
-    summary = json.loads((out / "opd/summary.json").read_text())
+def _report(opd: OpdConfig, seconds: float, console: Console) -> None:
+    run = Path(opd.out)
+    report(ReportConfig(out=opd.out), Console(quiet=True))
+    summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval before"], summary["eval after"]
     teacher = summary["eval teacher"]
+    kl = curve(read_lines(run / "metrics.jsonl", {"step"}), "opd/reverse_kl")
     table = Table(title=f"{HELD_OUT} held-out sums")
     for header in ("", "accuracy (greedy)", "reverse KL, nats/token"):
         table.add_column(header, justify="right" if header else "left")
     for name, metrics in (("student before", before), ("student after", after)):
         table.add_row(name, f"{metrics['eval/accuracy']:.1%}", f"{metrics['eval/reverse_kl']:.4f}")
     table.add_row("teacher", f"{teacher['eval/accuracy']:.1%}", "")
+    console.print(plot(kl, "reverse KL of the groups trained, nats/token"), highlight=False)
     console.print(table)
     console.print(
         f"{summary['tokens_per_s']:.0f} trained tokens per second; the whole demo took "
-        f"{seconds:.0f} s\nthe student is in {summary['final']}, every step in "
-        f"{out / 'opd/metrics.jsonl'}",
+        f"{seconds:.0f} s\nthe report is {run / 'report.html'}\n\n{_next_commands(opd)}",
         highlight=False,
     )
     _keep_promises(before["eval/accuracy"], after["eval/accuracy"], teacher["eval/accuracy"])
 
 
+def _next_commands(opd: OpdConfig) -> str:
+    """Three commands to try, that work as they stand."""
+    here = Path.cwd()
+    python, out = Path(sys.executable), Path(opd.out).parent
+    if python.is_relative_to(here):
+        python = python.relative_to(here)
+    if out.is_relative_to(here):
+        out = out.relative_to(here)
+    return (
+        "next: the same on Ray, every part in a process of its own; another learning rate beside "
+        "this one; the report, live\n"
+        f"  {python} -m cluster.train config={out}/opd out={out}/on-ray local=False\n"
+        f"  {python} -m cluster.train config={out}/opd out={out}/faster lr=1e-3\n"
+        f"  {python} -m cluster.report out={out}/opd serve=8080"
+    )
+
+
 def _keep_promises(before: float, after: float, teacher: float) -> None:
     if teacher < TEACHER_AT_LEAST:
-        raise RunFailed(f"the teacher reached {teacher:.1%}, promised are {TEACHER_AT_LEAST:.0%}")
+        raise _Failed(f"the teacher reached {teacher:.1%}, promised are {TEACHER_AT_LEAST:.0%}")
     if before >= STUDENT_BEFORE_BELOW:
-        raise RunFailed(f"the student started at {before:.1%}, too good to show anything")
+        raise _Failed(f"the student started at {before:.1%}, too good to show anything")
     if after < STUDENT_OF_TEACHER * teacher:
-        raise RunFailed(
+        raise _Failed(
             f"the student ended at {after:.1%}, less than {STUDENT_OF_TEACHER:.0%} of the teacher"
         )

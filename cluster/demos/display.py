@@ -1,0 +1,141 @@
+"""Progress of a demo's stages: live on a terminal, a line every ten seconds in a log; and a plot.
+
+teacher  learns to add    250/250 ━━━━━━━━━━━━ 0:00:00  nll 0.021  ▇▇▆▃▁▁▁▁
+student  learns to add    312/400 ━━━━━━━━━╸━━ 0:00:04  nll 0.72   ▇▇▆▆▅▅▅▅
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_LOG_INTERVAL_S = 10.0
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 12
+
+
+class Stages:
+    """Stages that run one after another or side by side, each with a curve that falls.
+
+    `see` takes a stage's lines of metrics.jsonl, also those that it was given before.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=10),
+            TimeRemainingColumn(), TextColumn("{task.fields[shown]}"), console=console,
+        )  # fmt: skip
+        self._stages: dict[str, _Stage] = {}
+        self._printed = time.monotonic()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows them, on a terminal in place."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with self._progress:
+            yield
+
+    def add(self, name: str, what: str, steps: int, metric: str, label: str) -> None:
+        """A stage that begins now; `metric` of its lines is drawn, as `label`."""
+        task = self._progress.add_task(f"{name:8} {what:24}", total=steps, shown="starts")
+        self._stages[name] = _Stage(name, task, steps, metric, label)
+
+    def see(self, name: str, lines: Sequence[Mapping[str, float]]) -> None:
+        """Shows where a stage is by all its lines so far."""
+        stage = self._stages[name]
+        stage.reach(lines)
+        self._progress.update(stage.task, completed=stage.step, shown=stage.shown())
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._printed >= _LOG_INTERVAL_S:
+            self._printed = now
+            going = (each.line() for each in self._stages.values() if each.step < each.steps)
+            told = "  |  ".join(going)
+            if told:
+                self._console.print(f"{time.strftime('%H:%M:%S')}  {told}", highlight=False)
+
+
+class _Stage:
+    def __init__(self, name: str, task: TaskID, steps: int, metric: str, label: str) -> None:
+        self.name, self.task, self.steps = name, task, steps
+        self._metric, self._label = metric, label
+        self._paced_from: tuple[int, float] | None = None  # the first step seen, and when
+        self.lines: Sequence[Mapping[str, float]] = ()
+
+    def reach(self, lines: Sequence[Mapping[str, float]]) -> None:
+        self.lines = lines
+        if self._paced_from is None and self.step:
+            self._paced_from = self.step, time.monotonic()
+
+    @property
+    def step(self) -> int:
+        return int(self.lines[-1]["step"]) if self.lines else 0
+
+    def shown(self) -> str:
+        """The curve and its last value, and the first and the last accuracy that was measured."""
+        values = curve(self.lines, self._metric)
+        parts = [f"{self._label} {values[-1]:.3f} {spark(values, _SPARK_WIDTH)}"] if values else []
+        accuracy = curve(self.lines, "eval/accuracy")
+        if accuracy:
+            ends = accuracy[:1] + accuracy[1:][-1:]
+            parts.append("accuracy " + " → ".join(f"{value:.0%}" for value in ends))
+        return "  ".join(parts)
+
+    def line(self) -> str:
+        """The same for a log, with the time that is left at the mean pace so far."""
+        left = ""
+        first, since = self._paced_from or (self.step, 0.0)
+        if self.step > first:
+            pace = (time.monotonic() - since) / (self.step - first)
+            left = f"  {timedelta(seconds=round(pace * (self.steps - self.step)))} left"
+        return f"{self.name} step {self.step}/{self.steps}  {self.shown()}{left}"
+
+
+def curve(lines: Sequence[Mapping[str, float]], metric: str) -> list[float]:
+    """A metric's values, of the lines that have it."""
+    return [line[metric] for line in lines if metric in line]
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """A line of at most `width` blocks from 0 to the largest value; each is a mean."""
+    means = _means(values, width)
+    top = max(*means, 1e-9)
+    return "".join(_BLOCKS[1 + round(max(mean, 0.0) / top * 7)] for mean in means)
+
+
+def plot(values: Sequence[float], title: str, *, width: int = 60, height: int = 8) -> str:
+    """Columns over steps, from 0 to the largest value, with both axes' ends."""
+    means = _means(values, width)
+    top = max(*means, 1e-9)
+    wide = width // len(means)
+    rows = [title]
+    for row in reversed(range(height)):
+        label = f"{top:6.2f}" if row == height - 1 else f"{0:6.2f}" if row == 0 else " " * 6
+        filled = (min(max(mean / top * height - row, 0.0), 1.0) for mean in means)
+        rows.append(f"{label} │" + "".join(_BLOCKS[round(8 * part)] * wide for part in filled))
+    rows.append(f"{'':7}└" + "─" * wide * len(means))
+    rows.append(f"{'':8}1" + f"step {len(values)}".rjust(wide * len(means) - 1))
+    return "\n".join(rows)
+
+
+def _means(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means of consecutive values."""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    return [fmean(values[a:b]) for a, b in pairwise(edges)]
