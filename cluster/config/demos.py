@@ -27,7 +27,7 @@ class DemoConfig:
         doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
         "sglang where it is installed and there are GPUs, else embedded",
     )
-    steps: int = chz.field(default=120, doc="optimizer steps of the distillation")
+    steps: int = chz.field(default=80, doc="optimizer steps of the distillation")
     seed: int = chz.field(default=0, doc="seed of problems, models and training")
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # torch, which --help does without
 
 # Of estimator=full, the groups that the teacher's engine scores by default: this share, and so many
 # of a step; and what makes their choice another than that of the teacher's samples.
-METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 2, 1
+METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
 
 KeepRollouts = Literal["every", "all", "none"]
 
@@ -697,7 +697,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         default=None,
         doc="estimator=full: share of groups that the teacher's engine scores, for opd/*, the bias "
         "meter and the kept rollouts; the loss asks the learner's own copy. Default: a quarter, "
-        "and at least 2 groups a step",
+        "and at least 8 groups a step",
         metadata=MAY_CHANGE,
     )
 

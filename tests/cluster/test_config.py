@@ -151,11 +151,11 @@ def test_a_share_of_scores_is_refused_where_the_loss_needs_all(
 @pytest.mark.parametrize(
     "settings, scored",
     [
-        ({"prompts_per_step": 1}, 1),
-        ({"prompts_per_step": 4}, 2),
-        ({"prompts_per_step": 20}, 5),
+        ({"prompts_per_step": 4}, 4),
+        ({"prompts_per_step": 8}, 8),
+        ({"prompts_per_step": 20}, 8),
         ({"prompts_per_step": 64}, 16),
-        ({"prompts_per_step": 8, "meter_share": 0.5}, 4),
+        ({"prompts_per_step": 8, "meter_share": 0.25}, 2),
         ({"prompts_per_step": 64, "kl_clip": 3.0}, 64),
         ({"prompts_per_step": 64, "estimator": "top_k"}, 64),
     ],
