@@ -206,6 +206,12 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
             raise ConfigError(f"score_token_budget={self.score_token_budget} must be at least 1")
         if self.external:
             check_url(self.model)
+        elif self.server_flags and self.kind == "embedded":
+            raise ConfigError(
+                f"SGLang's flags {self.server_flags} change nothing: the engine is embedded; use "
+                "engine=sglang, or leave policy_server_flags, teacher_server_flags or "
+                "server_flags out"
+            )
 
     @property
     def external(self) -> bool:

@@ -29,7 +29,7 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
-from cluster.placement.starts_here import starts_here
+from cluster.placement.starts_here import joins_cluster
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -165,7 +165,7 @@ def _placed_elsewhere(config: CommonConfig) -> bool:
     """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
     if config.dry_run and config.gpu_memory_gib is not None:
         return True
-    return not config.local and not starts_here()
+    return joins_cluster(local=config.local)
 
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:

@@ -36,7 +36,6 @@ from distill.errors import EngineLost
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 40
-_ALL_LINES = 1 << 20
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*")
 # Users of other systems export these: expandable segments, which neither CUDA IPC nor the memory
 # saver of engines that sleep can use, and log-probs at T = 1.
@@ -167,11 +166,13 @@ class SglangServer:
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of what the server printed."""
+        return "\n".join(self._log_end().splitlines()[-lines:])
+
+    def _log_end(self) -> str:
         log = self._log.fileno()
         size = os.fstat(log).st_size
         # At a position: where the server goes on writing is not moved.
-        text = os.pread(log, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return os.pread(log, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
 
     def obituary(self) -> str:
         """Message on why a server that was running has ended."""
@@ -182,7 +183,7 @@ class SglangServer:
         if code is None:
             return "still runs"
         if code == -signal.SIGKILL:
-            if error := scheduler_error(self.log_tail(_ALL_LINES)):
+            if error := scheduler_error(self._log_end()):
                 return f"ended after an error of its own, {error}"
             return "was killed (by the kernel, out of memory?)"
         return f"ended with code {code}"

@@ -52,7 +52,6 @@ TEACHER, STUDENT = "teacher", "student"
 # How often each model's book forgets a carry.
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 SFT_STEPS = 800
-LAYERS = 2
 # What the demo promises; it fails, with exit code 1, if the promise is not kept.
 TEACHER_AT_LEAST = 0.95
 STUDENT_BEFORE_BELOW = 0.60
@@ -80,18 +79,20 @@ def demo(config: DemoConfig, console: Console) -> None:
         f"T = {config.temperature:g}",
         highlight=False,
     )
-    schools = [
-        _School(schooling(out, data, name, config.seed), name, data.problems, config.seed + 1 + i)
+    tunings = [
+        _FineTuning(
+            schooling(out, data, name, config.seed), name, data.problems, config.seed + 1 + i
+        )
         for i, name in enumerate(FORGET_CARRY)
     ]
     stages = Stages(console)
     with stages.shown():
-        _attend(schools, stages)
+        _fine_tune(tunings, stages)
         _distil(opd, out / "opd.log", stages)
     _report(opd, time.perf_counter() - started, console)
 
 
-class _School:
+class _FineTuning:
     """Supervised fine-tuning of one model in a process of its own.
 
     The process is a fork, because all modules are imported: it begins at once. No tensor has been
@@ -102,7 +103,7 @@ class _School:
         self.config, self.name = config, name
         self._log = Path(f"{config.out}.log")
         self._problems, self._seed = problems, seed
-        self._process = get_context("fork").Process(target=self._attend)
+        self._process = get_context("fork").Process(target=self._run)
 
     def start(self) -> None:
         self._process.start()
@@ -127,29 +128,29 @@ class _School:
         path = Path(self.config.out) / "metrics.jsonl"
         return read_lines(path, {"step"}) if path.exists() else []
 
-    def _attend(self) -> None:
+    def _run(self) -> None:
         with self._log.open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        write_untrained(Path(self.config.model), self._problems, layers=LAYERS, seed=self._seed)
+        write_untrained(Path(self.config.model), self._problems, seed=self._seed)
         sys.exit(exit_code(partial(run_sft, self.config)))
 
 
-def _attend(schools: Sequence[_School], stages: Stages) -> None:
+def _fine_tune(tunings: Sequence[_FineTuning], stages: Stages) -> None:
     """Trains all models side by side; none is left running."""
-    for school in schools:
-        school.start()
-        stages.add(school.name, "learns from its book", school.config.steps, "train/loss", "loss")
+    for tuning in tunings:
+        tuning.start()
+        stages.add(tuning.name, "learns from its book", tuning.config.steps, "train/loss", "loss")
     try:
-        going = list(schools)
+        going = list(tunings)
         while going:
             time.sleep(_LOOKED_AT_S)
-            going = [school for school in schools if not school.over]
-            for school in schools:
-                stages.see(school.name, school.lines())
+            going = [tuning for tuning in tunings if not tuning.over]
+            for tuning in tunings:
+                stages.see(tuning.name, tuning.lines())
     finally:
-        for school in schools:
-            school.stop()
+        for tuning in tunings:
+            tuning.stop()
 
 
 def _distil(opd: OpdConfig, log: Path, stages: Stages) -> None:
@@ -189,14 +190,10 @@ def fresh_directory(out: Path, command: str) -> Path:
     return out
 
 
-def write_data(
-    out: Path, forget_carry: Mapping[str, float], seed: int, *, editions: int = 4
-) -> Data:
+def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
     """Writes prompts, and a book for each name.
 
-    Args:
-        forget_carry: how often each book forgets a carry; 0 makes the book that is always right.
-        editions: of a careless book.
+    `forget_carry` is how often each book forgets a carry; 0 makes the book that is always right.
     """
     problems = Problems.split(held_out=HELD_OUT, seed=seed)
     data = Data(
@@ -210,20 +207,20 @@ def write_data(
     for name, often in forget_carry.items():
         if often:
             write_careless_sft(
-                data.books[name], problems.train, forget_carry=often, editions=editions, seed=seed
+                data.books[name], problems.train, forget_carry=often, editions=4, seed=seed
             )
         else:
             write_sft(data.books[name], problems.train)
     return data
 
 
-def write_untrained(directory: Path, problems: Problems, *, layers: int, seed: int) -> None:
+def write_untrained(directory: Path, problems: Problems, *, seed: int) -> None:
     """A model with random weights, and its tokenizer."""
     tokenizer = train_tokenizer(directory, problems.train)
     model = new_qwen3(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        layers=layers,
+        layers=2,
         heads=4,
         context_length=32,
         eos_token_id=tokenizer.get_vocab()["<eos>"],

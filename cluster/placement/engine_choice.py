@@ -8,7 +8,7 @@ import chz
 
 from actors.config import choose_engine, engine_note
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.connect import starts_here
+from cluster.placement.starts_here import joins_cluster
 
 Config = TypeVar("Config", bound=RolloutConfig)
 
@@ -21,7 +21,7 @@ def with_engine(config: Config) -> tuple[Config, str]:
     Raises:
         ConfigError: SGLang was asked for and is not installed; or another setting needs it.
     """
-    joins = not config.local and not starts_here()
+    joins = joins_cluster(local=config.local)
     device = "cuda" if joins and config.device == "auto" else config.device
     kind = choose_engine(config.engine, device)
     said = "" if config.rollouts is not None else engine_note(config.engine, kind)

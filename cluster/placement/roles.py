@@ -21,7 +21,7 @@ from cluster.placement.resource_plan import (
     render,
 )
 from cluster.placement.resources import ResourceDemand
-from cluster.placement.starts_here import starts_here
+from cluster.placement.starts_here import joins_cluster
 from distill.errors import ConfigError
 from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET
@@ -208,7 +208,7 @@ def describe_layout(config: CommonConfig) -> str:
         ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU;
             or a role does not fit onto its part of a GPU.
     """
-    if (config.local or starts_here()) and config.gpu_memory_gib is None:
+    if not joins_cluster(local=config.local) and config.gpu_memory_gib is None:
         _require_gpu(config, torch.cuda.device_count(), "this machine")
     device = device_here(config.device)
     if isinstance(config, RolloutConfig) and device.startswith("cuda"):

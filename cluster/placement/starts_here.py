@@ -1,4 +1,4 @@
-"""Where a run gets its Ray, told without importing Ray."""
+"""The Ray of a run: one that it starts or a cluster that it joins, told without importing Ray."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def starts_here() -> bool:
     ray = sys.modules.get("ray")
     connected = ray is not None and ray.is_initialized()
     return not connected and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
+def joins_cluster(*, local: bool) -> bool:
+    """True if a run joins a cluster, whose GPUs are not this machine's. `local`: its setting."""
+    return not local and not starts_here()

@@ -10,7 +10,7 @@ from decimal import Decimal
 # The answer is at the end. Longer text would only make the search for it slower.
 _LONGEST = 20_000
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
-# The end of a sentence, not the delimiter of \\right. or the space \\, .
+# The end of a sentence, not the delimiter of \right. and not the space \, .
 _FULL_STOP = re.compile(r"(?<!\\right)(?<!\\)[\s.,;]+\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")

@@ -37,7 +37,6 @@ CLIPS = (None, 10.0, 5.0, 2.0)
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 # Four editions of a careless book are more to learn than one of the teacher's.
 SFT_STEPS = {TEACHER: 1200, STUDENT: 2000}
-LAYERS = 2
 # The share of the teacher's accuracy that counts as reached, once it holds for so many evaluations.
 OF_TEACHER, HOLD = 0.95, 2
 
@@ -61,10 +60,10 @@ class ClipConfig:
 def clip(config: ClipConfig, console: Console) -> None:
     """Schools both models, distils, prints the table, writes clip.json."""
     out = fresh_directory(Path(config.out).resolve(), "clip")
-    data = write_data(out, FORGET_CARRY, seed=0, editions=4)
+    data = write_data(out, FORGET_CARRY, seed=0)
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
         school = chz.replace(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)
-        write_untrained(Path(school.model), data.problems, layers=LAYERS, seed=1 + i)
+        write_untrained(Path(school.model), data.problems, seed=1 + i)
         run_sft(school, console)
     demo = distillation(DemoConfig(out=str(out), steps=config.steps, engine="embedded"), out, data)
     demo = chz.replace(demo, estimator="sampled")

@@ -155,7 +155,7 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
     eight: Opd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.placement.gpu_plan.gpu_bytes", lambda: None)
-    monkeypatch.setattr(roles, "starts_here", lambda: False)  # it joins a cluster elsewhere
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # a cluster that it joins
     config = eight(gpu_memory_gib=None)
     assert "memory   of a GPU unknown" in describe_layout(config)
     assert "cache (147456 bytes a token)" in line(config, "policy")
