@@ -29,7 +29,8 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
-from cluster.placement.starts_here import joins_cluster
+from cluster.placement.forked_workers import start_parent
+from cluster.placement.starts_here import joins_cluster, starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -157,6 +158,8 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     if not config.dry_run:
         wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
     check_out(out)
+    if not (config.local or config.dry_run) and starts_here():
+        start_parent()
     console.print("checking models and data", highlight=False)  # seconds, of imports alone
     recipe.run(config, console)
 

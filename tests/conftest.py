@@ -27,13 +27,13 @@ from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.connect import start_here
+from cluster.placement.forked_workers import start_parent
 from distill.errors import ConfigError
 from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
-from tests import prefork
 from tests.tiny import TinyPair, make_tiny_pair
 
-_PREFORK: pytest.StashKey[subprocess.Popen[bytes] | None] = pytest.StashKey()
+_PARENT: pytest.StashKey[subprocess.Popen[bytes] | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
@@ -57,12 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RAY_TMPDIR", parent)
     kernels = os.path.join(parent, f"torchinductor_{getpass.getuser()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
-    config.stash[_PREFORK] = prefork.start()
+    config.stash[_PARENT] = start_parent()  # of all Ray workers; pytest-xdist's share it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if (parent := config.stash[_PREFORK]) is not None:
-        prefork.end(parent)
+    if (parent := config.stash[_PARENT]) is not None:
+        assert parent.stdin is not None
+        parent.stdin.close()
+        parent.wait(60)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests import prefork
-
 REPOSITORY = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow")
 # What was begun in time may go on for so long afterwards.
@@ -42,10 +40,7 @@ def rotated(files: Sequence[str], commit: str) -> list[str]:
 
 def run(file: str, limit_s: float) -> int | None:
     """pytest's exit code; None if it was not done in time."""
-    as_users = {**os.environ, prefork.ADDRESS: "off"}
-    process = subprocess.Popen(
-        [*PYTEST, file], cwd=REPOSITORY, env=as_users, start_new_session=True
-    )
+    process = subprocess.Popen([*PYTEST, file], cwd=REPOSITORY, start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:

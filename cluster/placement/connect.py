@@ -28,6 +28,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 
+from cluster.placement.forked_workers import forked_workers, start_parent
 from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError
 
@@ -101,10 +102,13 @@ def start_here(namespace: str, cpus: int) -> None:
     Raises:
         ConfigError: it cannot start, and what may help.
     """
+    # Ray would give its workers, who do the run's work, a lower priority than all else here.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    start_parent()
     _TOKEN_SETUP.addFilter(_says_more_than_that_it_is_on)
     for start in range(1, _STARTS + 1):
         try:
-            with _process_groups_of_their_own():
+            with _process_groups_of_their_own(), forked_workers():
                 # Named, because a bare init would join whatever cluster was last started here.
                 ray.init(
                     address="local",

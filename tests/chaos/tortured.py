@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from cluster.inspect.audit import audit
-from tests import prefork
+from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.scaling_cluster import is_alive
 
@@ -54,9 +54,8 @@ class TorturedRun:
         deadline_s: float = 300,
     ) -> None:
         self.out, self._settings, self.deadline_s = out, dict(settings), deadline_s
-        # A forked worker that is stopped is not what Ray kills: its stand-in is.
-        plain = {**os.environ, "PYTHONUNBUFFERED": "1", prefork.ADDRESS: "off"}
-        self._environment = {**plain, **(environment or {})}
+        users = {name: value for name, value in os.environ.items() if name != SETTING}
+        self._environment = {**users, "PYTHONUNBUFFERED": "1", **(environment or {})}
         self.log = out.with_name(f"{out.name}.log")
         self.process: subprocess.Popen[bytes] | None = None
         self._family: dict[int, psutil.Process] = {}

@@ -50,7 +50,8 @@ def test_a_fork_begins_with_the_weights_and_resumes_by_itself(
     assert main(fork_arguments(tiny_pair, second, **fork)) == 0, capsys.readouterr()
     # the engines have the weights before the first step
     before, after = of(second, "summary.json")["eval before"], of(first, "summary.json")
-    assert before["eval/reverse_kl"] == after["eval after"]["eval/reverse_kl"]
+    # to what batches of other company round
+    assert before["eval/reverse_kl"] == pytest.approx(after["eval after"]["eval/reverse_kl"], 1e-6)
     steps = metrics(second)
     assert [step["step"] for step in steps] == [1, 2] and trained_groups(second) == list(range(8))
     assert [step["train/lr"] for step in steps] == pytest.approx([2.5e-5, 5e-5])

@@ -1,0 +1,128 @@
+"""Forked workers: what a stand-in starts is as what Python starts, and ends with its stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cluster.placement import forked_workers
+from cluster.placement.forked_workers import SETTING
+
+TELL = """
+import json, os, random, signal, sys, tempfile
+loaded = "torch" in sys.modules
+import torch
+print(json.dumps({
+    "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path, "name": __name__, "file": __file__,
+    "environment": dict(os.environ), "niceness": os.nice(0), "input": sys.stdin.read(),
+    "temporary": tempfile.gettempdir(), "threads": torch.get_num_threads(),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "own": {"loaded": loaded, "pid": os.getpid(), "random": random.random()},
+}), flush=True)
+exec(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Socket of the session's parent, or of one that is started here."""
+    if os.environ.get(SETTING, "off") != "off":
+        yield os.environ[SETTING]
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SETTING, raising=False)
+        patch.setattr("distill.gpu.no_gpu_here", lambda: True)
+        parent = forked_workers.start_parent()
+        yield os.environ[SETTING]
+        parent.stdin.close()
+        parent.wait(60)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    """A program where Ray has that of its workers."""
+    path = tmp_path / "ray" / "_private" / "workers" / "default_worker.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(TELL)
+    return path
+
+
+def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
+    """Starts the program as Ray would, on the stand-in of the parent at `address`."""
+    command = [sys.executable, "-IS", forked_workers.__file__, "stand-in", address]
+    return subprocess.Popen(
+        [*command, str(worker), code],
+        cwd=worker.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": "/one:/other"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+
+
+def told(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the program is, and what is its own."""
+    assert process.stdout is not None
+    line = json.loads(process.stdout.readline())
+    return line, line.pop("own")
+
+
+def test_a_fork_is_as_a_process_that_python_starts(worker: Path, address: str) -> None:
+    forks = [begin(worker, address, "0") for _ in range(2)]
+    plain = begin(worker, "/nobody/answers", "0")
+    (fork, own), (_, other), (process, plain_own) = map(told, [*forks, plain])
+    assert fork == process
+    assert own["loaded"] and not plain_own["loaded"]
+    assert own["random"] != other["random"]
+    assert plain_own["pid"] == plain.pid  # it took the stand-in's place
+    assert [each.wait(60) for each in (*forks, plain)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("1 / 0", 1)],
+)
+def test_a_stand_in_ends_as_its_fork(worker: Path, address: str, code: str, status: int) -> None:
+    assert begin(worker, address, code).wait(60) == status
+
+
+def test_a_fork_that_is_stopped_ends_with_its_stand_in(worker: Path, address: str) -> None:
+    process = begin(worker, address, "os.kill(os.getpid(), signal.SIGSTOP)")
+    fork = psutil.Process(told(process)[1]["pid"])
+    until(lambda: fork.status() == psutil.STATUS_STOPPED)
+    process.kill()
+    until(lambda: not fork.is_running())
+
+
+def test_workers_of_a_ray_that_is_started_here_are_forks(ray_cluster: None) -> None:
+    class Actor:
+        def imported(self) -> bool:
+            return "torch" in sys.modules
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    actor: Any = ray.remote(num_cpus=0)(Actor).remote()
+    forked = os.environ.get(SETTING, "off") != "off"
+    assert ray.get(actor.imported.remote()) == forked
+    process = psutil.Process(ray.get(actor.pid.remote()))
+    process.suspend()
+    ray.kill(actor)
+    until(lambda: not process.is_running())
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
