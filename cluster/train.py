@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,8 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
-from cluster.placement.forked_workers import start_parent
+from cluster.placement.local_head import local_head
+from cluster.placement.roles import cpus_here
 from cluster.placement.starts_here import joins_cluster, starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
@@ -158,10 +160,16 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     if not config.dry_run:
         wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
     check_out(out)
-    if not (config.local or config.dry_run) and starts_here():
-        start_parent()
-    console.print("checking models and data", highlight=False)  # seconds, of imports alone
-    recipe.run(config, console)
+    with _ray_beside_imports(config):
+        console.print("checking models and data", highlight=False)  # seconds, of imports alone
+        recipe.run(config, console)
+
+
+def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
+    """Context with the Ray that the run needs if none is there; it comes up during the imports."""
+    if config.local or config.dry_run or not starts_here():
+        return nullcontext()
+    return local_head(cpus_here(config))
 
 
 def _placed_elsewhere(config: CommonConfig) -> bool:

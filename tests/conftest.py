@@ -26,8 +26,9 @@ import torch
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.connect import start_here
+from cluster.placement.connect import join_local
 from cluster.placement.forked_workers import start_parent
+from cluster.placement.local_head import local_head
 from distill.errors import ConfigError
 from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
@@ -88,6 +89,7 @@ def sandbox() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    start_here("tests", cpus=8)
-    yield
-    ray.shutdown()
+    with local_head(cpus=8) as head:
+        join_local(head, "tests")
+        yield
+        ray.shutdown()

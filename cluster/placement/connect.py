@@ -6,15 +6,12 @@ import json
 import logging
 import os
 import platform
-import resource
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import grpc
 import ray
-from ray._common.utils import get_default_system_temp_dir
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -28,17 +25,12 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 
-from cluster.placement.forked_workers import forked_workers, start_parent
+from cluster.placement.local_head import LocalHead, hush_token_setup, local_head
 from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-_TOKEN_SETUP = logging.getLogger(maybe_enable_token_auth_if_token_available.__module__)
 # A head that is there answers in milliseconds; Ray itself would try for more than a minute.
 _ANSWER_S = 10.0
-# Ray gives its own processes 30 s to find each other, which a machine that is busy may take away.
-_STARTS = 3
 # An autoscaler writes its first report seconds after the head is up.
 _REPORT_S = 20.0
 _TOKEN = (
@@ -52,7 +44,7 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
     """Ray, for as long as the context lasts: RAY_ADDRESS's cluster, or else one started here.
 
     A Ray that is already initialised is used as it is, and left so. One started here has
-    `local_cpus` CPUs, or as many as the machine has cores: few cores still run every actor.
+    `local_cpus` CPUs.
 
     Raises:
         ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process; or
@@ -62,14 +54,15 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
+    with ExitStack() as stack:
         if starts_here():
-            start_here(namespace, max(os.cpu_count() or 1, local_cpus))
+            head = stack.enter_context(local_head(local_cpus))
+            stack.callback(ray.shutdown)
+            join_local(head, namespace)
         else:
+            stack.callback(ray.shutdown)
             _join(os.environ["RAY_ADDRESS"], namespace)
         yield
-    finally:
-        ray.shutdown()
 
 
 def autoscales() -> bool:
@@ -96,74 +89,16 @@ def _node_types() -> list[str] | None:
     return list(report["node_type_mapping"].values()) or None if report else None
 
 
-def start_here(namespace: str, cpus: int) -> None:
-    """Starts Ray on this machine, for this process.
+def join_local(head: LocalHead, namespace: str) -> None:
+    """Connects this process to the Ray that was started on this machine.
 
     Raises:
-        ConfigError: it cannot start, and what may help.
+        ConfigError: Ray cannot start here.
     """
-    # Ray would give its workers, who do the run's work, a lower priority than all else here.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    start_parent()
-    _TOKEN_SETUP.addFilter(_says_more_than_that_it_is_on)
-    for start in range(1, _STARTS + 1):
-        try:
-            with _process_groups_of_their_own(), forked_workers():
-                # Named, because a bare init would join whatever cluster was last started here.
-                ray.init(
-                    address="local",
-                    namespace=namespace,
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    logging_level=logging.WARNING,
-                )
-            return
-        except Exception as error:  # Ray raises bare ones, too
-            if start < _STARTS and "timed out during startup" in str(error):
-                logger.warning("Ray was not up in time on this machine; starting it again")
-                ray.shutdown()
-                continue
-            raise ConfigError(
-                f"Ray cannot start on this machine: {error}. {_remedy(error)}"
-            ) from error
-
-
-def _says_more_than_that_it_is_on(record: logging.LogRecord) -> bool:
-    """False for Ray's warning that its tokens are on, where there is nothing for anybody to do."""
-    return not record.getMessage().startswith("Token authentication is enabled")
-
-
-_apart = threading.Event()
-# Such a hook stays for good, and Ray leaves no say in how its processes are started.
-os.register_at_fork(after_in_child=lambda: _apart.is_set() and os.setpgid(0, 0))
-
-
-@contextmanager
-def _process_groups_of_their_own() -> Iterator[None]:
-    """Processes that are started meanwhile do not get the signals of our process group.
-
-    timeout(1), shells and batch systems signal the whole group. The driver answers with a
-    checkpoint, for which it needs Ray's head; that dies with the driver all the same, by the
-    parent-death signal that Ray asks of the kernel.
-    """
-    _apart.set()
-    try:
-        yield
-    finally:
-        _apart.clear()
-
-
-def _remedy(error: Exception) -> str:
-    directory = get_default_system_temp_dir()
-    if isinstance(error, OSError):
-        return (
-            f"It writes to {directory} (RAY_TMPDIR names another directory) and, unless "
-            "RAY_AUTH_MODE=disabled, to ~/.ray (of HOME)"
-        )
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        return f"Its processes may map no more than {limit >> 20} MiB each: lift ulimit -v"
-    return f"Its logs are in {directory}/ray/session_latest/logs"
+    address = head.address()
+    hush_token_setup()
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ray.init(address=address, namespace=namespace, logging_level=logging.WARNING)
 
 
 def _join(address: str, namespace: str) -> None:

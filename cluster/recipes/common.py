@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +21,14 @@ from cluster.console import lost_output
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
 from cluster.placement.connect import connect
+from cluster.placement.devices import resolve_device
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     LEARNER,
     colocated,
-    cpus_at_most,
+    cpus_here,
     model_paths,
     placed_roles,
-    resolve_device,
 )
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
 from cluster.recipes.observer import Observer, present_observer
@@ -170,7 +169,7 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
     if config.local:
         return nullcontext()
     namespace = f"isotherm-{os.getpid()}-{time.time_ns()}"
-    return connect(namespace, math.ceil(cpus_at_most(config)))
+    return connect(namespace, cpus_here(config))
 
 
 @contextmanager

@@ -33,11 +33,11 @@ from cluster.handshake.handshake import (
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.engine_choice import with_engine
+from cluster.placement.layout import describe_layout
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     EVALUATION,
     POLICY,
-    describe_layout,
     served_teachers,
     teacher_roles,
 )

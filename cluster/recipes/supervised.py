@@ -20,7 +20,7 @@ from cluster.config.supervised_checks import (
     check_sft,
 )
 from cluster.hosts.learners import supervised_learners
-from cluster.placement.roles import describe_layout
+from cluster.placement.layout import describe_layout
 from cluster.recipes.common import (
     RunSession,
     already_complete,

@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
-from cluster.placement.roles import describe_layout
+from cluster.placement.layout import describe_layout
 from distill.data.feedback import Outcome
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError

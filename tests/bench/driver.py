@@ -27,7 +27,7 @@ from rich.table import Table
 
 from cluster.command import run_command
 from cluster.hosts.rollout_actor import GroupUnderWay, RosterChange, WorkerStatus
-from cluster.placement.connect import start_here
+from cluster.placement.connect import connect
 from cluster.placement.roles import POLICY, ROLLOUT
 from cluster.queue.ledger_answers import QueueStatus
 from cluster.runtime.announcer import Announcer
@@ -162,14 +162,11 @@ class Watched:
 @contextmanager
 def stand_ins() -> Iterator[list[Any]]:
     """Eight actors on a Ray of their own."""
-    start_here("bench", cpus=PROCESSES)
-    try:
+    with connect("bench", PROCESSES):
         remote: Any = ray.remote
         actors = [remote(StandIn).options(num_cpus=0).remote() for _ in range(PROCESSES)]
         ray.get([actor.health.remote() for actor in actors], timeout=300)
         yield actors
-    finally:
-        ray.shutdown()
 
 
 def measure_driver(numbers: list[int], seconds: float) -> list[dict[str, float]]:

@@ -217,7 +217,7 @@ def _name(process: psutil.Process) -> str:
     """The role of a process, by its title."""
     title = " ".join(process.cmdline()) or process.name()
     if title.startswith("ray::"):
-        return title.removeprefix("ray::").split(".")[0].split("(")[0]
+        return title.removeprefix("ray::").split(".")[0].split("(")[0].strip()
     if title.startswith("sglang::") or "sglang" in title:
         return "SGLang"
     if "cluster.train" in title or "peer_trl" in title:

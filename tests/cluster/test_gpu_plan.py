@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from cluster.config.on_policy import OpdConfig
-from cluster.placement import roles
-from cluster.placement.roles import describe_layout, placed_roles
+from cluster.placement import devices
+from cluster.placement.layout import describe_layout
+from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
 from distill.gpu import GIB
 
@@ -164,15 +165,15 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
 def test_shared_gpus_need_bundles_that_are_whole(
     eight: Opd, opd: Opd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roles.ray, "cluster_resources", lambda: {"GPU": 8.0})
-    assert roles.resolve_device(eight()) == "cuda"
+    monkeypatch.setattr(devices.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    assert devices.resolve_device(eight()) == "cuda"
     for changes, message in (
         ({"policy_engines": 4}, "use gpus_per_actor=0.5 and policy_engines=8"),
         ({"gpus_per_actor": 0.25}, "use gpus_per_actor=0.5 and policy_engines=8"),
         ({"colocate": False}, "use gpus_per_actor=1, or colocate=True"),
     ):
         with pytest.raises(ConfigError, match=message):
-            roles.resolve_device(eight(**changes))
+            devices.resolve_device(eight(**changes))
 
 
 @pytest.mark.parametrize(

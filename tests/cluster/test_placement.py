@@ -16,7 +16,8 @@ from contextlib import suppress
 import pytest
 import ray
 
-from cluster.placement.connect import start_here
+from cluster.placement.connect import join_local
+from cluster.placement.local_head import LocalHead
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
 from distill.errors import ConfigError
@@ -57,6 +58,9 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+_heads: list[LocalHead] = []
+
+
 def free_cpus() -> float:
     return ray.available_resources().get("CPU", 0)
 
@@ -71,7 +75,8 @@ def idle(ray_cluster: None) -> None:
         held = [group for group in ray.util.placement_group_table().values() if is_there(group)]
         warnings.warn(f"{free:g} of 8 CPUs are free: {living_actors()}, {held}", stacklevel=1)
         ray.shutdown()
-        start_here("tests", cpus=8)
+        _heads.append(LocalHead(8))
+        join_local(_heads[-1], "tests")
 
 
 def is_there(group: dict[str, object]) -> bool:
@@ -240,7 +245,6 @@ def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
 _LOSE_A_NODE = """
 import json, ray
 from ray.cluster_utils import Cluster
-from cluster.placement.connect import start_here
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.test_placement import eventually

@@ -11,9 +11,9 @@ import pytest
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.supervised import SftConfig
 from cluster.placement.engine_choice import with_engine
+from cluster.placement.layout import describe_layout
 from cluster.placement.roles import (
     cpus_at_most,
-    describe_layout,
     model_paths,
     placed_roles,
     pool_bounds,

@@ -1,0 +1,90 @@
+"""Plan that `dry_run` prints: roles, their resources and memory, and what a push moves."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.config import choose_dtype
+from actors.sglang.parallelism import parallelism
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.placement.devices import require_gpu
+from cluster.placement.gpu_plan import GpuPlan, trained_model
+from cluster.placement.push_plan import describe_push, require_lenders
+from cluster.placement.resource_plan import (
+    Layout,
+    RolePlan,
+    engine_memory,
+    learner_memory,
+    render,
+)
+from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
+from cluster.placement.starts_here import joins_cluster
+from distill.models.loading import resolve_device as device_here
+from learner.config import TOKEN_BUDGET
+from learner.memory import estimate_memory, estimate_pass, holding_of
+
+
+def describe_layout(config: CommonConfig) -> str:
+    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
+
+    Raises:
+        ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU;
+            or a role does not fit onto its part of a GPU.
+    """
+    if not joins_cluster(local=config.local) and config.gpu_memory_gib is None:
+        require_gpu(config, torch.cuda.device_count(), "this machine")
+    device = device_here(config.device)
+    if isinstance(config, RolloutConfig) and device.startswith("cuda"):
+        require_lenders(config)
+    largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
+    plans = []
+    for role in placed_roles(config, device):
+        memory, note = _memory(config, role.name, device)
+        plans.append(
+            RolePlan(
+                name=role.name,
+                count=role.count,
+                most=largest.get(role.name, role.count),
+                cpus=role.resources.get("CPU", 0),
+                gpus=role.resources.get("GPU", 0),
+                nodes=role.nodes,
+                memory=memory,
+                note=note,
+            )
+        )
+    push = ""
+    if isinstance(config, RolloutConfig) and config.rollouts is None and config.train:
+        push = describe_push(config, device)
+    plan = render(
+        Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
+    )
+    if not device.startswith("cuda"):
+        return plan
+    engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}
+    here = {role: engine for role, engine in engines.items() if not engine.external}
+    return "\n".join([plan, *GpuPlan(config, device, here).lines()])
+
+
+def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
+    """Bytes of one member, as far as they are known before it starts, and of what."""
+    if role == LEARNER:
+        model, workers = trained_model(config), config.learner_workers
+        followed = config.teacher_rule is not None
+        holding = holding_of(adapter=config.trains_adapter, followed=followed)
+        estimate = estimate_memory(model, holding)
+        dtype = choose_dtype(config.learner_dtype, device)
+        passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
+        budget = config.token_budget or TOKEN_BUDGET[device]
+        note = passes and passes.describe(budget, config.gradient_checkpointing)
+        return learner_memory(estimate, workers), f"and {note or 'activations'}"
+    if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
+        dtype = choose_dtype(config.dtype, device)
+        return engine_memory(estimate_memory(config.reward_model), dtype), "and activations"
+    engine = engines_of(config, device).get(role) if isinstance(config, RolloutConfig) else None
+    if engine is None:
+        return 0, ""
+    if engine.external:
+        return 0, "a server that runs elsewhere"
+    ranks = parallelism(engine.server_flags).split if device == "cuda" else 1
+    return engine_memory(estimate_memory(engine.model), engine.dtype, ranks), "and caches"

@@ -1,0 +1,162 @@
+"""Ray of a run on one machine, started by a process of its own: the head.
+
+    driver -starts-> head -starts-> GCS, raylet, Ray's workers
+
+Ray comes up while the driver imports torch. When the driver ends or is killed, the head's standard
+input is closed, and the head ends Ray; a driver that has finished does not wait for that. The head
+is in a session of its own: timeout(1), shells and batch systems signal a whole process group, and
+the driver needs Ray to answer a signal with a checkpoint.
+
+This file is the head's program too. Nothing that takes time is imported at module level.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.placement.forked_workers import forked_workers, start_parent
+from distill.errors import ConfigError
+
+# Ray gives its own processes 30 s to find each other, which a busy machine may take away.
+_STARTS = 3
+_DEADLINE_S = 180.0
+
+_running: LocalHead | None = None
+
+
+class LocalHead:
+    """A head, from the start of its process; `address` waits until Ray is up."""
+
+    def __init__(self, cpus: int) -> None:
+        start_parent()  # of Ray's workers
+        # Workers do the run's work; Ray would give them a lower priority than all else here.
+        defaults = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(cpus)],
+            env={**defaults, **os.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._address: str | None = None
+
+    def address(self) -> str:
+        """HOST:PORT of the head.
+
+        Raises:
+            ConfigError: Ray cannot start here, and what may help.
+        """
+        if self._address is None:
+            self._address = self._told()
+        return self._address
+
+    def _told(self) -> str:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _DEADLINE_S)[0]:
+            raise ConfigError(f"Ray cannot start on this machine: not up within {_DEADLINE_S:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise ConfigError(
+                f"Ray cannot start on this machine: the process that starts it ended with {code}"
+            )
+        told = json.loads(line)
+        if "error" in told:
+            raise ConfigError(f"Ray cannot start on this machine: {told['error']}")
+        return told["address"]
+
+    def end(self) -> None:
+        """Has the head end Ray, without waiting for it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def local_head(cpus: int) -> Iterator[LocalHead]:
+    """The head of this process: the running one, or one started for the context's duration."""
+    global _running
+    if _running is not None:
+        yield _running
+        return
+    _running = LocalHead(cpus)
+    try:
+        yield _running
+    finally:
+        _running.end()
+        _running = None
+
+
+def _main(cpus: int) -> None:
+    """The head's program: starts Ray, prints its address or the error, waits for the driver."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever Ray prints
+    import ray
+
+    try:
+        reply = {"address": _start(cpus)}
+    except Exception as error:  # Ray raises bare ones, too
+        reply = {"error": f"{error}. {_remedy(error)}"}
+    print(json.dumps(reply), file=told, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+
+
+def _start(cpus: int) -> str:
+    """Starts Ray; returns its address."""
+    import ray
+
+    hush_token_setup()
+    for start in range(1, _STARTS + 1):
+        try:
+            with forked_workers():
+                # Named, because a bare init would join whatever cluster was last started here.
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            break
+        except Exception as error:
+            if start == _STARTS or "timed out during startup" not in str(error):
+                raise
+            print("Ray was not up in time on this machine; starting it again", file=sys.stderr)
+            ray.shutdown()
+    return ray.get_runtime_context().gcs_address
+
+
+def hush_token_setup() -> None:
+    """Drops Ray's warning that its tokens are on: there is nothing for anybody to do."""
+    setup = "ray._private.authentication.authentication_token_setup"
+    on = "Token authentication is enabled"
+    logging.getLogger(setup).addFilter(lambda record: not record.getMessage().startswith(on))
+
+
+def _remedy(error: Exception) -> str:
+    import resource
+
+    from ray._common.utils import get_default_system_temp_dir
+
+    directory = get_default_system_temp_dir()
+    if isinstance(error, OSError):
+        return (
+            f"It writes to {directory} (RAY_TMPDIR names another directory) and, unless "
+            "RAY_AUTH_MODE=disabled, to ~/.ray (of HOME)"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        return f"Its processes may map no more than {limit >> 20} MiB each: lift ulimit -v"
+    return f"Its logs are in {directory}/ray/session_latest/logs"
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
