@@ -16,25 +16,22 @@ os.environ.update(
 import getpass
 import multiprocessing.util
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 
 import pytest
-import ray
 import torch
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.connect import join_local
-from cluster.placement.forked_workers import start_parent
+from cluster.placement.forked_workers import Parent, parent_of_workers
 from cluster.placement.local_head import local_head
 from distill.errors import ConfigError
 from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 
-_PARENT: pytest.StashKey[subprocess.Popen[bytes] | None] = pytest.StashKey()
+_PARENT: pytest.StashKey[Parent | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
@@ -58,14 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RAY_TMPDIR", parent)
     kernels = os.path.join(parent, f"torchinductor_{getpass.getuser()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
-    config.stash[_PARENT] = start_parent()  # of all Ray workers; pytest-xdist's share it
+    config.stash[_PARENT] = parent = parent_of_workers()  # pytest-xdist's workers share it
+    if parent is not None:
+        parent.start()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (parent := config.stash[_PARENT]) is not None:
-        assert parent.stdin is not None
-        parent.stdin.close()
-        parent.wait(60)
+        parent.end()
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +86,10 @@ def sandbox() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
+    import ray  # after the parent of its workers has been forked
+
+    from cluster.placement.connect import join_local
+
     with local_head(cpus=8) as head:
         join_local(head, "tests")
         yield

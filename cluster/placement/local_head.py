@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.placement.forked_workers import forked_workers, start_parent
+from cluster.placement.forked_workers import forked_workers, parent_of_workers
 from distill.errors import ConfigError
 
 # Ray gives its own processes 30 s to find each other, which a busy machine may take away.
@@ -35,7 +35,7 @@ class LocalHead:
     """A head, from the start of its process; `address` waits until Ray is up."""
 
     def __init__(self, cpus: int) -> None:
-        start_parent()  # of Ray's workers
+        self._workers = parent_of_workers()
         # Workers do the run's work; Ray would give them a lower priority than all else here.
         defaults = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = subprocess.Popen(
@@ -45,6 +45,8 @@ class LocalHead:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        if self._workers is not None:
+            self._workers.start()
         self._address: str | None = None
 
     def address(self) -> str:
@@ -77,6 +79,8 @@ class LocalHead:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+        if self._workers is not None:
+            self._workers.end()
 
 
 @contextmanager
@@ -105,6 +109,9 @@ def _main(cpus: int) -> None:
     except Exception as error:  # Ray raises bare ones, too
         reply = {"error": f"{error}. {_remedy(error)}"}
     print(json.dumps(reply), file=told, flush=True)
+    told.close()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or a shell would wait for this process, too
+    os.dup2(1, 2)
     sys.stdin.read()
     ray.shutdown()
 

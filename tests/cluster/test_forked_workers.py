@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from cluster.placement import forked_workers
+from cluster.placement import fork_server
 from cluster.placement.forked_workers import SETTING
 
 TELL = """
@@ -34,19 +34,31 @@ exec(sys.argv[1])
 """
 
 
+START = """
+import os, sys
+from cluster.placement import forked_workers
+forked_workers.no_gpu_here = lambda: True
+parent = forked_workers.parent_of_workers()
+parent.start()
+print(os.environ[forked_workers.SETTING], flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address() -> Iterator[str]:
     """Socket of the session's parent, or of one that is started here."""
     if os.environ.get(SETTING, "off") != "off":
         yield os.environ[SETTING]
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(SETTING, raising=False)
-        patch.setattr("distill.gpu.no_gpu_here", lambda: True)
-        parent = forked_workers.start_parent()
-        yield os.environ[SETTING]
+    plain = {name: value for name, value in os.environ.items() if name != SETTING}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", START], env=plain, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        yield parent.stdout.readline().decode().strip()
         parent.stdin.close()
-        parent.wait(60)
 
 
 @pytest.fixture
@@ -60,7 +72,7 @@ def worker(tmp_path: Path) -> Path:
 
 def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
     """Starts the program as Ray would, on the stand-in of the parent at `address`."""
-    command = [sys.executable, "-IS", forked_workers.__file__, "stand-in", address]
+    command = [sys.executable, "-IS", fork_server.__file__, address]
     return subprocess.Popen(
         [*command, str(worker), code],
         cwd=worker.parent,
