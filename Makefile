@@ -22,7 +22,7 @@ help:
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
-	@echo "make gpu     checks a machine with a CUDA GPU in ten minutes (elsewhere: says what it would do)"
+	@echo "make gpu     checks a machine with a CUDA GPU in half an hour (elsewhere: says what it would do)"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, make install-dev what tests need"
 
 install: $(STAMP)

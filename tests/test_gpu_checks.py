@@ -1,27 +1,36 @@
-"""`make gpu` on a CPU: its report and its exit code, and the checks whose small form is quick."""
+"""`make gpu` on a CPU: its processes, results and exit code, and checks in their small form."""
 
 from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from tests.gpu import __main__ as gpu
-from tests.gpu import learner_checks
-from tests.gpu.checks import Check
+from tests.gpu import learner_checks, processes
+from tests.gpu.checks import CHECKS, PARTS, Check
 from tests.gpu.child import outcome_of
-from tests.gpu.setting import Failed, Setting
+from tests.gpu.results import Results
+from tests.gpu.setting import Setting
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSED = json.dumps({"status": "pass", "why": "", "numbers": {"ms": 2.5}, "seconds": 0.5})
+# A process of checks that answers the first and ends, or answers none and hangs.
+ENDS = f"import os, sys; os.write(int(sys.argv[1]), b'{PASSED}\\n'); os._exit(7)"
+HANGS = "import time; time.sleep(600)"
 
 
-def checked(tmp_path: Path, **settings: object) -> tuple[dict, str]:
-    """The report, and what was printed."""
+def checked(tmp_path: Path, **settings: object) -> str:
+    """Text that the command prints."""
     console = Console(file=io.StringIO(), width=200)
     gpu.run_checks(gpu.GpuConfig(out=str(tmp_path), **settings), console)
-    return json.loads((tmp_path / "gpu.json").read_text()), console.file.getvalue()  # pyright: ignore
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture
@@ -30,20 +39,35 @@ def small(tmp_path: Path) -> Setting:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path) -> None:
-    report, printed = checked(tmp_path)
-    assert {check["status"] for check in report["checks"].values()} == {"skipped"}
-    assert set(report["checks"]) == set(gpu.CHECKS) and report["machine"]["gpus"] == []
-    assert all(check.what in printed for check in gpu.CHECKS.values())
-    with pytest.raises(gpu.ConfigError, match="device=cuda and torch sees no GPU"):
+def test_without_a_gpu_it_prints_the_questions(tmp_path: Path) -> None:
+    printed = checked(tmp_path)
+    assert all(check.question in printed for check in CHECKS.values())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(gpu.ConfigError, match="device=cuda"):
         checked(tmp_path, device="cuda")
     with pytest.raises(gpu.ConfigError, match="utilization"):
         checked(tmp_path, only="utilization")
 
 
+def test_only_takes_checks_and_parts() -> None:
+    names = gpu.GpuConfig(only="sleep, digest_cost").names
+    assert names == ["digest_cost", *(n for n, c in CHECKS.items() if c.part == "sleep")]
+    assert gpu.GpuConfig().names == list(CHECKS)
+
+
+def test_a_part_ends_within_ten_minutes_but_for_the_compilation_of_a_server() -> None:
+    for part in PARTS:
+        usual = [c.deadline_s for n, c in CHECKS.items() if c.part == part and n != "server_start"]
+        assert max(usual) < 600
+
+
 @pytest.mark.parametrize(
-    "name", ["full_divergence", "bfloat16_step", "long_attention", "packed_attention"]
-)
+    "name",
+    [
+        "full_divergence", "packed_attention", "profile", "weight_group", "plugin_cost",
+        "digest_cost", "top_k_decode", "grouped_products",
+    ],
+)  # fmt: skip
 def test_a_check_passes_in_its_small_form(small: Setting, name: str) -> None:
     outcome = outcome_of(name, small)
     assert (outcome["status"], outcome["why"]) == ("pass", "") and outcome["numbers"]
@@ -55,49 +79,81 @@ def test_a_check_sees_what_it_is_there_for(small: Setting, monkeypatch: pytest.M
     assert outcome["status"] == "fail" and "and plain calls give" in outcome["why"]
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-@pytest.mark.parametrize(
-    "error, status, why",
-    [
-        (Failed("off by 3"), "fail", "off by 3"),
-        (RuntimeError("CUDA error"), "fail", "RuntimeError: CUDA error"),
-    ],
-)
-def test_what_a_check_raises_is_its_outcome(
-    small: Setting, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, why: str
+def test_a_check_that_cannot_run_here_is_skipped(
+    small: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gpu.CHECKS, "push", Check(lambda _: _raise(error)))  # pyright: ignore
-    outcome = outcome_of("push", small)
-    assert (outcome["status"], outcome["why"]) == (status, why)
+    lacks = Check(part="pieces", question="?", needs=("no_such_package",))
+    monkeypatch.setitem(CHECKS, "digest_cost", lacks)
+    assert outcome_of("digest_cost", small)["status"] == "skipped"
+    assert outcome_of("handles", small)["status"] == "skipped"  # it is for GPUs
 
 
-@pytest.mark.parametrize(
-    "program, budget_s, why",
-    [
-        ("import os; print('{}'); os._exit(7)", 600.0, "it ended with code 7"),
-        ("print('no outcome')", 600.0, "it ended with code 0"),
-        ("import time; time.sleep(600)", 2.0, "not done after"),
-    ],
-)
-def test_a_child_without_an_outcome_has_failed_and_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, budget_s: float, why: str
-) -> None:
-    popen = gpu.subprocess.Popen
+def test_an_error_within_a_check_is_its_failure(small: Setting) -> None:
+    unreadable = Setting(device="cpu", size="tiny", scratch="/dev/null")
+    outcome = outcome_of("full_divergence", unreadable)
+    assert outcome["status"] == "fail" and "NotADirectoryError" in outcome["why"]
+
+
+def outcomes_of(
+    program: str, out: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Outcomes of three checks, where every process of checks runs this program."""
+    popen = processes.subprocess.Popen
     monkeypatch.setattr(
-        gpu.subprocess, "Popen", lambda command, **how: popen([command[0], "-c", program], **how)
+        processes.subprocess,
+        "Popen",
+        lambda command, **how: popen([command[0], "-c", program, *command[3:]], **how),
     )
-    monkeypatch.setattr(gpu, "_LEAST_S", 0.5)
-    with pytest.raises(gpu.ChecksFailed, match="failed: push"):
-        checked(tmp_path, device="cpu", only="push", budget_s=budget_s)
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    [outcome] = report["checks"].values()
-    assert outcome["status"] == "fail" and why in outcome["why"]
+    monkeypatch.setattr(processes, "LEAST_S", 0.1)
+    setting = Setting(device="cpu", size="tiny", scratch=str(out))
+    found: dict[str, dict[str, Any]] = {}
+    names, end = ["plugin_cost", "digest_cost", "top_k_decode"], time.monotonic() + seconds
+    processes.run_in_process(names, setting, out, end, found.__setitem__)
+    return found
 
 
-def test_the_budget_ends_the_rest(tmp_path: Path) -> None:
-    report, _ = checked(tmp_path, device="cpu", only="push,utilisation", budget_s=1.0)
-    assert [check["status"] for check in report["checks"].values()] == ["skipped"] * 2
-    assert "budget_s= are over" in report["checks"]["push"]["why"]
+def test_a_check_that_ends_its_process_fails_and_the_next_has_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes_of(ENDS, tmp_path, monkeypatch, 60.0)
+    assert [outcome["status"] for outcome in found.values()] == ["pass", "fail", "pass"]
+    assert (
+        found["plugin_cost"]["numbers"] == {"ms": 2.5} and "code 7" in found["digest_cost"]["why"]
+    )
+
+
+def test_a_check_that_hangs_fails_and_the_budget_ends_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes_of(HANGS, tmp_path, monkeypatch, 0.3)
+    assert [outcome["status"] for outcome in found.values()] == ["fail", "skipped", "skipped"]
+
+
+def test_results_are_appended_and_what_has_passed_is_left_out(tmp_path: Path) -> None:
+    first = Results(tmp_path, "cpu", "tiny")
+    first.add("push_copy", processes.outcome("fail", "a | b", 3.0))
+    first.add("push_copy", json.loads(PASSED))
+    first.add("push_ipc", processes.outcome("skipped", "no SGLang", 0.0))
+    again = Results(tmp_path, "cpu", "tiny")
+    found = [again.status(name) for name in ("push_copy", "push_ipc", "profile")]
+    assert found == ["pass", "skipped", None]
+    assert "| `push_copy` | pass | ms 2.5 | 0 |" in again.table() and "a \\| b" not in again.table()
+    assert Results(tmp_path, "cpu", "full").status("push_copy") is None
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+    printed = checked(tmp_path, device="cpu", only="push_copy", resume=True)
+    assert "| `push_copy` | pass |" in printed
+
+
+def test_a_failed_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LEAST_S", 1e9)
+    assert "`push_copy` | skipped" in checked(tmp_path, device="cpu", only="push_copy")
+    failed = processes.outcome("fail", "off by 3", 1.0)
+    monkeypatch.setattr(gpu, "run_in_process", lambda names, *rest: rest[-1](names[0], failed))
+    with pytest.raises(gpu.ChecksFailed, match="push_copy"):
+        checked(tmp_path, device="cpu", only="push_copy")
+
+
+def test_every_check_is_in_the_docs() -> None:
+    table = (ROOT / "docs/gpu.md").read_text()
+    listed = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert listed == list(CHECKS)

@@ -1,39 +1,32 @@
-"""`make gpu`: the checks of `tests/gpu/checks.py`, each in a process of its own, in ten minutes.
+"""`make gpu`: the checks of `tests/gpu/checks.py`, in processes of their own, in half an hour.
 
-Writes OUT/gpu.json, prints a table, ends with 1 if a check failed. Without a GPU it prints what it
-would do; `device=cpu size=tiny` runs the same checks small.
+Appends a line for each check to OUT/results.jsonl, prints a table in Markdown, ends with 1 if a
+check failed. Without a GPU it prints what it would do; `device=cpu size=tiny` runs the same checks
+small. `only=` takes names of checks and of parts, each of which ends within ten minutes.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import chz
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from cluster.command import run_command
 from distill.errors import ConfigError, IsothermError
 from distill.lookup import known_names
-from tests.gpu.checks import CHECKS
+from tests.gpu.checks import CHECKS, PARTS
+from tests.gpu.processes import run_in_process
+from tests.gpu.results import Results
 from tests.gpu.setting import Setting, Size
-
-REPOSITORY = Path(__file__).parents[2]
-_COLOURS = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
-# Time that is left to a check must be worth starting it.
-_LEAST_S = 20.0
 
 
 class ChecksFailed(IsothermError):
@@ -46,146 +39,93 @@ class ChecksFailed(IsothermError):
 class GpuConfig:
     """Checks of a machine with a GPU."""
 
-    out: str = chz.field(default="outputs/gpu", doc="directory of gpu.json and each check's log")
+    out: str = chz.field(default="outputs/gpu", doc="directory of results.jsonl and the logs")
     device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="cpu: run them there")
     size: Literal["auto", "tiny", "full"] = chz.field(
         default="auto", doc="of the models; auto: full on a GPU, tiny on a CPU"
     )
-    only: str = chz.field(default="", doc="names of checks, with commas between them; all")
+    only: str = chz.field(default="", doc="names of checks and parts, with commas between them")
     budget_s: float = chz.field(
-        default=600.0, doc="seconds for all checks together; each one's deadline grows with it"
+        default=1800.0, doc="seconds for all checks together; no check is begun after them"
+    )
+    resume: bool = chz.field(
+        default=False, doc="leave out what has passed on this device by OUT/results.jsonl"
+    )
+    scratch: str | None = chz.field(
+        default=None, doc="directory of the checks' models, which is kept; default: temporary"
     )
 
     @property
     def names(self) -> list[str]:
-        """Raises ConfigError for a name that is no check's."""
-        asked = [name.strip() for name in self.only.split(",")] if self.only else list(CHECKS)
+        """Names of the checks that are asked for, in their order.
+
+        Raises:
+            ConfigError: a name of no check and no part.
+        """
+        asked = {name.strip() for name in self.only.split(",")} if self.only else set(PARTS)
         for name in asked:
-            if name not in CHECKS:
-                raise ConfigError(f"only={self.only}: {known_names(name, CHECKS)}")
-        return asked
+            if name not in CHECKS and name not in PARTS:
+                known = known_names(name, [*PARTS, *CHECKS])
+                raise ConfigError(f"only={self.only}: {known}")
+        return [name for name, check in CHECKS.items() if {name, check.part} & asked]
 
 
 def run_checks(config: GpuConfig, console: Console) -> None:
-    """Runs them and writes the report.
+    """Runs the checks and reports.
 
     Raises:
-        ChecksFailed: their names.
+        ConfigError: device=cuda without a GPU, or an unknown name.
+        ChecksFailed: names the checks that failed.
     """
-    cuda = torch.cuda.is_available()
+    names, cuda = config.names, torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
         raise ConfigError("device=cuda and torch sees no GPU here; `isotherm doctor` says why")
-    device = ("cuda" if cuda else "cpu") if config.device == "auto" else config.device
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine(), "device": device, "checks": {}}
     if config.device == "auto" and not cuda:
-        why = "no CUDA GPU here (device=cpu size=tiny runs it on this machine)"
-        report["checks"] = {
-            name: {"status": "skipped", "why": why, "numbers": {}, "seconds": 0.0}
-            for name in config.names
-        }
-    else:
-        default: Size = "full" if device == "cuda" else "tiny"
-        size = report["size"] = default if config.size == "auto" else config.size
-        _run_all(config, device, size, report["checks"], console, out)
-    (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    console.print(table(report))
-    found = [check["status"] for check in report["checks"].values()]
-    console.print(
-        f"{found.count('pass')} passed, {found.count('fail')} failed, {found.count('skipped')} "
-        f"skipped; {out / 'gpu.json'}"
-    )
-    if failed := [name for name, check in report["checks"].items() if check["status"] == "fail"]:
-        raise ChecksFailed(f"failed: {', '.join(failed)}")
-
-
-def _run_all(
-    config: GpuConfig, device: Any, size: Size, found: dict[str, Any], console: Console, out: Path
-) -> None:
-    end = time.monotonic() + config.budget_s
-    with tempfile.TemporaryDirectory(prefix="isotherm-gpu-") as scratch:
-        setting = Setting(device=device, size=size, scratch=scratch)
-        for name in config.names:
-            left = end - time.monotonic()
-            if left < _LEAST_S:
-                why = f"the {config.budget_s:.0f} s of budget_s= are over"
-                found[name] = {"status": "skipped", "why": why, "numbers": {}, "seconds": 0.0}
-                continue
-            console.print(f"{name}: {CHECKS[name].what}", highlight=False)
-            deadline_s = min(left, CHECKS[name].deadline_s * config.budget_s / 600)
-            found[name] = _in_child(name, setting, deadline_s, out / f"{name}.log")
-
-
-def _in_child(name: str, setting: Setting, deadline_s: float, log: Path) -> dict[str, Any]:
-    """The check's outcome; a child that crashes, or is out of time, has failed."""
-    command = [sys.executable, "-m", "tests.gpu.child", name, json.dumps(asdict(setting))]
-    started = time.monotonic()
-    with open(log, "wb+") as file:
-        child = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            child.wait(deadline_s)
-            why = f"it ended with code {child.returncode}; see {log}"
-        except subprocess.TimeoutExpired:
-            why = f"not done after {deadline_s:.0f} s; see {log}"
-        finally:
-            _end(child)
-        file.seek(0)
-        lines = file.read().decode(errors="replace").splitlines()
-    try:
-        outcome = json.loads(lines[-1])
-        return outcome if child.returncode == 0 and "status" in outcome else _failed(why, started)
-    except (ValueError, IndexError, TypeError):
-        return _failed(why, started)
-
-
-def _failed(why: str, started: float) -> dict[str, Any]:
-    seconds = time.monotonic() - started
-    return {"status": "fail", "why": why, "numbers": {}, "seconds": seconds}
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends it, and all that it started."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
+        for name in names:
+            console.print(f"{name}: {CHECKS[name].question}", highlight=False, markup=False)
+        console.print("no CUDA GPU here: nothing is checked (device=cpu size=tiny runs all small)")
         return
-    child.wait()
+    device: Literal["cpu", "cuda"] = "cuda" if config.device == "auto" else config.device
+    default: Size = "full" if device == "cuda" else "tiny"
+    results = Results(Path(config.out), device, default if config.size == "auto" else config.size)
+    if config.resume:
+        names = [name for name in names if results.status(name) != "pass"]
+    _run(config, names, results, console)
+    console.print(results.table(), highlight=False, markup=False, soft_wrap=True)
+    if failed := [name for name in names if results.status(name) == "fail"]:
+        raise ChecksFailed(f"failed: {', '.join(failed)}; the logs are in {config.out}")
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    versions = {}
-    for name in ("torch", "transformers", "sglang", "ray"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpus": [f"{gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB" for gpu in gpus],
-        "cpus": os.cpu_count(),
-        "cuda": torch.version.cuda,
-        "versions": versions,
-    }
+def _run(config: GpuConfig, names: list[str], results: Results, console: Console) -> None:
+    end = time.monotonic() + config.budget_s
+
+    def record(name: str, outcome: dict[str, Any]) -> None:
+        results.add(name, outcome)
+        line = f"{name}: {outcome['status']} after {outcome['seconds']:.0f} s {outcome['why']}"
+        console.print(line, highlight=False, markup=False)
+
+    with _scratch(config) as scratch:
+        setting = Setting(device=results.device, size=results.size, scratch=scratch)
+        for process in _processes(names):
+            run_in_process(process, setting, results.out, end, record)
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The report for people."""
-    where = ", ".join(report["machine"]["gpus"]) or "no GPU"
-    made = Table("check", "", "what, and what was found", "s", title=f"{where}; {report['device']}")
-    for name, check in report["checks"].items():
-        numbers = ", ".join(f"{k} {v:.4g}" for k, v in check["numbers"].items())
-        lines = [CHECKS[name].what, numbers, check["why"]]
-        colour = _COLOURS[check["status"]]
-        made.add_row(
-            name, f"[{colour}]{check['status']}[/]", "\n".join(filter(None, lines)),
-            f"{check['seconds']:.0f}",
-        )  # fmt: skip
-    return made
+@contextmanager
+def _scratch(config: GpuConfig) -> Iterator[str]:
+    """Directory of the checks' models."""
+    if config.scratch is not None:
+        Path(config.scratch).mkdir(parents=True, exist_ok=True)
+        yield config.scratch
+        return
+    with tempfile.TemporaryDirectory(prefix="isotherm-gpu-") as scratch:
+        yield scratch
+
+
+def _processes(names: list[str]) -> Iterator[list[str]]:
+    """Names of the checks of each process."""
+    for key, together in groupby(names, lambda n: CHECKS[n].part if CHECKS[n].shares else n):
+        del key
+        yield list(together)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""One check in a process of its own: its last line is the outcome, as JSON."""
+"""Some checks in a process of their own: a line of JSON each, to the pipe that it is given."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from distill.models.loading import first_line
@@ -14,11 +16,11 @@ from tests.gpu.setting import Failed, Setting, Skipped
 
 
 def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
-    """`status` (pass or fail), `why`, `numbers` and `seconds`."""
+    """`status` (pass, fail or skipped), `why`, `numbers` and `seconds` of a check."""
     started = time.perf_counter()
     status, why, numbers = "pass", "", {}
     try:
-        numbers = CHECKS[name].run(setting)
+        numbers = CHECKS[name].run(name, setting)
     except Skipped as reason:
         status, why = "skipped", str(reason)
     except Failed as reason:
@@ -30,5 +32,12 @@ def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
     return {"status": status, "why": why, "numbers": numbers, "seconds": seconds}
 
 
+def main(pipe: int, names: Sequence[str], setting: Setting) -> None:
+    """Runs the checks one after the other; each outcome is written as soon as it is known."""
+    with os.fdopen(pipe, "w", buffering=1) as outcomes:
+        for name in names:
+            outcomes.write(json.dumps(outcome_of(name, setting)) + "\n")
+
+
 if __name__ == "__main__":
-    print(json.dumps(outcome_of(sys.argv[1], Setting(**json.loads(sys.argv[2])))), flush=True)
+    main(int(sys.argv[1]), sys.argv[2].split(","), Setting(**json.loads(sys.argv[3])))

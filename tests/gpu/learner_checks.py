@@ -1,49 +1,45 @@
-"""Checks of the learner: numbers against slow truths, memory against the plan, speed."""
+"""Checks of the learner: numbers against slow truths, and speed."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from distill.gpu import GIB
 from distill.handshake.comparison import MEAN_SHARE, TOLERANCE
-from distill.models import flex_attention
 from distill.models.loading import load_config
-from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
-from learner.memory import estimate_pass
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
-from tests.bench.memory import kilobytes
 from tests.bench.peak import peak_flops
 from tests.enumeration import ESTIMATORS, World, error
-from tests.flex_twin import dense_flex
-from tests.gpu.setting import TEMPERATURE, Setting, require, rows_of
+from tests.gpu.measure import let_go, peak_bytes
+from tests.gpu.setting import TEMPERATURE, Numbers, Setting, require, rows_of
 
 LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
 _WARM_UP, _STEPS = 2, 3
 # A step of this much less is no GPU's trouble but ours.
 _LEAST_MFU = 0.15
-_GIB = 1 << 30
 
 
-def new_learner(setting: Setting, dtype: Precision, **settings: object) -> Learner:
+def new_learner(
+    setting: Setting, dtype: Precision, shape: str = "1.1B", **settings: object
+) -> Learner:
     config = LearnerConfig(
-        model=setting.model(), total_steps=100, device=setting.device, dtype=dtype, **settings
+        model=setting.model(shape), total_steps=100, device=setting.device, dtype=dtype, **settings
     )
     return Learner(config, setting.scratch)
 
 
-def bfloat16_step(setting: Setting) -> dict[str, float]:
+def bfloat16_step(setting: Setting) -> Numbers:
     """A step in bfloat16 with float32 weights: its log-probs and its loss beside float32's."""
     rows_D = rows_of(load_config(setting.model()), count=4, length=setting.choose(64, 512), seed=0)
     found = {}
@@ -55,6 +51,7 @@ def bfloat16_step(setting: Setting) -> dict[str, float]:
         require(not np.array_equal(before, after), f"a step in {dtype} changed nothing")
         found[dtype] = before, metrics
         del learner
+        let_go(setting)
     gap_N = np.abs(found["bfloat16"][0] - found["float32"][0])
     norm, truth = (found[dtype][1]["train/grad_norm"] for dtype in ("bfloat16", "float32"))
     made = {"mean_gap": float(gap_N.mean()), "grad_norm_ratio": norm / truth}
@@ -63,7 +60,7 @@ def bfloat16_step(setting: Setting) -> dict[str, float]:
     return made
 
 
-def full_divergence(setting: Setting) -> dict[str, float]:
+def full_divergence(setting: Setting) -> Numbers:
     """estimator=full: the reverse KL of whole distributions, beside plain calls of both models."""
     student, teacher = setting.pair()
     rows_D = rows_of(load_config(student), count=4, length=64, seed=1, teacher_coef=1.0)
@@ -96,7 +93,7 @@ def _plain_reverse_kl(student: str, teacher: str, rows_D: list[TrainingRow], dev
     return total / count
 
 
-def long_attention(setting: Setting) -> dict[str, float]:
+def long_attention(setting: Setting) -> Numbers:
     """A row of 8192 tokens: log-probs beside transformers' own attention; memory by length."""
     length = setting.choose(512, 8192)
     config = load_config(setting.model())
@@ -106,55 +103,16 @@ def long_attention(setting: Setting) -> dict[str, float]:
     ours_N = learner.logprobs([row])[0]
     seconds = time.perf_counter() - started
     del learner
+    let_go(setting)
     theirs_N = _plain_logprobs(setting, row)
     gap = float(np.abs(ours_N - theirs_N).mean())
     made = {"tokens": float(length), "seconds": seconds, "mean_gap": gap}
     require(gap < TOLERANCE[setting.dtype] * MEAN_SHARE, f"log-probs are off: {made}")
     if setting.cuda:
         shorter, longer = (_step_peak(setting, tokens) for tokens in (length // 2, length))
-        made |= {"peak_gib": longer / _GIB, "peak_ratio": longer / shorter}
+        made |= {"peak_gib": longer / GIB, "peak_ratio": longer / shorter}
         require(longer < 3 * shorter, f"memory grows with the square of the length: {made}")
     return made
-
-
-def packed_attention(setting: Setting) -> dict[str, float]:
-    """Packed rows by flex attention: loss and gradient beside padded attention's; seconds."""
-    config = load_config(setting.model())
-    if setting.cuda:
-        heads, dtype = flex_attention.Heads.of(config), getattr(torch, setting.dtype)
-        serves = flex_attention.flex_serves(heads, dtype, torch.device(setting.device))
-        require(serves, "flex attention does not compile here, or is off: see the log")
-    lengths = (40, 3, 130, 300) if setting.size == "tiny" else (4000, 60, 900, 2500, 300, 8000)
-    rows_D = [rows_of(config, count=1, length=n, seed=n)[0] for n in lengths]
-    ours, theirs = (_packed_step(setting, rows_D, flex=flex) for flex in (True, False))
-    made = {
-        "seconds": ours["seconds"],
-        "padded_seconds": theirs["seconds"],
-        "norm_ratio": ours["norm"] / theirs["norm"],
-        "loss_gap": abs(ours["loss"] - theirs["loss"]),
-    }
-    share = 2e-2 if setting.cuda else 1e-4
-    require(abs(made["norm_ratio"] - 1) < share, f"the gradient's norm is off: {made}")
-    require(made["loss_gap"] < share * (1 + abs(theirs["loss"])), f"the loss is off: {made}")
-    return made
-
-
-def _packed_step(setting: Setting, rows_D: list[TrainingRow], *, flex: bool) -> dict[str, float]:
-    """Loss, norm of the gradient, and seconds of a pass, the second one of its kind."""
-    with ExitStack() as patches:
-        chosen = patch.object(SharedPrefixModel, "_attends_by_flex", lambda _: flex)
-        patches.enter_context(chosen)
-        if not setting.cuda:  # where torch's kernel has no backward pass
-            patches.enter_context(patch.object(flex_attention, "flex_attention", dense_flex))
-        learner = new_learner(setting, setting.dtype, packing=True)
-        learner.forward_backward(Part(rows_D=rows_D, loss=LOSS))  # compiles
-        learner.zero_grad()
-        started = time.perf_counter()
-        metrics = learner.forward_backward(Part(rows_D=rows_D, loss=LOSS))
-        gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
-        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item()
-    seconds = time.perf_counter() - started
-    return {"loss": metrics["train/loss"], "norm": norm, "seconds": seconds}
 
 
 @torch.no_grad()
@@ -169,49 +127,16 @@ def _plain_logprobs(setting: Setting, row: TrainingRow) -> np.ndarray:
 
 
 def _step_peak(setting: Setting, length: int) -> int:
-    """Bytes that a step on one row adds to what the learner holds."""
+    """Bytes that a step on one row takes beside weights, moments and gradients."""
     learner = new_learner(setting, "bfloat16", gradient_checkpointing=True)
     rows_D = rows_of(load_config(setting.model()), count=1, length=length, seed=3)
     learner.step(Part(rows_D=rows_D, loss=LOSS))
-    return _extra_bytes(setting, learner, rows_D)
-
-
-def _extra_bytes(setting: Setting, learner: Learner, rows_D: list[TrainingRow]) -> int:
-    """Peak of a step less what is held before it, gradients left out on both sides."""
     learner.zero_grad()
-    if setting.cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        learner.step(Part(rows_D=rows_D, loss=LOSS))
-        gradients = sum(p.numel() * 4 for p in learner.model.parameters() if p.requires_grad)
-        return torch.cuda.max_memory_allocated() - before - gradients
-    before = kilobytes("/proc/self/status", "VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    learner.step(Part(rows_D=rows_D, loss=LOSS))
-    return (kilobytes("/proc/self/status", "VmHWM") - before) * 1024
+    peak = peak_bytes(setting, lambda: learner.step(Part(rows_D=rows_D, loss=LOSS)))
+    return peak - sum(4 * p.numel() for p in learner.model.parameters())
 
 
-def planned_memory(setting: Setting) -> dict[str, float]:
-    """Peak of a pass beside what `dry_run` and the learner plan for it."""
-    tokens, length = setting.choose(8192, 16384), setting.choose(512, 2048)
-    dtype: Precision = setting.dtype
-    learner = new_learner(setting, dtype, token_budget=tokens, gradient_checkpointing=False)
-    config = load_config(setting.model())
-    learner.step(Part(rows_D=rows_of(config, count=1, length=64, seed=4), loss=LOSS))
-    rows_D = rows_of(config, count=tokens // length, length=length, seed=5)
-    measured = _extra_bytes(setting, learner, rows_D)
-    memory = estimate_pass(setting.model(), dtype=dtype, device=setting.device, workers=1)
-    assert memory is not None
-    planned = memory.bytes(tokens, checkpointing=False)
-    made = {"planned_gib": planned / _GIB, "measured_gib": measured / _GIB}
-    made["ratio"] = measured / planned
-    most = 1.15 if setting.cuda else 1.8  # a CPU's malloc keeps what it has once been given
-    require(0.3 < made["ratio"] < most, f"the plan is off: {made}")
-    return made
-
-
-def gradient_truth(setting: Setting) -> dict[str, float]:
+def gradient_truth(setting: Setting) -> Numbers:
     """Each estimator's mean gradient on the device, beside the exact one by enumeration."""
     directory = Path(setting.scratch) / "enumeration"
     directory.mkdir(exist_ok=True)
@@ -228,7 +153,7 @@ def gradient_truth(setting: Setting) -> dict[str, float]:
     return {"estimators": float(len(errors)), "largest_error": errors[worst]}
 
 
-def utilisation(setting: Setting) -> dict[str, float]:
+def utilisation(setting: Setting) -> Numbers:
     """Model FLOPs of a step beside what a large matrix product reaches here."""
     learner = new_learner(setting, setting.dtype)
     count, length = setting.choose(8, 16), setting.choose(128, 2048)
