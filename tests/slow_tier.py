@@ -19,7 +19,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow")
 # What was begun in time may go on for so long afterwards.
-GRACE_S = 15 * 60.0
+GRACE_S = 8 * 60.0
 NO_LIMIT_S = 24 * 3600.0
 
 
