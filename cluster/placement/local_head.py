@@ -7,7 +7,7 @@ input is closed, and the head ends Ray; a driver that has finished does not wait
 is in a session of its own: timeout(1), shells and batch systems signal a whole process group, and
 the driver needs Ray to answer a signal with a checkpoint.
 
-This file is the head's program too. Nothing that takes time is imported at module level.
+The head's process runs `run_head`. Nothing that takes time is imported at module level.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ from distill.errors import ConfigError
 _STARTS = 3
 _DEADLINE_S = 180.0
 
+# `-m` would look for modules in the working directory, which the driver may not do.
+_PROGRAM = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from {__name__} import run_head
+run_head(int(sys.argv[2]))
+"""
+
 _running: LocalHead | None = None
 
 
@@ -39,7 +47,7 @@ class LocalHead:
         # Workers do the run's work; Ray would give them a lower priority than all else here.
         defaults = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(cpus)],
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(cpus)],
             env={**defaults, **os.environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,8 +106,9 @@ def local_head(cpus: int) -> Iterator[LocalHead]:
         _running = None
 
 
-def _main(cpus: int) -> None:
-    """The head's program: starts Ray, prints its address or the error, waits for the driver."""
+def run_head(cpus: int) -> None:
+    """Body of the head's process: starts Ray, prints its address or the error, waits for the end
+    of standard input."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Ray prints
     import ray
@@ -163,7 +172,3 @@ def _remedy(error: Exception) -> str:
     if limit != resource.RLIM_INFINITY:
         return f"Its processes may map no more than {limit >> 20} MiB each: lift ulimit -v"
     return f"Its logs are in {directory}/ray/session_latest/logs"
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]))
