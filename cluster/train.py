@@ -30,9 +30,10 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.placement.device_choice import gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
-from cluster.placement.starts_here import joins_cluster, starts_here
+from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -155,7 +156,7 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     config = with_chat_date(make(recipe.config, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
-    check_early(config, elsewhere=_placed_elsewhere(config))
+    check_early(config, elsewhere=gpus_elsewhere(config))
     out = Path(config.out).resolve()
     if not config.dry_run:
         wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
@@ -170,13 +171,6 @@ def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
     if config.local or config.dry_run or not starts_here():
         return nullcontext()
     return local_head(cpus_here(config))
-
-
-def _placed_elsewhere(config: CommonConfig) -> bool:
-    """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
-    if config.dry_run and config.gpu_memory_gib is not None:
-        return True
-    return joins_cluster(local=config.local)
 
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:

@@ -16,6 +16,11 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.grpc_utils import init_grpc_channel
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import (
+    GcsClient,  # pyright: ignore[reportAttributeAccessIssue] - compiled
+)
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.core.generated.gcs_service_pb2 import (
@@ -23,7 +28,6 @@ from ray.core.generated.gcs_service_pb2 import (
 )
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
-from ray.experimental.internal_kv import _internal_kv_get
 
 from cluster.placement.local_head import LocalHead, hush_token_setup, local_head
 from cluster.placement.starts_here import starts_here
@@ -65,28 +69,55 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
         yield
 
 
+def cluster_gpus() -> float:
+    """GPUs of the nodes that are up, in the cluster that is connected or that RAY_ADDRESS names.
+
+    Raises:
+        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
+    """
+    return get_cluster_status(_gcs_address()).total_resources().get("GPU", 0.0)
+
+
 def autoscales() -> bool:
-    """True if the connected cluster has an autoscaler, so that nodes may come that it lacks now.
+    """True if that cluster has an autoscaler, so that nodes may come that it lacks now.
 
     Every cluster's monitor reports its nodes' types: under an autoscaler they are those of its
     configuration, without one each node is a type of its own, called `node_<id>`. Waits a while for
     the first report of a cluster that has just come up.
+
+    Raises:
+        ConfigError: as `cluster_gpus`.
     """
+    address = _gcs_address()
     deadline = time.monotonic() + _REPORT_S
-    while (types := _node_types()) is None and time.monotonic() < deadline:
+    while (types := _node_types(address)) is None and time.monotonic() < deadline:
         time.sleep(0.5)
     return any(not node_type.startswith("node_") for node_type in types or ())
 
 
-def _node_types() -> list[str] | None:
+def _node_types(address: str) -> list[str] | None:
     """Node types in the autoscaler's report, which its two generations keep in different places."""
-    if is_autoscaler_v2(fetch_from_server=True):
-        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    client = GcsClient(address)
+    if is_autoscaler_v2(fetch_from_server=True, gcs_client=client):
+        status = get_cluster_status(address)
         nodes = [*status.active_nodes, *status.idle_nodes]
         return [node.ray_node_type_name for node in nodes] or None
-    written = _internal_kv_get("__autoscaling_status")
+    written = client.internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), None)
     report = json.loads(written).get("autoscaler_report") if written else None
     return list(report["node_type_mapping"].values()) or None if report else None
+
+
+def _gcs_address() -> str:
+    """Address of the connected cluster's head, or of the one that RAY_ADDRESS names, if it answers.
+
+    Raises:
+        ConfigError: it does not, or refuses this process.
+    """
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    address = os.environ["RAY_ADDRESS"]
+    with _joining(address):
+        return _head_address(address)
 
 
 def join_local(head: LocalHead, namespace: str) -> None:
@@ -102,17 +133,16 @@ def join_local(head: LocalHead, namespace: str) -> None:
 
 
 def _join(address: str, namespace: str) -> None:
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"RAY_ADDRESS={address} is a Ray client's address, and a run's driver must be in the "
-            "cluster: submit a job there (ray job submit --address http://HEAD:8265 --working-dir "
-            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379"
-        )
-    try:
-        if address != "auto":
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-            _require_answer(address)
+    with _joining(address):
+        _head_address(address)
         ray.init(namespace=namespace, log_to_driver=True)
+
+
+@contextmanager
+def _joining(address: str) -> Iterator[None]:
+    """Turns what Ray raises meanwhile into ConfigErrors."""
+    try:
+        yield
     except ConfigError:
         raise
     except AuthenticationError as error:
@@ -126,6 +156,21 @@ def _join(address: str, namespace: str) -> None:
             f"RAY_ADDRESS={address} cannot be joined: {error}. The driver runs on a node of the "
             "cluster; leave RAY_ADDRESS out to start Ray here, or submit a job"
         ) from error
+
+
+def _head_address(address: str) -> str:
+    """Address of the head that RAY_ADDRESS names; one that is named by host and port answers."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is a Ray client's address, and a run's driver must be in the "
+            "cluster: submit a job there (ray job submit --address http://HEAD:8265 --working-dir "
+            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379"
+        )
+    if address == "auto":
+        return canonicalize_bootstrap_address_or_die(address)
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    _require_answer(address)
+    return address
 
 
 def _require_answer(address: str) -> None:

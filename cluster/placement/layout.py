@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from actors.config import choose_dtype
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.devices import require_gpu
 from cluster.placement.gpu_plan import GpuPlan, trained_model
-from cluster.placement.push_plan import describe_push, require_lenders
+from cluster.placement.push_plan import describe_push
 from cluster.placement.resource_plan import (
     Layout,
     RolePlan,
@@ -19,8 +16,6 @@ from cluster.placement.resource_plan import (
     render,
 )
 from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
-from cluster.placement.starts_here import joins_cluster
-from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET
 from learner.memory import estimate_memory, estimate_pass, holding_of
 
@@ -28,15 +23,13 @@ from learner.memory import estimate_memory, estimate_pass, holding_of
 def describe_layout(config: CommonConfig) -> str:
     """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
 
+    The device is chosen already (`with_device`).
+
     Raises:
-        ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU;
-            or a role does not fit onto its part of a GPU.
+        ConfigError: a role does not fit onto its part of a GPU.
     """
-    if not joins_cluster(local=config.local) and config.gpu_memory_gib is None:
-        require_gpu(config, torch.cuda.device_count(), "this machine")
-    device = device_here(config.device)
-    if isinstance(config, RolloutConfig) and device.startswith("cuda"):
-        require_lenders(config)
+    device = config.device
+    assert device != "auto", "the device of a run is chosen before its plan is made"
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     plans = []
     for role in placed_roles(config, device):

@@ -21,7 +21,6 @@ from cluster.console import lost_output
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
 from cluster.placement.connect import connect
-from cluster.placement.devices import resolve_device
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     LEARNER,
@@ -287,7 +286,8 @@ def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Pla
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
-    device = resolve_device(config)
+    device = config.device
+    assert device != "auto", "the device of a run is chosen before it is placed"
     roles = placed_roles(config, device)
     placement = Placement(
         [replace(role, resources={}) for role in roles] if config.local else roles,

@@ -32,6 +32,7 @@ from cluster.handshake.handshake import (
 )
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
 from cluster.placement.placement_groups import Placement
@@ -85,7 +86,10 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     say = partial(console.print, markup=False, highlight=False)
-    asked = config.engine
+    device, engine = config.device, config.engine
+    config, said = with_device(config)
+    if said:
+        say(said)
     config, said = with_engine(config)
     if said:
         say(said)
@@ -97,8 +101,8 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     config, said = with_routing_replay(config)
     if said:
         say(said)
-    # As it was given: the run may go on where engine=auto is another.
-    recorded = chz.replace(config, engine=asked)
+    # As they were given: the run may go on where auto is another.
+    recorded = chz.replace(config, device=device, engine=engine)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         _run_opened(config, inputs, directory, resume_from, console)

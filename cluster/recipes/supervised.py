@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chz
 from rich.console import Console
 from rich.markup import escape
 
@@ -20,6 +21,7 @@ from cluster.config.supervised_checks import (
     check_sft,
 )
 from cluster.hosts.learners import supervised_learners
+from cluster.placement.device_choice import with_device
 from cluster.placement.layout import describe_layout
 from cluster.recipes.common import (
     RunSession,
@@ -82,13 +84,18 @@ def _run(
     how: str = "",
 ) -> None:
     """Prints the plan, and runs it; `noun` is what `batch_size` counts."""
+    asked = config.device
+    config, said = with_device(config)
+    if said:
+        console.print(said, markup=False, highlight=False)
     epochs = "" if config.epochs is None else f" ({config.epochs:g} epochs)"
     units = len(inputs.rows_D) // config.rows_per_unit
     config = config.trained_on(units)
     apart = sum(len(source.rows_D) for source in inputs.held_out) // config.rows_per_unit
     both = f", {inputs.overlap} of them with a prompt that is trained" if inputs.overlap else ""
     held_out = f" ({apart} held out{both})" if apart else ""
-    directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
+    recorded = chz.replace(config, device=asked)
+    directory = RunDirectory(recipe, recorded, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
     check_metric(config.keep_best, "validation/", _MEASURED[recipe], own=True)
     with opened(config, directory, say) as resume_from:

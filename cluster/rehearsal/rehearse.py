@@ -30,6 +30,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.early_ends import Interrupted, RunFailed
 from cluster.inspect.audit import audit
+from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.roles import (
     EVALUATOR,
@@ -75,8 +76,9 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
         RunFailed: something does not work.
     """
     began = time.monotonic()
-    config, said = with_engine(config)
-    if said:
+    config, device_note = with_device(config)
+    config, engine_note = with_engine(config)
+    for said in filter(None, (device_note, engine_note)):
         console.print(said, markup=False, highlight=False)
     inputs = check_rollout(config)
     if isinstance(config, OpdConfig):  # of the teachers themselves: twins are all alike

@@ -37,6 +37,19 @@ except ConfigError as error:
     facts = {"error": str(error)}
 print(json.dumps(facts | {"left": not ray.is_initialized()}))
 """
+# The device of a run, chosen before it joins.
+_CHOOSE = """
+from cluster.config.supervised import SftConfig
+from cluster.placement.device_choice import with_device
+from distill.errors import ConfigError
+def chosen(asked):
+    config = SftConfig(model="M", data="D.jsonl", out="O", lr=1e-3, steps=1, device=asked)
+    try:
+        return with_device(config)[0].device
+    except ConfigError:
+        return "refused"
+print(*map(chosen, ("cpu", "auto", "cuda")))
+"""
 # What a head of another version would have written, in place of what this one wrote.
 _PRETEND = """
 import json, ray
@@ -114,6 +127,7 @@ def test_a_cluster_named_by_the_environment_is_joined(head: Head) -> None:
         "autoscales": False,
         "left": True,
     }
+    assert python(_CHOOSE, head.address).split() == ["cpu", "cpu", "refused"]
 
 
 @pytest.mark.slow
@@ -122,6 +136,7 @@ def test_an_autoscaler_is_noticed(tmp_path: Path, version: int) -> None:
     arguments, environment = autoscaling(tmp_path, workers=1, version=version)
     with ray_head(*arguments, dashboard=False, cpus=1, environment=environment) as head:
         assert join(head.address)["autoscales"] is True
+        assert python(_CHOOSE, head.address).split() == ["cpu", "refused", "cuda"]
 
 
 @pytest.mark.slow

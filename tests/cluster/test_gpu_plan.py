@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from cluster.config.on_policy import OpdConfig
-from cluster.placement import devices
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
@@ -130,14 +129,6 @@ def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
         ({"teacher_server_flags": ""}, r"teacher \(.*32b\) does not fit"),
         ({"gpu_memory_gib": 24.0}, r"policy \(.*8b\) does not fit: of 18\.\d GiB"),
         (
-            {"weights": "ipc", "gpus_per_actor": 1.0},
-            "weights=ipc with gpus_per_actor=1: policy engines would have GPUs of their own",
-        ),
-        (
-            {"weights": "ipc", "engines_sleep": False, "policy_server_flags": "--tp-size 2"},
-            "weights=ipc with policy_server_flags=--tp-size 2: policy engines would have GPUs of",
-        ),
-        (
             {"learner_workers": 1, "policy_engines": 1},
             "in the learner does not fit: .* 123.1 GiB of a GPU",
         ),
@@ -156,24 +147,9 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
     eight: Opd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.placement.gpu_plan.gpu_bytes", lambda: None)
-    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # a cluster that it joins
     config = eight(gpu_memory_gib=None)
     assert "memory   of a GPU unknown" in describe_layout(config)
     assert "cache (147456 bytes a token)" in line(config, "policy")
-
-
-def test_shared_gpus_need_bundles_that_are_whole(
-    eight: Opd, opd: Opd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices.ray, "cluster_resources", lambda: {"GPU": 8.0})
-    assert devices.resolve_device(eight()) == "cuda"
-    for changes, message in (
-        ({"policy_engines": 4}, "use gpus_per_actor=0.5 and policy_engines=8"),
-        ({"gpus_per_actor": 0.25}, "use gpus_per_actor=0.5 and policy_engines=8"),
-        ({"colocate": False}, "use gpus_per_actor=1, or colocate=True"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            devices.resolve_device(eight(**changes))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.supervised import SftConfig
-from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import (
     cpus_at_most,
@@ -27,22 +26,6 @@ Opd = Callable[..., OpdConfig]
 
 def taken(config: OpdConfig | SftConfig, device: str) -> dict[str, tuple[int, dict[str, float]]]:
     return {role.name: (role.count, dict(role.needed)) for role in placed_roles(config, device)}
-
-
-def test_auto_engines_are_embedded_without_a_gpu(opd: Opd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.config.sglang_installed", lambda: True)
-    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config, said = with_engine(opd())
-    assert config.engine == "embedded" and "engine=sglang" in said
-    assert with_engine(opd(engine="sglang")) == (opd(engine="sglang"), "")
-    with pytest.raises(ConfigError, match="weights=group needs engine=sglang"):
-        with_engine(opd(weights="group"))
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")  # whose GPUs are not known yet
-    assert with_engine(opd())[0].engine == "sglang"
-    assert with_engine(opd(device="cpu"))[0].engine == "embedded"
 
 
 def test_what_each_role_takes(opd: Opd) -> None:
@@ -120,7 +103,7 @@ def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:
 def test_engines_for_evaluations_are_policy_engines_of_their_own(opd: Opd) -> None:
     config = opd(
         eval_engines=2, eval_every=5, engine="sglang", policy_server_flags="--tp-size 4",
-        policy_engines=3,
+        policy_engines=3, device="cpu",
     )  # fmt: skip
     roles = taken(config, "cuda")
     assert roles["evaluation"] == (2, {"CPU": 1, "GPU": 4}) and roles["policy"][0] == 3

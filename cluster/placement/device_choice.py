@@ -1,0 +1,117 @@
+"""`device=` of a run: cpu or cuda, decided once, before the checks and choices that need it.
+
+A run's GPUs are those of this machine or, if it joins a cluster, those of the cluster: of nodes
+that are up, and of nodes that an autoscaler may start. Ray does not tell a driver which types of
+nodes its autoscaler has. So device=cuda reserves GPUs and waits for them, and device=auto is
+refused where an autoscaler may bring GPUs and no node has one yet.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import chz
+
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.placement.starts_here import joins_cluster
+from distill.errors import ConfigError
+
+Config = TypeVar("Config", bound=CommonConfig)
+
+
+def with_device(config: Config) -> tuple[Config, str]:
+    """Replace device=auto by cpu or cuda, and check the settings that depend on the device.
+
+    Returns:
+        The settings, and a line that gives the reason; an empty line if the device is plain.
+
+    Raises:
+        ConfigError: device=cuda, and there is no GPU and none may come; device=auto on a cluster
+            whose autoscaler may start GPU nodes; RAY_ADDRESS names no cluster that answers; or
+            another setting does not fit the device.
+    """
+    device, said = _decided(config)
+    if device == "cpu":
+        _refuse_on_cpu(config)
+    else:
+        _require_gpus_of_their_own(config)
+        if isinstance(config, RolloutConfig):
+            from cluster.placement.push_plan import require_lenders  # torch: not for --help
+
+            require_lenders(config)
+    return chz.replace(config, device=device), said
+
+
+def gpus_elsewhere(config: CommonConfig) -> bool:
+    """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
+    return _supposes_gpus(config) or joins_cluster(local=config.local)
+
+
+def _supposes_gpus(config: CommonConfig) -> bool:
+    return config.dry_run and config.gpu_memory_gib is not None
+
+
+def _decided(config: CommonConfig) -> tuple[str, str]:
+    if config.device == "cpu":
+        return "cpu", ""
+    if _supposes_gpus(config):
+        return "cuda", ""
+    if joins_cluster(local=config.local):
+        return _of_cluster(config)
+    import torch  # which --help does without
+
+    return _by_count(config, torch.cuda.device_count(), "this machine"), ""
+
+
+def _of_cluster(config: CommonConfig) -> tuple[str, str]:
+    if config.dry_run and config.device == "cuda":
+        return "cuda", ""  # a plan of what was asked for needs no cluster
+    from cluster.placement.connect import autoscales, cluster_gpus  # Ray, of no use to local runs
+
+    gpus = cluster_gpus()
+    if gpus or not autoscales():
+        device = _by_count(config, gpus, "the Ray cluster")
+        said = f"device=auto: {device}; the Ray cluster has {gpus:g} GPUs"
+        return device, said if config.device == "auto" else ""
+    if config.device == "auto":
+        raise ConfigError(
+            "device=auto: no node of the Ray cluster has a GPU now, and whether its autoscaler "
+            "would start one that has is not known here. Say device=cuda, which waits for GPU "
+            f"nodes (placement_deadline_s={config.placement_deadline_s:g}), or device=cpu"
+        )
+    return "cuda", "device=cuda: no node has a GPU yet, and the autoscaler is asked for some"
+
+
+def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
+    if config.device == "cuda" and not gpus:
+        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
+    return "cuda" if gpus else "cpu"
+
+
+def _refuse_on_cpu(config: CommonConfig) -> None:
+    for name in ("offload_optimizer", "liger"):
+        if getattr(config, name):
+            raise ConfigError(f"{name}=True is for CUDA, and the learner is on a CPU; leave it out")
+
+
+def _require_gpus_of_their_own(config: CommonConfig) -> None:
+    """Raise ConfigError if two learner workers could meet on one GPU: NCCL would refuse.
+
+    Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
+    """
+    workers, share = config.learner_workers, config.gpus_per_actor
+    if workers == 1 or share >= 1 or config.only_keeps:
+        return
+    if isinstance(config, RolloutConfig) and config.colocate:
+        if share == 0.5 and config.policy_engines == workers:
+            return
+        raise ConfigError(
+            f"colocate=True gpus_per_actor={share} learner_workers={workers} policy_engines="
+            f"{config.policy_engines}: two workers could meet on one GPU, which NCCL refuses; use "
+            f"gpus_per_actor=0.5 and policy_engines={workers}"
+        )
+    raise ConfigError(
+        f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
+        "each worker; use gpus_per_actor=1, or colocate=True with as many policy engines"
+    )

@@ -1,0 +1,115 @@
+"""`device=auto` and `engine=auto`: by the GPUs of this machine or of a cluster that is joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.config.on_policy import OpdConfig
+from cluster.placement.device_choice import with_device
+from cluster.placement.engine_choice import with_engine
+from distill.errors import ConfigError
+
+Opd = Callable[..., OpdConfig]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here and no cluster; SGLang is installed."""
+    monkeypatch.setattr("actors.config.sglang_installed", lambda: True)
+    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
+    """Names a cluster with so many GPUs up, and with an autoscaler or without."""
+
+    def named(gpus: float, grows: bool) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+        monkeypatch.setattr("cluster.placement.connect.cluster_gpus", lambda: gpus)
+        monkeypatch.setattr("cluster.placement.connect.autoscales", lambda: grows)
+
+    return named
+
+
+@pytest.mark.parametrize(
+    ("gpus", "grows", "auto", "cuda"),
+    [
+        (0, False, "cpu", None),
+        (0, True, None, "cuda"),
+        (4, False, "cuda", "cuda"),
+        (4, True, "cuda", "cuda"),
+    ],
+)
+def test_a_cluster_that_is_joined_decides(
+    opd: Opd,
+    join: Callable[[float, bool], None],
+    gpus: float,
+    grows: bool,
+    auto: str | None,
+    cuda: str | None,
+) -> None:
+    join(gpus, grows)
+    assert with_device(opd(device="cpu"))[0].device == "cpu"
+    for asked, chosen in (("auto", auto), ("cuda", cuda)):
+        if chosen is None:
+            with pytest.raises(ConfigError, match=f"device={asked}"):
+                with_device(opd(device=asked))
+            continue
+        config, _ = with_device(opd(device=asked))
+        assert config.device == chosen
+        assert with_engine(config)[0].engine == ("sglang" if chosen == "cuda" else "embedded")
+
+
+def test_a_plan_of_named_gpus_asks_no_cluster(opd: Opd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert with_device(opd(device="cuda", dry_run=True))[0].device == "cuda"
+    assert with_device(opd(dry_run=True, gpu_memory_gib=80.0))[0].device == "cuda"
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        with_device(opd(dry_run=True))
+
+
+def test_this_machine_decides_for_a_run_that_starts_here(
+    opd: Opd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = with_engine(with_device(opd())[0])
+    assert (config.device, config.engine) == ("cpu", "embedded")
+    with pytest.raises(ConfigError, match="device=cuda"):
+        with_device(opd(device="cuda"))
+    with pytest.raises(ConfigError, match="liger=True"):
+        with_device(opd(liger=True))
+    with pytest.raises(ConfigError, match="weights=group needs engine=sglang"):
+        with_engine(opd(weights="group", device="cpu"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert with_device(opd(local=True))[0].device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy_engines": 4}, "use gpus_per_actor=0.5 and policy_engines=8"),
+        ({"gpus_per_actor": 0.25}, "use gpus_per_actor=0.5 and policy_engines=8"),
+        ({"colocate": False}, "use gpus_per_actor=1, or colocate=True"),
+        ({"weights": "ipc", "gpus_per_actor": 1.0}, "weights=ipc with gpus_per_actor=1: policy"),
+        (
+            {"weights": "ipc", "engines_sleep": False, "policy_server_flags": "--tp-size 2"},
+            "weights=ipc with policy_server_flags=--tp-size 2: policy engines would have GPUs of",
+        ),
+    ],
+)
+def test_actors_that_cannot_share_gpus_are_refused(
+    opd: Opd, join: Callable[[float, bool], None], changes: dict, message: str
+) -> None:
+    join(8, False)
+    shared = {
+        "learner_workers": 8, "policy_engines": 8, "gpus_per_actor": 0.5, "colocate": True,
+        "prompts_per_step": 8, "engine": "sglang",
+    }  # fmt: skip
+    assert with_device(opd(**shared))[0].device == "cuda"
+    with pytest.raises(ConfigError, match=message):
+        with_device(opd(**shared | changes))
