@@ -71,10 +71,13 @@ def engine_note(choice: EngineChoice, kind: EngineKind) -> str:
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Size of a checkpoint's weights; 0 where it is not on this machine."""
-    from distill.models.loading import weight_files  # torch, which settings do without
+    """Size of a checkpoint's files, by the hub's index where they are not here; 0: nobody tells."""
+    from actors.hub import size_on_hub  # torch, which settings do without
+    from distill.models.loading import weight_files
 
-    return 0 if is_url(model) else sum(file.stat().st_size for file in weight_files(model))
+    if is_url(model):
+        return 0
+    return sum(file.stat().st_size for file in weight_files(model)) or size_on_hub(model)
 
 
 @chz.chz

@@ -9,6 +9,8 @@ SLOWEST_TOKEN_S = 0.25
 SLOWEST_PREFILL_S = 0.002
 # So many bytes a second are read from a slow shared disk.
 LOADED_A_S = 100_000_000
+# And so many come from the hub over a slow line.
+DOWNLOADED_A_S = 10_000_000
 # A request may take so many times as long for each token as the slowest lately did.
 _MARGIN = 4.0
 # How much of the slowest is left after each other request.
@@ -18,6 +20,11 @@ _MEMORY = 0.95
 def loading_s(nbytes: int) -> float:
     """What so many bytes of weights may take on their way into an engine or a learner."""
     return nbytes / LOADED_A_S
+
+
+def downloading_s(nbytes: int) -> float:
+    """What so many bytes of a model may take on their way from a hub."""
+    return nbytes / DOWNLOADED_A_S
 
 
 class Pace:

@@ -34,7 +34,7 @@ ORDER = {
         "models", "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
     "actors": [
-        "addresses", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
+        "addresses", "hub", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
         "collector", "jsonl_log", "console", "early_ends", "handles", "config", "queue",

@@ -33,12 +33,12 @@ def require_visible(
     }
     if not local:
         return
-    seen_by = _ask(_exist, (list(local.values()),), nodes, ", ".join(local), deadline_s)
+    seen_by = ask_nodes(_exist, (list(local.values()),), nodes, ", ".join(local), deadline_s)
     for node, seen in seen_by.items():
         for (name, path), exists in zip(local.items(), seen, strict=True):
             if not exists:
                 raise ConfigError(
-                    f"{name}={path} does not exist on the Ray node {_ip(node)}, which needs it: "
+                    f"{name}={path} does not exist on the Ray node {ip_of(node)}, which needs it: "
                     f"{_SHARED}"
                 )
 
@@ -55,14 +55,14 @@ def require_same_directory(
     file = Path(directory).absolute() / f".visible-{secrets.token_hex(4)}"
     file.write_text(word)
     try:
-        read_by = _ask(_read, (str(file),), nodes, name, deadline_s)
+        read_by = ask_nodes(_read, (str(file),), nodes, name, deadline_s)
     finally:
         file.unlink(missing_ok=True)
     for node, read in read_by.items():
         if read != word:
             raise ConfigError(
-                f"{name}={directory} is another directory on the Ray node {_ip(node)} than on the "
-                f"driver's (or cannot be read there), and both write to it: {_SHARED}"
+                f"{name}={directory} is another directory on the Ray node {ip_of(node)} than on "
+                f"the driver's (or cannot be read there), and both write to it: {_SHARED}"
             )
 
 
@@ -82,7 +82,16 @@ def _read(path: str) -> str | None:
         return None
 
 
-def _ask(
+def on_node(function: Any, node: str) -> Any:
+    """The function as a task of a Ray node, which waits for no resources."""
+    return ray.remote(function).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+
+
+def ask_nodes(
     function: Any, arguments: tuple[Any, ...], nodes: Iterable[str], what: str, deadline_s: float
 ) -> dict[str, Any]:
     """Runs the function on each node and returns the results by node.
@@ -90,15 +99,7 @@ def _ask(
     Raises:
         ConfigError: a node did not answer within the deadline: it is lost, or its mount hangs.
     """
-    task = ray.remote(function)
-    asked = {
-        node: task.options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote(*arguments)
-        for node in dict.fromkeys(nodes)
-    }
+    asked = {node: on_node(function, node).remote(*arguments) for node in dict.fromkeys(nodes)}
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
     answers = {}
     for node, reference in asked.items():
@@ -107,17 +108,18 @@ def _ask(
         except GetTimeoutError as error:
             ray.cancel(reference, force=True)
             raise ConfigError(
-                f"the Ray node {_ip(node)} did not look for {what} within {deadline_s:.0f} s; is "
+                f"the Ray node {ip_of(node)} did not look for {what} within {deadline_s:.0f} s; is "
                 "its storage mounted and answering?"
             ) from error
         except RayError as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"the Ray node {_ip(node)} could not look for {what}: {reason}. The run's code and "
-                "packages must be there, too: submit it as a job with --working-dir, in one image"
+                f"the Ray node {ip_of(node)} could not look for {what}: {reason}. The run's code "
+                "and packages must be there, too: submit it as a job with --working-dir, in one "
+                "image"
             ) from error
     return answers
 
 
-def _ip(node: str) -> str:
+def ip_of(node: str) -> str:
     return next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)

@@ -14,6 +14,7 @@ from typing import Any
 import chz
 from rich.console import Console
 
+from actors.hub import fetch_missing
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
 from cluster.config.on_policy import RolloutConfig
@@ -22,6 +23,7 @@ from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
 from cluster.placement.connect import connect
 from cluster.placement.placement_groups import Placement
+from cluster.placement.prefetch import prefetch
 from cluster.placement.roles import (
     LEARNER,
     colocated,
@@ -296,6 +298,8 @@ def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Pla
         name=running.directory.actor_name("place"),
     )
     if config.local:
+        models = {path for paths in model_paths(config).values() for path in paths.values()}
+        fetch_missing(models, running.progress.note)
         yield device, placement  # which places nothing
         return
     try:
@@ -305,6 +309,7 @@ def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Pla
             poll=running.signals.check,
         )
         _require_visible(config, placement, running)
+        _prefetch(config, placement, running)
         yield device, placement
     finally:
         placement.release()
@@ -320,6 +325,15 @@ def _require_visible(config: CommonConfig, placement: Placement, running: RunSes
             require_visible(models.get(role, {}), others)
             if role == LEARNER or reads_out:
                 require_same_directory("out", str(running.directory.path), others)
+
+
+def _prefetch(config: CommonConfig, placement: Placement, running: RunSession) -> None:
+    """Download the models that the run's nodes lack, before an actor's start deadline begins."""
+    models: dict[str, set[str]] = {}
+    for role, paths in model_paths(config).items():
+        for node in placement.nodes(role):
+            models.setdefault(node, set()).update(paths.values())
+    prefetch(models, say=running.progress.note, poll=running.signals.check)
 
 
 def already_complete(

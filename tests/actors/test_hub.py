@@ -1,0 +1,171 @@
+"""Models named on the hub: fetched from a server that speaks the part of its API that is asked."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from actors.hub import fetch_missing, missing_bytes, size_on_hub
+from distill.errors import CheckpointError
+from distill.models.loading import tensor_shapes
+from tests.tiny import tiny_model_dir
+
+_COMMIT = "a" * 40
+_numbers = itertools.count()
+
+
+class Hub:
+    """A hub with one model, the files of a directory; `asked`: methods and paths, in order."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = f"someone/tiny-{next(_numbers)}"  # sizes are remembered by name
+        self.files = {file.name: file.read_bytes() for file in directory.iterdir()}
+        self.asked: list[tuple[str, str]] = []
+        self.gone: set[str] = set()
+        self.url = ""
+
+    def answer(self, path: str) -> bytes | None:
+        """The body; None: there is no such place."""
+        file = path.removeprefix(f"/{self.name}/resolve/").partition("/")[2]
+        if file in self.files and file not in self.gone:
+            return self.files[file]
+        siblings = [
+            {"rfilename": name, "size": len(data), "blobId": _etag(data)}
+            for name, data in self.files.items()
+        ]
+        tree = [
+            {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
+            for name, data in self.files.items()
+        ]
+        index = f"/api/models/{self.name}"
+        info = {"id": self.name, "sha": _COMMIT, "siblings": siblings}
+        if path in (index, f"{index}/revision/main"):
+            return json.dumps(info).encode()
+        return json.dumps(tree).encode() if path == f"{index}/tree/{_COMMIT}" else None
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, *, body: bool) -> None:
+            path = urlsplit(self.path).path
+            hub.asked.append((self.command, path))
+            data = hub.answer(path)
+            self.send_response(404 if data is None else 200)
+            self.send_header("Content-Length", str(len(data or b"")))
+            self.send_header("X-Repo-Commit", _COMMIT)
+            self.send_header("ETag", f'"{_etag(data or b"")}"')
+            self.end_headers()
+            if body:
+                self.wfile.write(data or b"")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two shards, beside files that nobody reads."""
+    directory = tmp_path_factory.mktemp("hub") / "model"
+    whole = tiny_model_dir(directory.parent / "tiny", seed=0, hidden_size=32, layers=1)
+    shutil.copytree(whole, directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        part = {name: tensors[name] for name in names if weight_map[name] == shard}
+        save_file(part, directory / shard, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "tf_model.h5").write_bytes(b"another framework's")
+    return directory
+
+
+@pytest.fixture
+def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub, as HF_ENDPOINT would name it, and an empty cache."""
+    with serving(Hub(model)) as served:
+        place = f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield served
+
+
+def test_a_model_is_fetched_once_and_only_what_is_read(served: Hub, model: Path) -> None:
+    said: list[str] = []
+    fetch_missing([served.name, str(model)], said.append)
+    assert len(said) == 1 and served.name in said[0]
+    assert tensor_shapes(served.name) == tensor_shapes(str(model))
+    fetched = [path.rpartition("/")[2] for method, path in served.asked if method == "GET"]
+    assert fetched.count("model-0.safetensors") == 1 and "tf_model.h5" not in fetched
+    before = list(served.asked)
+    fetch_missing([served.name], said.append)
+    assert served.asked == before and len(said) == 1 and missing_bytes(served.name) == 0
+
+
+def test_a_model_with_a_lost_shard_is_not_whole(served: Hub, tmp_path: Path) -> None:
+    fetch_missing([served.name], print)
+    [shard] = (tmp_path / "cache").rglob("snapshots/*/model-1.safetensors")
+    shard.unlink()
+    read = sum(len(data) for file, data in served.files.items() if "tf_model" not in file)
+    assert missing_bytes(served.name) == size_on_hub(served.name) == read
+    fetch_missing([served.name], print)
+    assert shard.exists() and missing_bytes(served.name) == 0
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch, _served: Hub) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+
+
+def lost_file(_monkeypatch: pytest.MonkeyPatch, served: Hub) -> None:
+    served.gone.add("model-1.safetensors")
+
+
+def offline(monkeypatch: pytest.MonkeyPatch, _served: Hub) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "named"),
+    [(no_room, "HF_HOME"), (lost_file, "hf download someone"), (offline, "hf download someone")],
+)
+def test_what_cannot_be_fetched_is_named_with_a_remedy(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, trouble: Callable[..., None], named: str
+) -> None:
+    trouble(monkeypatch, served)
+    with pytest.raises(CheckpointError, match=named):
+        fetch_missing([served.name], print)

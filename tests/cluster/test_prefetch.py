@@ -1,0 +1,29 @@
+"""Downloads to nodes before actors start; of the hub itself, see tests/actors/test_hub.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.placement.prefetch import prefetch
+from distill.errors import CheckpointError
+
+pytestmark = pytest.mark.e2e
+
+
+def fail() -> None:
+    raise AssertionError("a node was asked")
+
+
+def test_paths_are_left_alone(ray_cluster: None, tmp_path: Path) -> None:
+    prefetch({"no such node": [str(tmp_path)]}, say=print, poll=fail)
+
+
+def test_a_node_that_cannot_download_is_named_with_the_remedy(ray_cluster: None) -> None:
+    """The tests' nodes are offline."""
+    [node] = ray.nodes()
+    with pytest.raises(CheckpointError, match="hf download someone/large") as raised:
+        prefetch({node["NodeID"]: ["someone/large"]}, say=print, poll=fail)
+    assert node["NodeManagerAddress"] in str(raised.value)
