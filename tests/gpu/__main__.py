@@ -106,7 +106,7 @@ def _run(config: GpuConfig, names: list[str], results: Results, console: Console
 
     with _scratch(config) as scratch:
         setting = Setting(device=results.device, size=results.size, scratch=scratch)
-        for process in _processes(names):
+        for process in _processes(names, results.size):
             run_in_process(process, setting, results.out, end, record)
 
 
@@ -121,10 +121,13 @@ def _scratch(config: GpuConfig) -> Iterator[str]:
         yield scratch
 
 
-def _processes(names: list[str]) -> Iterator[list[str]]:
-    """Names of the checks of each process."""
-    for key, together in groupby(names, lambda n: CHECKS[n].part if CHECKS[n].shares else n):
-        del key
+def _processes(names: list[str], size: Size) -> Iterator[list[str]]:
+    """Names of the checks of each process. Tiny ones share it: they leave little behind."""
+
+    def process(name: str) -> str:
+        return CHECKS[name].part if size == "tiny" or CHECKS[name].shares else name
+
+    for _, together in groupby(names, process):
         yield list(together)
 
 
