@@ -22,6 +22,7 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from distill.engine import CollectiveBroadcast
 from distill.gpu import GIB
 from distill.models.attention_probe import shares_prefixes
+from distill.models.logprobs import VocabularyHead
 from distill.objective.batching import TrainingRow, collate
 from distill.objective.losses import StepCounts
 from distill.objective.settings import ObjectiveConfig
@@ -34,7 +35,7 @@ from learner.process_group import LOOPBACK, WorkerGroup
 from learner.sharding import compile_layers, shard
 from tests.bench.peak import peak_flops
 from tests.gpu.measure import let_go, peak_bytes, seconds, wait
-from tests.gpu.setting import Numbers, Setting, named, require, rows_of
+from tests.gpu.setting import TEMPERATURE, Numbers, Setting, named, require, rows_of
 from tests.tiny import VOCAB_SIZE
 
 _LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
@@ -48,6 +49,8 @@ _KINDS = {
     "products": ("gemm", "nvjet", "xmma", "cutlass", "matmul", "::mm", "addmm", "bmm"),
     "softmax": ("softmax", "logsumexp"),
     "copies": ("memcpy", "copy"),
+    # norms, rotary embeddings, activations, residuals
+    "pointwise": ("elementwise", "reduce_kernel", "::mul", "::add", "::mean", "rsqrt", "silu"),
 }
 
 
@@ -147,12 +150,14 @@ def sharded_step(setting: Setting) -> Numbers:
 
 
 def profile(setting: Setting) -> Numbers:
-    """Shares of a sharded step by kind of kernel, and the kernel of its attention."""
-    config = setting.config("8B/3", num_hidden_layers=setting.choose(1, 4))
+    """Shares of a sharded step by kind of kernel, the kernel of its attention, the head's share."""
+    config = setting.config("8B/3")
     rows = rows_of(config, count=1, length=setting.choose(64, 8192), seed=1)
+    model = setting.random(config, Qwen3ForCausalLM)
+    head_seconds = _head_seconds(setting, model, rows[0].num_trained)
     with group_of_one(setting) as group:
-        steps = _Steps(setting.random(config, Qwen3ForCausalLM), group)
-        steps.step(rows)
+        steps = _Steps(model, group)
+        step_seconds = seconds(setting, lambda: steps.step(rows))
         kinds = [ProfilerActivity.CUDA] if setting.cuda else [ProfilerActivity.CPU]
         with profiler(activities=kinds) as found:
             steps.step(rows)
@@ -167,7 +172,27 @@ def profile(setting: Setting) -> Numbers:
         shares[_kind(name)] += spent / total
     attention = max(by_name, key=lambda name: by_name[name] * (_kind(name) == "attention"))
     require(_kind(attention) == "attention", "no kernel of attention was seen")
-    return {**named(shares, "share"), "attention_kernel": attention[:80]}
+    return {
+        **named(shares, "share"), "attention_kernel": attention[:80],
+        "step_seconds": step_seconds, "head_seconds": head_seconds,
+    }  # fmt: skip
+
+
+def _head_seconds(setting: Setting, model: Any, positions: int) -> float:
+    """Seconds of the vocabulary projection's statistics and their gradient, by themselves."""
+    head, width = VocabularyHead(model.eval()), model.config.hidden_size
+    tokens_N = torch.randint(0, model.config.vocab_size, (positions,), device=setting.device)
+    hidden_NH = torch.randn(positions, width, device=setting.device, requires_grad=True)
+    temperature_N = torch.full((positions,), TEMPERATURE, device=setting.device)
+
+    def both() -> None:
+        with torch.autocast(setting.device, dtype=_COMPUTE):
+            stats = head.token_stats(hidden_NH, tokens_N, temperature_N)
+        stats.logprobs_N.mean().backward()
+
+    taken = seconds(setting, both)
+    model.zero_grad()
+    return taken
 
 
 def _kind(name: str) -> str:
