@@ -30,6 +30,7 @@ from rich.text import Text
 from actors.sglang.cuda_tools import CudaTools, find_cuda_tools
 from actors.sglang.installed import python_path, sglang_installed
 from cluster.command import run_command
+from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError, IsothermError
 from distill.sandbox.sandbox import require_sandbox
 
@@ -89,6 +90,7 @@ def examine(*, sglang: bool) -> Iterator[Finding]:
     yield torch_build(torch.__version__, tools)
     yield from gpus(tools, _gpus(torch), _nccl(torch))
     yield ray(_version("ray"))
+    yield from ray_cluster()
     yield from sglang_findings(_version("sglang"), tools, _plugin if sglang else None)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     yield cpp(compiler)
@@ -166,6 +168,25 @@ def ray(version: str | None) -> Finding:
         remedy = "pip install 'ray[default]'"
         return Finding("Ray", "not installed", Verdict.PROBLEM, remedy)
     return Finding("Ray", version)
+
+
+def ray_cluster() -> Iterator[Finding]:
+    """The GPUs of the cluster that a run from here would join; nothing if it would start Ray."""
+    if starts_here():
+        return
+    from cluster.placement.connect import autoscales, cluster_gpus  # Ray: not for --help
+
+    try:
+        up, grows = cluster_gpus(), autoscales()
+    except ConfigError as error:
+        yield Finding("Ray cluster", "cannot be joined", Verdict.PROBLEM, str(error))
+        return
+    found = f"{up:g} GPUs up, {'an' if grows else 'no'} autoscaler"
+    if up or not grows:
+        yield Finding("Ray cluster", found)
+        return
+    remedy = "device=cuda reserves GPUs and waits for their nodes; device=auto is refused"
+    yield Finding("Ray cluster", found, Verdict.NOTE, remedy)
 
 
 def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[Finding]:

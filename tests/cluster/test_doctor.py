@@ -84,6 +84,18 @@ def test_what_a_gpu_machine_has_for_sglang_is_listed() -> None:
     assert "libnuma" not in {f.what for f in missing}
 
 
+def test_the_cluster_that_a_run_would_join_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not list(doctor.ray_cluster())
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert verdicts(*doctor.ray_cluster()) == [Verdict.PROBLEM]
+    for up, grows, verdict in ((0, True, Verdict.NOTE), (4, True, Verdict.FINE)):
+        monkeypatch.setattr("cluster.placement.connect.cluster_gpus", lambda up=up: up)
+        monkeypatch.setattr("cluster.placement.connect.autoscales", lambda grows=grows: grows)
+        assert verdicts(*doctor.ray_cluster()) == [verdict]
+
+
 def test_the_machine_s_limits() -> None:
     infinite = resource.RLIM_INFINITY
     assert verdicts(
