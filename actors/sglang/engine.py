@@ -40,6 +40,7 @@ from actors.sglang.answers import (
     read_version,
 )
 from actors.sglang.client import SglangClient
+from actors.sglang.first_requests import FirstRequests
 from actors.sglang.plugin.hooks import LISTED_KEY
 from actors.sglang.requests import (
     bounded,
@@ -75,6 +76,8 @@ from distill.weights.tensors import TensorLayout
 logger = logging.getLogger(__name__)
 
 _ABORT_AGAIN_S = 0.2
+# An answer to /health takes SGLang one second; later than this it is late.
+_SILENCE_S = 5.0
 
 
 class _Prefilled(NamedTuple):
@@ -99,6 +102,7 @@ class SglangEngine:
         weights: how new weights get in; None for a server that is not ours to change.
         seeded: the server runs deterministically and heeds each request's seed.
         mixture: the model's, where the server returns the experts that tokens are routed to.
+        first_request_s: longest that the first request of a kind may keep the server silent.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class SglangEngine:
         weights: WeightSession | None,
         seeded: bool,
         mixture: MixtureShape | None = None,
+        first_request_s: float = 600.0,
     ) -> None:
         self._client = client
         self.server = server
@@ -130,6 +135,7 @@ class SglangEngine:
         self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
         self._queued = 0  # samples and chains at this engine
         self._beats = 0
+        self._first = FirstRequests(first_request_s)
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
     @property
@@ -161,12 +167,13 @@ class SglangEngine:
         self._in_flight[ended] = request.num_samples
         try:
             began = time.monotonic()
-            samples = await self._client.exchange(
-                "/generate",
-                lambda: body,
-                partial(self._read_samples, request),
-                allowance_s=self._decoding.allowance_s(limit),
-            )
+            with self._first.sending("sampling"):
+                samples = await self._client.exchange(
+                    "/generate",
+                    lambda: body,
+                    partial(self._read_samples, request),
+                    allowance_s=self._decoding.allowance_s(limit),
+                )
         finally:
             del self._in_flight[ended]
             ended.set_result(None)
@@ -270,19 +277,20 @@ class SglangEngine:
         namespace, began = self._cache_namespace, time.monotonic()
         tokens = sum(len(request.tokens_T) for request, _ in passes)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                made = [
-                    tasks.create_task(
-                        self._client.exchange(
-                            "/generate",
-                            lambda part=part: scoring_body(part, self._event) | namespace,
-                            partial(self._read_prefilled, part),
-                            repeatable=True,
-                            allowance_s=self._prefilling.allowance_s(tokens),
+            with self._first.sending("scoring"):
+                async with asyncio.TaskGroup() as tasks:
+                    made = [
+                        tasks.create_task(
+                            self._client.exchange(
+                                "/generate",
+                                lambda part=part: scoring_body(part, self._event) | namespace,
+                                partial(self._read_prefilled, part),
+                                repeatable=True,
+                                allowance_s=self._prefilling.allowance_s(tokens),
+                            )
                         )
-                    )
-                    for part in parts
-                ]
+                        for part in parts
+                    ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled by the first
         self._prefilling.note(time.monotonic() - began, tokens)
@@ -322,9 +330,9 @@ class SglangEngine:
         """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
         body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
         body |= self._cache_namespace
-        answers = answers_of(
-            await self._client.post("/generate", body, repeatable=True), len(asked)
-        )
+        with self._first.sending("scoring by decode"):
+            content = await self._client.post("/generate", body, repeatable=True)
+        answers = answers_of(content, len(asked))
         found: dict[tuple[int, float], list[float]] = {}
         for (i, t, position), answer in zip(asked, answers, strict=True):
             value = read_forced(answer, int(requests[i].tokens_T[position]), self._event)
@@ -435,7 +443,9 @@ class SglangEngine:
             tokens_T=tokens_T, start=1, temperatures=(0.5,), given_NK=tokens_T[:1, None]
         )
         body = scoring_body([(asked, 0.5)])
-        [answer] = answers_of(await self._client.post("/generate", body, repeatable=True), 1)
+        with self._first.sending("scoring"):
+            content = await self._client.post("/generate", body, repeatable=True)
+        [answer] = answers_of(content, 1)
         if read_echo(answer) is None:
             return "not announced by the server", False
         return "isotherm's plugin in the server", LISTED_KEY in answer["meta_info"]
@@ -445,7 +455,8 @@ class SglangEngine:
 
         SGLang answers only once its scheduler has put something out since it was asked: of what is
         under way, or a token that it samples for the purpose. So each answer is progress. So is
-        sleep: who is waited for then is the learner.
+        sleep: who is waited for then is the learner. So is silence during the first request of a
+        kind: the server compiles kernels (actors/sglang/first_requests.py).
         """
         await self._ready()
         if self._weights is not None and self._weights.asleep and not self._weights.loading:
@@ -453,12 +464,23 @@ class SglangEngine:
             return self._beats
         if self._weights is not None and self._weights.loading:
             return self._beats  # generation stands still
-        try:
-            await self._client.get("/health")
-        except EngineError as error:
-            raise EngineLost(str(error)) from error
+        await self._require_life()
         self._beats += 1
         return self._beats
+
+    async def _require_life(self) -> None:
+        """Returns once the scheduler works, or while it may be compiling; else EngineLost."""
+        asked = asyncio.ensure_future(self._client.get("/health"))
+        try:
+            while not (await asyncio.wait([asked], timeout=_SILENCE_S))[0]:
+                if self._first.under_way:
+                    return
+            asked.result()
+        except EngineError as error:
+            if not self._first.under_way:
+                raise EngineLost(str(error)) from error
+        finally:
+            asked.cancel()
 
     async def queue_length(self) -> int:
         """See `Engine.queue_length`."""

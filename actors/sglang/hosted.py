@@ -43,7 +43,8 @@ class HostedSglangEngine(SglangEngine):
         host: address to listen on; only this process speaks to the server.
         log_path: file for what the server prints; None makes one without a name.
         environment: variables added to the server's.
-        start_deadline_s, request_deadline_s: longest a start, and a request, may take.
+        start_deadline_s, request_deadline_s: longest a start, and a request, may take. The first
+            request of a kind may keep the server silent as long as a start.
         stops: where samples end, and whether that is one event; None: as the checkpoint says. A
             server ends at its checkpoint's and its tokenizer's own in any case.
         server: one that was started with these settings (`start_server`); None: it is started here.
@@ -133,6 +134,7 @@ class HostedSglangEngine(SglangEngine):
             ),
             seeded=False,  # until the server has started and says
             mixture=mixture,
+            first_request_s=start_deadline_s,
         )
 
     async def meeting_point(self) -> MeetingPoint:

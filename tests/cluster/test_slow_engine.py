@@ -26,7 +26,7 @@ from cluster.runtime.evaluator_calls import Ask
 from cluster.supervision.supervise import LearnerLost, Overdue
 from cluster.weights.gather import collect
 from distill.engine import GenerateRequest, ScoreRequest
-from distill.errors import EngineError
+from distill.errors import EngineError, EngineLost
 from distill.handshake.comparison import CalibrationReport, Comparison
 from distill.pace import Pace
 from distill.sampling import EvalSampling, TrainSampling
@@ -80,6 +80,25 @@ class SlowServer(SglangClient):
         await asyncio.sleep(seconds)
         if self._loop.now > self._frozen_from:
             await asyncio.sleep(1e9)
+
+
+class CompilingServer(SlowServer):
+    """Compiles kernels for its first request for `compiling_s`; /health fails meanwhile."""
+
+    def __init__(self, loop: SimulatedLoop, compiling_s: float) -> None:
+        super().__init__(loop, float("inf"))
+        self._compiling_s, self._compiled_at = compiling_s, float("-inf")
+
+    async def _send(
+        self, method: str, path: str, payload: bytes | None, key: str | None
+    ) -> tuple[int, bytes]:
+        if path == "/generate" and not self.asked:
+            self._compiled_at = self._loop.now + self._compiling_s
+            await asyncio.sleep(self._compiling_s)
+        elif self._loop.now < self._compiled_at:
+            await asyncio.sleep(20)
+            return 503, b""
+        return await super()._send(method, path, payload, key)
 
 
 class SlowEngine(SglangEngine):
@@ -160,6 +179,38 @@ def test_half_an_hour_for_a_group_is_no_hang(
     assert status.re_leases == 0 and status.set_aside == 0 and status.duplicates == 0
 
 
+SAMPLE = GenerateRequest(
+    prompt_tokens_T=np.arange(3, 19, dtype=np.int32),
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=TOKENS),
+    num_samples=1,
+    seed=0,
+)
+
+
+@pytest.mark.parametrize(("compiling_s", "dead_after_s"), [(400.0, None), (1e9, 600.0)])
+def test_kernels_compiled_for_a_first_request_are_no_hang(
+    loop: SimulatedLoop, compiling_s: float, dead_after_s: float | None
+) -> None:
+    """Heartbeats are answered meanwhile, for as long as a start may take."""
+    engine = SlowEngine(CompilingServer(loop, compiling_s))
+
+    async def beat_until_sampled() -> float | None:
+        began, sampling = loop.now, loop.create_task(engine.generate(SAMPLE))
+        beats = 0
+        while not sampling.done():
+            asked, before = loop.now, beats
+            try:
+                beats = await engine.health()
+            except EngineLost:
+                return asked - began
+            assert loop.now - asked < 60 and beats > before, "a supervisor would end it"
+            await asyncio.sleep(2)
+        return None
+
+    lost_at = loop.run_until_complete(beat_until_sampled())
+    assert lost_at == (dead_after_s and pytest.approx(dead_after_s, abs=30))
+
+
 def test_a_frozen_engine_is_found_by_its_heartbeat_and_its_group_goes_on(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
@@ -206,10 +257,7 @@ def test_a_request_may_take_as_long_as_its_tokens(loop: SimulatedLoop) -> None:
     client = Patience(loop, float("inf"))
     client.allowed = []
     engine = SlowEngine(client)
-    prompt_T = np.arange(3, 19, dtype=np.int32)
-    sampling = TrainSampling(temperature=0.7, max_new_tokens=TOKENS)
-    asked = GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=0)
-    loop.run_until_complete(engine.generate(asked))
+    loop.run_until_complete(engine.generate(SAMPLE))
     assert client.allowed == [1800 + TOKENS * 0.25]
     chains = [ScoreRequest(tokens_T=np.full(30_000, 7, np.int32), start=1, temperatures=(0.7,))]
     with pytest.raises(EngineError):  # this server scores nothing
