@@ -37,9 +37,19 @@ logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 40
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*")
-# Users of other systems export these: expandable segments, which neither CUDA IPC nor the memory
-# saver of engines that sleep can use, and log-probs at T = 1.
-_LEFT_OUT = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
+# Variables that people export for other systems, and that would break a server of ours.
+_LEFT_OUT = {
+    # Expandable segments: neither CUDA IPC nor the memory saver of engines that sleep can use them.
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    # Log-probs of samples at T = 1.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    # /health would answer while the scheduler hangs.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
+    "SGLANG_DIAG_BYPASS_HEALTH_GENERATE",
+    # CPU kernels beside a GPU; servers on a CPU are given it.
+    "SGLANG_USE_CPU_ENGINE",
+}
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
 _TAKEN = ("address already in use", "port is already in use")

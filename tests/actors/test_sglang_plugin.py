@@ -17,6 +17,7 @@ import types
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -410,6 +411,25 @@ def test_each_unrecognised_internal_is_named() -> None:
         "doctored_sglang.Processor has no shape",
         "no doctored_sglang.Gone",
     ]
+
+
+def test_a_package_that_sglang_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lacking_sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text("import package_of_nobody\ndef f(self): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    expected = {"lacking_sglang.core.f": ("self",)}
+    with pytest.raises(ModuleNotFoundError) as error:
+        unrecognised_internals(parameters=expected, fields={})
+    assert error.value.name == "package_of_nobody"
+    monkeypatch.setattr(plugin, "native_option_present", lambda: False)
+    monkeypatch.setattr(plugin, "unrecognised_internals", partial(unrecognised_internals, expected))
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    with pytest.raises(SystemExit, match=r"cannot be imported.*package_of_nobody"):
+        plugin.activate()
 
 
 @needs_sglang

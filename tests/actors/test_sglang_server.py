@@ -254,10 +254,22 @@ def test_an_error_of_the_scheduler_is_told_from_a_kill() -> None:
 
 
 @needs_sglang
-def test_a_server_that_takes_too_long_is_ended(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_server_that_takes_too_long_is_ended(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
     server = SglangServer(
         flags(tiny_pair.student), environment=CPU, log_path=tmp_path / "s.log", start_deadline_s=0.5
     )
+    inherits = psutil.Process(server.pid).environ()
+    assert inherits["PATH"] == os.environ["PATH"] and inherits.items() >= CPU.items()
+    assert not exported.keys() & inherits.keys(), "variables that break a server"
     with pytest.raises(EngineError, match=r"not ready within 0 s|not ready within 1 s"):
         asyncio.run(server.ready())
     assert not server.running

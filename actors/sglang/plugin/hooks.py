@@ -44,7 +44,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +58,7 @@ from actors.sglang.plugin.internals import (
     NATIVE_OPTION,
     ONCE,
     native_option_present,
+    resolve,
     unrecognised_internals,
 )
 from actors.sglang.plugin.row_temperatures import (
@@ -90,6 +90,12 @@ _REFUSAL = (
 )
 _REMEDY = (
     "Install a release that it knows (0.5.22 or 0.5.23), or switch it off with SGLANG_PLUGINS=none"
+)
+
+_NOT_IMPORTABLE = "SGLang cannot be imported here"
+_INSTALL = (
+    "Install the package that is missing, or all of them in the versions that go together: "
+    "pip install -c constraints-cuda.txt '.[sglang]'"
 )
 
 _NOTE = "_isotherm_asked"
@@ -129,13 +135,16 @@ def activate() -> None:
     """SGLang calls this in each process of a server before it does anything else.
 
     Raises:
-        SystemExit: this SGLang's internals are not the ones the hooks were written for.
+        SystemExit: this SGLang's internals are not the ones the hooks were written for, or it lacks
+            a package that it imports.
     """
     if os.environ.get(SWITCH) != "1":
         return
     pin_nothing()
     try:
         _activate()
+    except ImportError as error:
+        raise SystemExit(f"{_NOT_IMPORTABLE}: {error!r}. {_INSTALL}") from error
     except Exception as error:
         raise SystemExit(f"{_REFUSAL}: {error!r}. {_REMEDY}") from error
 
@@ -155,7 +164,7 @@ def _activate() -> None:
 
 def _install(registry_module: Any) -> None:
     registry, kinds = registry_module.HookRegistry, registry_module.HookType
-    originals = {hook.target: pkgutil.resolve_name(hook.target) for hook in HOOKS}
+    originals = {hook.target: resolve(hook.target) for hook in HOOKS}
     for hook in HOOKS:
         registry.register(hook.target, hook.function, kinds[hook.kind])
     apply_hooks = registry.apply_hooks
@@ -171,7 +180,7 @@ def _install(registry_module: Any) -> None:
 
 def require_replaced(originals: Mapping[str, Any]) -> None:
     """Raises SystemExit unless every target is something else by now."""
-    left = [path for path, original in originals.items() if pkgutil.resolve_name(path) == original]
+    left = [path for path, original in originals.items() if resolve(path) == original]
     if left:
         raise SystemExit(
             f"isotherm's SGLang plugin could not hook {', '.join(left)} (see the log above), and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 # sglang#36213, in no release yet. It names the field of a request as we name that of the response.
 NATIVE_OPTION = "input_logprob_temperature"
@@ -68,14 +69,18 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
 def native_option_present() -> bool:
     """True if a request of this SGLang can name the temperature of its input log-probs."""
     paths = ("managers.io_struct.GenerateReqInput", "sampling.sampling_params.SamplingParams")
-    return any(NATIVE_OPTION in _field_names(pkgutil.resolve_name(_SRT + path)) for path in paths)
+    return any(NATIVE_OPTION in _field_names(resolve(_SRT + path)) for path in paths)
 
 
 def unrecognised_internals(
     parameters: Mapping[str, Sequence[str]] = EXPECTED_PARAMETERS,
     fields: Mapping[str, Sequence[str]] = EXPECTED_FIELDS,
 ) -> list[str]:
-    """Internals that the hooks rely on and this SGLang lacks, one line each."""
+    """Internals that the hooks rely on and this SGLang lacks, one line each.
+
+    Raises:
+        ImportError: SGLang lacks a package that it imports.
+    """
     wrong = []
     for path, expected in parameters.items():
         found = _parameters(path)
@@ -83,18 +88,38 @@ def unrecognised_internals(
             wrong.append(f"{path} takes {found}, not {tuple(expected)}" if found else f"no {path}")
     for path, expected in fields.items():
         try:
-            missing = set(expected) - _field_names(pkgutil.resolve_name(path))
-        except (ImportError, AttributeError):
+            missing = set(expected) - _field_names(resolve(path))
+        except AttributeError:
             wrong.append(f"no {path}")
             continue
         wrong.extend(f"{path} has no {name}" for name in sorted(missing))
     return wrong
 
 
+def resolve(path: str) -> Any:
+    """The object at a dotted path: of a class, or of its module's last part.
+
+    `pkgutil.resolve_name` reports a failed import as a missing attribute, unless it is told where
+    the module ends.
+
+    Raises:
+        AttributeError: there is no such module, or nothing of this name in it.
+        ImportError: one of its modules imports what is not installed.
+    """
+    parts = path.split(".")
+    end = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    try:
+        return pkgutil.resolve_name(f"{'.'.join(parts[:end])}:{'.'.join(parts[end:])}")
+    except ModuleNotFoundError as error:
+        if f"{path}.".startswith(f"{error.name}."):
+            raise AttributeError(f"there is no module {error.name}") from error
+        raise
+
+
 def _parameters(path: str) -> tuple[str, ...] | None:
     try:
-        return tuple(inspect.signature(pkgutil.resolve_name(path)).parameters)
-    except (ImportError, AttributeError, TypeError):
+        return tuple(inspect.signature(resolve(path)).parameters)
+    except (AttributeError, TypeError):
         return None
 
 

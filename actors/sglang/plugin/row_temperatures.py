@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Most logits a logsumexp takes at once: its scratch may come from memory that SGLang has counted.
-_BLOCK_ELEMENTS = 1 << 22
+# Most logits that a logsumexp takes at once. Its scratch, twice their bytes, may come from memory
+# that SGLang has counted. On CUDA the bound is larger, for each block is several kernel launches:
+# the scratch is below that of SGLang's own log-softmax, which takes a chunk of 2,048 rows whole.
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_CUDA = 1 << 22, 1 << 26
 # Characters of base64 that are read in one call, a multiple of four: half a millisecond.
 _BASE64_PIECE = 1 << 18
 
@@ -191,7 +193,7 @@ class ScaledRows:
     def _note_unscaled(self, logits_NV: Tensor, tokens_S: Tensor, lo: int, hi: int) -> None:
         for request in self._unscaled:
             first, last = max(lo, request.first), min(hi, request.first + request.scored)
-            for row, end in _blocks(first, last, logits_NV.shape[1]):
+            for row, end in _blocks(first, last, logits_NV):
                 s, e = (n - request.first + request.first_scored for n in (row, end))
                 block_NV = logits_NV[row - lo : end - lo]
                 chosen_N = block_NV.gather(1, tokens_S[s:e, None]).squeeze(1)
@@ -201,7 +203,7 @@ class ScaledRows:
         for g, listed in self._listed.items():
             request = self._rows[g]
             first, last = max(lo, request.first), min(hi, request.first + request.scored)
-            for row, end in _blocks(first, last, scaled_NV.shape[1]):
+            for row, end in _blocks(first, last, scaled_NV):
                 listed.note(scaled_NV[row - lo : end - lo], row - request.first)
 
     def undivided_GV(self) -> Tensor:
@@ -313,8 +315,10 @@ def decoded(text: str) -> bytes:
     )
 
 
-def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _BLOCK_ELEMENTS // width)
+def _blocks(first: int, last: int, logits_NV: Tensor) -> Iterator[tuple[int, int]]:
+    """Runs of rows from `first` to `last` that one kernel takes."""
+    elements = _BLOCK_ELEMENTS_ON_CUDA if logits_NV.is_cuda else _BLOCK_ELEMENTS
+    step = max(1, elements // logits_NV.shape[1])
     for row in range(first, last, step):
         yield row, min(row + step, last)
 
