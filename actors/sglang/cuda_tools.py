@@ -3,16 +3,23 @@
 SGLang compiles kernels when it first needs them, with an nvcc that it looks for in CUDA_HOME,
 CUDA_PATH, PATH and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py); one of another
 major version than torch's makes kernels that do not load. Its prebuilt kernels link libnuma.
+
+Where none of these fits, a server is given the nvcc of NVIDIA's Python packages, which come with
+SGLang. They have no `lib64` and no `libcudart.so`, which SGLang links kernels with, and no
+`libcuda.so`: `cuda_home` makes a directory of links to them that has all three.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +36,7 @@ class CudaTools:
     Attributes:
         cuda: version that torch was built for; None: a CPU build.
         driver: version of NVIDIA's driver; None: none answers.
-        nvcc: path and version of the compiler that SGLang would find; None: none.
+        nvcc: path and version of the compiler that a server uses; None: none.
         libnuma: whether the library loads.
     """
 
@@ -78,7 +85,55 @@ class CudaTools:
 
 def find_cuda_tools(cuda: str | None) -> CudaTools:
     """Looks for them. `cuda` is `torch.version.cuda`."""
-    return CudaTools(cuda=cuda, driver=_driver(), nvcc=_nvcc(), libnuma=_loads("libnuma.so.1"))
+    home = cuda_home()
+    nvcc = _nvcc() if home is None else _nvcc(f"{home}/bin/nvcc")
+    return CudaTools(cuda=cuda, driver=_driver(), nvcc=nvcc, libnuma=_loads("libnuma.so.1"))
+
+
+def cuda_home() -> str | None:
+    """CUDA_HOME for a server that would find no nvcc, or one of another major version than that of
+    NVIDIA's Python packages; None: it needs none, or there are no such packages."""
+    packages = _packaged_toolkit()
+    if packages is None or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return None
+    found = _nvcc()
+    if found is not None and f"cu{_major(found[1])}" == packages.name:
+        return None
+    digest = hashlib.sha256(str(packages).encode()).hexdigest()[:8]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "isotherm" / f"cuda-{digest}"  # one place: compiled kernels are known by it
+    try:
+        _link_toolkit(home, packages)
+    except OSError:  # nowhere to write: what is missing, `sglang_problems` says
+        return None
+    return str(home)
+
+
+def _packaged_toolkit() -> Path | None:
+    """Root of the newest CUDA toolkit among NVIDIA's Python packages that has an nvcc."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    found = [nvcc.parents[1] for root in roots for nvcc in root.glob("cu[0-9]*/bin/nvcc")]
+    return max(found, key=lambda root: _numbers(root.name), default=None)
+
+
+def _link_toolkit(home: Path, packages: Path) -> None:
+    """Makes `home` a toolkit as one that is installed by itself. Several processes may do it."""
+    stubs = home / "lib64" / "stubs"
+    stubs.mkdir(parents=True, exist_ok=True)
+    (home / "bin").mkdir(exist_ok=True)  # no link itself: nvcc looks for the rest beside it
+    links = {home / "bin" / tool.name: tool for tool in (packages / "bin").iterdir()}
+    links |= {home / name: packages / name for name in ("include", "nvvm")}
+    links[home / "lib"] = home / "lib64"
+    for library in (packages / "lib").iterdir():
+        links[home / "lib64" / library.name] = library
+        if library.name.startswith("libcudart.so."):
+            links[home / "lib64" / "libcudart.so"] = library
+    if (driver := _path_of_library("libcuda.so.1")) is not None:
+        links[stubs / "libcuda.so"] = driver
+    for link, target in links.items():
+        with suppress(FileExistsError):
+            link.symlink_to(target)
 
 
 def _driver() -> str | None:
@@ -86,8 +141,9 @@ def _driver() -> str | None:
     return listed.splitlines()[0].strip() if listed else None
 
 
-def _nvcc() -> tuple[str, str] | None:
-    for path in _nvcc_paths():
+def _nvcc(*paths: str) -> tuple[str, str] | None:
+    """Path and version of the first nvcc that answers; by default of those that SGLang finds."""
+    for path in paths or _nvcc_paths():
         if version := re.search(r"release (\d+\.\d+)", _output(path, "--version")):
             return path, version[1]
     return None
@@ -118,6 +174,15 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _path_of_library(name: str) -> Path | None:
+    """File of a shared library, as the loader finds it."""
+    if not _loads(name):
+        return None
+    stem = name.split(".so")[0] + ".so"
+    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    return next((Path(path) for path in mapped if Path(path).name.startswith(stem)), None)
 
 
 def _major(version: str) -> int:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.sglang.cuda_tools import find_cuda_tools
+from actors.sglang.cuda_tools import cuda_home, find_cuda_tools
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import require_sglang
 from actors.sglang.nodes import MeetingPoint
@@ -102,8 +102,9 @@ def start_server(
         host=host,
         log_path=None if log_path is None else Path(log_path),
         start_deadline_s=start_deadline_s,
-        # All that SGLang serves on the other nodes is word of its health, once it is ready.
-        ready_path="/health" if node else "/ready",
+        # On CUDA a start includes the first token, and the kernels that are compiled for it. The
+        # other nodes serve nothing but /health.
+        ready_path="/ready" if device == "cpu" and not node else "/health",
         # The ranks of the other nodes have met those of this start.
         port_attempts=1 if meeting_point else 3,
     )
@@ -148,7 +149,9 @@ def _environment(device: str, threads: int, spread: Parallelism) -> dict[str, st
     if device != "cpu":
         # It compiles kernels of every batch size for minutes before a server is ready.
         precompile = os.environ.get(_PRECOMPILE, "false")
-        return shared | nccl_settings() | {_PRECOMPILE: precompile}
+        home = cuda_home()
+        toolkit = {} if home is None else {"CUDA_HOME": home}
+        return shared | nccl_settings() | toolkit | {_PRECOMPILE: precompile}
     if spread.gpus > 1:  # more than there are NUMA nodes, perhaps: SGLang asks for the CPUs of each
         shared["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_of_ranks(
             sorted(os.sched_getaffinity(0)), spread.gpus_a_node

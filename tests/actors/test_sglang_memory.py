@@ -126,12 +126,16 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
 ) -> None:
     started: list[list[str]] = []
     graphs_sleep: list[str | None] = []
+    ready_paths: list[str] = []
 
     class Server:
         url, api_key, admin_api_key, handle_key, obituary = "", "", "", b"key", str
 
-        def __init__(self, flags: list[str], environment: dict[str, str], **_: object) -> None:
+        def __init__(
+            self, flags: list[str], environment: dict[str, str], ready_path: str, **_: object
+        ) -> None:
             started.append(flags)
+            ready_paths.append(ready_path)
             graphs_sleep.append(environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH"))
 
     monkeypatch.setattr(start, "require_sglang", lambda: None)
@@ -144,6 +148,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
     alone, half, beside = started
     assert graphs_sleep == [None, None, "true"]
+    assert ready_paths == ["/health"] * 3, "a first token is sampled within the start's deadline"
     assert "--max-total-tokens" not in alone, "a GPU of its own is SGLang's to fill"
     tokens = [int(flags[flags.index("--max-total-tokens") + 1]) for flags in (half, beside)]
     # Two layers of one head of 64, twice, in bfloat16: ten GiB are so many tokens fewer.

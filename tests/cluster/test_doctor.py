@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.sglang.cuda_tools import CudaTools, find_cuda_tools
+from actors.sglang.cuda_tools import CudaTools, cuda_home, find_cuda_tools
 from actors.sglang.installed import sglang_installed
 from cluster.inspect import doctor
 from cluster.inspect.doctor import Finding, Verdict
@@ -155,6 +155,31 @@ def test_nvcc_is_looked_for_where_sglang_does(
     assert find_cuda_tools("13.0").nvcc == (str(tmp_path / "path/bin/nvcc"), "12.4")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     assert find_cuda_tools("13.0").nvcc == (str(tmp_path / "home/bin/nvcc"), "13.0")
+
+
+def test_a_toolkit_of_python_packages_serves_where_no_other_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "packages/nvidia/cu99"
+    for name in ("bin", "include", "nvvm", "lib"):
+        (packages / name).mkdir(parents=True)
+    nvcc = packages / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 99.0, V1\n")
+    nvcc.chmod(0o755)
+    (packages / "lib/libcudart.so.99").write_text("the runtime")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_HOME", "/given")
+    assert cuda_home() is None, "whoever names a toolkit gets it"
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    home = cuda_home()
+    assert home is not None and cuda_home() == home
+    assert (Path(home) / "lib64/libcudart.so").read_text() == "the runtime"
+    assert (Path(home) / "include").resolve() == packages / "include"
+    assert find_cuda_tools("99.0").nvcc == (f"{home}/bin/nvcc", "99.0")
+    monkeypatch.setenv("PATH", f"{packages / 'bin'}:{os.environ['PATH']}")
+    assert cuda_home() is None, "SGLang finds that one by itself"
 
 
 @pytest.mark.slow
