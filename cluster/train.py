@@ -49,14 +49,14 @@ class _Recipe:
 
 
 def _run_on_policy(config: Any, console: Console) -> None:
-    with collector_off():
-        from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
-        from cluster.rehearsal.rehearse import rehearse
-
     if config.rehearse:
-        rehearse(config, console)
+        with collector_off():
+            from cluster.rehearsal.rehearse import rehearse as run
     else:
-        run_on_policy(config, console)
+        with collector_off():
+            from cluster.recipes.on_policy import run_on_policy as run  # torch: not for --help
+
+    run(config, console)
 
 
 def _run_sft(config: Any, console: Console) -> None:

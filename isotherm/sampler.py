@@ -10,11 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from ray.exceptions import RayActorError, RayError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.embedded.engine import EmbeddedEngine
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.supervision.failures import root_cause
 from distill.chat.responses import response_text
@@ -299,7 +298,7 @@ def _value(reference: Any) -> Any:
     """The value of a call; what it raised, as the engine raised it."""
     try:
         return calls.get(reference)
-    except RayActorError:
+    except errors.RayActorError:
         raise EngineError("the sampler is closed; make a new Sampler (or Policy)") from None
-    except RayError as error:
+    except errors.RayError as error:
         raise root_cause(error) from None

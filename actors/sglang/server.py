@@ -28,8 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import aiohttp
-
 from actors.sglang.installed import python_path, require_sglang
 from distill.errors import EngineLost
 
@@ -155,6 +153,8 @@ class SglangServer:
 
     async def _poll_until_ready(self) -> bool:
         """False if the process has ended. Raises EngineLost at the deadline."""
+        import aiohttp  # embedded engines do without
+
         headers = {"Authorization": f"Bearer {self.api_key}"}
         timeout = aiohttp.ClientTimeout(total=10)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:

@@ -14,7 +14,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.sglang.address import is_url
-from actors.sglang.external import ExternalSglangEngine
 from cluster.config.common import CommonConfig
 from distill.data.columns import Columns
 from distill.data.row_reader import RowReader
@@ -96,6 +95,8 @@ def ask_server(url: str) -> EngineInfo:
 
 
 async def _ask(url: str) -> EngineInfo:
+    from actors.sglang.external import ExternalSglangEngine  # brings libraries of its own
+
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     try:
         return await engine.info()

@@ -1,14 +1,16 @@
-"""Calls of actors, on Ray or in this process: `ray.wait`, `ray.get`, `ray.put` and `ray.kill`."""
+"""Calls of actors, on Ray or in this process: `ray.wait`, `ray.get`, `ray.put` and `ray.kill`.
+
+Ray is imported by the functions that were given something of Ray's.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError
-
+from cluster.handles import errors
 from cluster.handles.local_actor import LocalActor, LocalReference
 
 
@@ -19,6 +21,8 @@ def wait(
     if not references:
         return [], []
     if not isinstance(references[0], LocalReference):
+        import ray
+
         return ray.wait(list(references), num_returns=num_returns, timeout=timeout)
     every = num_returns == len(references)
     concurrent.futures.wait(
@@ -38,16 +42,31 @@ def get(reference: Any, timeout: float | None = None) -> Any:
         RayError: the actor died, or what the call raised (RayTaskError).
     """
     if not isinstance(reference, LocalReference):
+        import ray
+
         return ray.get(reference, timeout=timeout)
     concurrent.futures.wait([reference.future], timeout)
     if not reference.future.done():
-        raise GetTimeoutError(f"no answer in {timeout} s")
+        raise errors.GetTimeoutError(f"no answer in {timeout} s")
     return reference.future.result()
+
+
+def put(value: Any) -> Any:
+    """A reference to `value` in Ray's object store."""
+    import ray
+
+    return ray.put(value)
 
 
 def shared(value: Any, actors: Sequence[Any]) -> Any:
     """What to pass in place of `value` to many actors: it travels once to each of their nodes."""
-    return ray.put(value) if actors and not isinstance(actors[0], LocalActor) else value
+    return put(value) if actors and not isinstance(actors[0], LocalActor) else value
+
+
+def in_store(value: Any) -> bool:
+    """True if `value` is a reference to an object in Ray's store."""
+    ray = sys.modules.get("ray")
+    return ray is not None and isinstance(value, ray.ObjectRef)
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:
@@ -55,4 +74,23 @@ def kill(handle: Any, *, no_restart: bool = True) -> None:
     if isinstance(handle, LocalActor):
         handle.end()
     else:
+        import ray
+
         ray.kill(handle, no_restart=no_restart)
+
+
+def is_alive(handle: Any) -> bool:
+    """True unless Ray is restarting the actor, or has given it up."""
+    import ray._private.state
+
+    return ray._private.state.actors(handle._actor_id.hex()).get("State") == "ALIVE"
+
+
+def this_actor() -> Any:
+    """Handle of the Ray actor whose process this is; None in another process."""
+    import ray
+
+    try:
+        return ray.get_runtime_context().current_actor
+    except RuntimeError:
+        return None

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from cluster.handles import errors
 
 _CLOSE_S = 10.0
 
@@ -120,8 +120,8 @@ class LocalActor:
         refused.set_exception(self._death())
         return refused
 
-    def _death(self) -> RayActorError:
-        return RayActorError(error_msg=f"{self._name} was ended")
+    def _death(self) -> errors.RayActorError:
+        return errors.RayActorError(error_msg=f"{self._name} was ended")
 
     def _submit(self, function: Callable[[], Any]) -> Future[Any]:
         if self._executor is not None:
@@ -145,7 +145,7 @@ class LocalActor:
             raise self._as_on_ray(error) from error
 
     def _as_on_ray(self, error: Exception) -> Exception:
-        return RayTaskError(self._name, traceback.format_exc(), error).as_instanceof_cause()
+        return errors.RayTaskError(self._name, traceback.format_exc(), error).as_instanceof_cause()
 
     async def _close(self) -> None:
         loop = asyncio.get_running_loop()

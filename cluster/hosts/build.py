@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import chz
-import ray
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.embedded.reward_model import EmbeddedRewardModel
@@ -20,6 +19,7 @@ from actors.sglang.start import start_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
+from cluster.handles.node import node_address
 from cluster.hosts.creation import here, maker
 from cluster.hosts.deferred import Early, deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
@@ -27,7 +27,7 @@ from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publisher_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
-from cluster.placement.placement_groups import Placement
+from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
@@ -78,7 +78,7 @@ class RolloutCast:
         inputs: RolloutInputs,
         directory: RunDirectory,
         device: str,
-        placement: Placement,
+        placement: Places,
     ) -> None:
         self._config, self._inputs, self._directory = config, inputs, directory
         self._device, self._placement = device, placement
@@ -268,7 +268,7 @@ class RolloutCast:
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
             arguments = made.arguments()
             if made.nodes > 1:
-                arguments["address"] = ray.util.get_node_ip_address
+                arguments["address"] = node_address
             elif made.hosted:
                 arguments["server"] = Early(partial(start_server, **_of_server(made)))
             return self._make(deferred(made.engine_class), options, **arguments)

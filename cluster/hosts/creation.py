@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from cluster.config.common import CommonConfig
 from cluster.handles.local_actor import LocalActor
-from cluster.placement.shared_storage import this_node
+from cluster.handles.node import node_id
 
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
@@ -19,6 +16,8 @@ def maker(config: CommonConfig) -> Callable[..., Any]:
 
 
 def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
+    import ray
+
     own = dict(options)
     groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
     remote: Any = ray.remote
@@ -34,5 +33,7 @@ def _in_this_process(
 
 def here() -> dict[str, Any]:
     """Options of an actor that takes nothing, on the node of whoever asks."""
-    strategy = NodeAffinitySchedulingStrategy(this_node(), soft=False)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node_id(), soft=False)
     return {"num_cpus": 0, "scheduling_strategy": strategy}

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-
+from cluster.handles import errors
 from cluster.supervision.failures import reason_of
 from distill.engine import (
     EngineInfo,
@@ -288,7 +287,7 @@ class EnginePool:
                     answer = await member.ask(method, *arguments)
                 self.answers += 1
                 return answer
-            except (RayError, EngineError) as raised:
+            except (errors.RayError, EngineError) as raised:
                 error = raised
                 if not _is_loss(raised):
                     wrong += 1
@@ -356,10 +355,10 @@ async def _queue_length(member: _Member) -> int | None:
     try:
         async with asyncio.timeout(_TELL_S):
             return await member.handle.queue_length.remote()
-    except (TimeoutError, RayError):
+    except (TimeoutError, errors.RayError):
         return None
 
 
 def _is_loss(error: Exception) -> bool:
     """True if the engine is gone, as opposed to having answered badly."""
-    return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)
+    return isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError | EngineError)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import chz
-import ray
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.config import START_S, checkpoint_bytes
@@ -17,6 +16,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.supervised import SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
+from cluster.handles.node import nodes_alive
 from cluster.hosts.creation import maker
 from cluster.hosts.learner_actor import (
     LearnerActor,
@@ -28,7 +28,7 @@ from cluster.hosts.learner_actor import (
     publish_nowhere,
     supervised_losses,
 )
-from cluster.placement.placement_groups import Placement
+from cluster.placement.places import Places
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
 from cluster.run_files.replay_log import Bounds, KeptGroups, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
@@ -76,7 +76,7 @@ def kept_learners(
     groups: KeptSteps,
     directory: RunDirectory,
     device: str,
-    placement: Placement,
+    placement: Places,
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
@@ -99,7 +99,7 @@ def policy_learners(
     learner_config: LearnerConfig,
     inputs: RolloutInputs,
     directory: RunDirectory,
-    placement: Placement,
+    placement: Places,
     resume_from: Checkpoint | None,
     attempt: int,
     *,
@@ -130,7 +130,7 @@ def supervised_learners(
     inputs: SupervisedInputs,
     directory: RunDirectory,
     device: str,
-    placement: Placement,
+    placement: Places,
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
@@ -157,7 +157,7 @@ def make_learners(
     build: Callable[..., TrainingLoop],
     losses: Callable[[], Sequence[LossFunction]],
     directory: RunDirectory,
-    placement: Placement,
+    placement: Places,
     attempt: int,
     source: TrajectorySource | None = None,
 ) -> LearnerActors:
@@ -168,7 +168,7 @@ def make_learners(
     workers = config.learner_workers
     meeting_point, memberships = None, [None] * workers
     if workers > 1:
-        address = own_address(len(ray.nodes()) == 1)
+        address = own_address(nodes_alive() == 1)
         meeting_point = open_store(address, config.deadline_s)
         memberships = [
             Membership(

@@ -66,11 +66,6 @@ def require_same_directory(
             )
 
 
-def this_node() -> str:
-    """The id of the driver's node."""
-    return ray.get_runtime_context().get_node_id()
-
-
 def _exist(paths: list[str]) -> list[bool]:
     return [os.path.exists(path) for path in paths]
 

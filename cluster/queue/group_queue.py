@@ -28,9 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import GetTimeoutError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.queue.codec import PART_BYTES, Packed, pack
 from cluster.queue.parcels import (
     OpenPart,
@@ -141,7 +139,7 @@ class GroupQueue:
         answer: PartsAnswer = self._get(self.actor.parts.remote(places))
         try:
             opened = open_parts(answer.parts, before, self.timeout_s)
-        except GetTimeoutError:
+        except errors.GetTimeoutError:
             raise QueueTimeout(
                 f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
                 "it hangs, or its network does"
@@ -222,7 +220,7 @@ class GroupQueue:
         seconds = self.timeout_s + _RESTART_S
         try:
             return calls.get(reference, timeout=seconds)
-        except GetTimeoutError:
+        except errors.GetTimeoutError:
             raise _silent(seconds) from None
 
 

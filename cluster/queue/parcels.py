@@ -23,10 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.queue.codec import Packed, Part, unpack
 from distill.outlines import Fetched, GroupOutline, Place
@@ -81,10 +78,9 @@ def offer(queue: Any, group: Packed) -> Offer:
         return _InHand(_parcel(group, group.parts))
     if group.nbytes <= _IN_CALL_BYTES:
         return _InHand(_each_part(group, partial(pickle.dumps, protocol=5)))
-    try:
-        holder = ray.get_runtime_context().current_actor
-    except RuntimeError:  # no actor, which nobody could call: its groups end with it
-        return _InHand(_each_part(group, ray.put))
+    holder = calls.this_actor()
+    if holder is None:  # nobody could call it: its groups end with it
+        return _InHand(_each_part(group, calls.put))
     name = secrets.token_hex(8)
     _OFFERED[name] = group.parts
     return _Held(holder, name, _parcel(group, ()), len(group.parts))
@@ -198,21 +194,22 @@ def open_parts(
         if place in before and _is_same(before[place].held, part)
     }
     others = {place: part for place, part in parts.items() if place not in opened}
-    references = [part for part in others.values() if isinstance(part, ray.ObjectRef)]
+    references = [part for part in others.values() if calls.in_store(part)]
     if references:
-        ray.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
+        calls.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
     lost = {}
     for place, part in others.items():
         try:
             opened[place] = OpenPart(part, unpack(_fetched(part, timeout_s)))
-        except (ObjectLostError, RayActorError) as error:
+        except (errors.ObjectLostError, errors.RayActorError) as error:
             lost[place.group_id] = str(error).split("\n", 1)[0]
     return OpenParts(opened, lost)
 
 
 def _is_same(held: Any, part: Any) -> bool:
     """True of one object: a group that was made or scored again has others."""
-    return held is part or (isinstance(part, ray.ObjectRef | bytes) and bool(held == part))
+    known = isinstance(part, bytes) or calls.in_store(part)
+    return held is part or (known and bool(held == part))
 
 
 def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
@@ -233,12 +230,12 @@ def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
     answer = parts_of({outline.group_id: parcel}, outline.places)
     try:
         found, lost = fetched(answer, open_parts(answer.parts, {}, timeout_s))
-    except GetTimeoutError:
+    except errors.GetTimeoutError:
         return None
     return None if lost else outline.filled_from(found)
 
 
 def _fetched(part: Any, timeout_s: float) -> Part:
-    if isinstance(part, ray.ObjectRef):
+    if calls.in_store(part):
         return calls.get(part, timeout_s)
     return pickle.loads(part) if isinstance(part, bytes) else part

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,21 +17,11 @@ from rich.console import Console
 from actors.hub import fetch_missing
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
-from cluster.config.on_policy import RolloutConfig
 from cluster.console import lost_output
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
-from cluster.placement.connect import connect
-from cluster.placement.placement_groups import Placement
-from cluster.placement.prefetch import prefetch
-from cluster.placement.roles import (
-    LEARNER,
-    colocated,
-    cpus_here,
-    model_paths,
-    placed_roles,
-)
-from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
+from cluster.placement.places import LocalPlaces, Places
+from cluster.placement.roles import model_paths
 from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.fork import Fork
@@ -166,11 +156,12 @@ class RunSession:
 
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
-    """Ray, with a namespace of the run's own (see `connect`); nothing for a local run."""
+    """Ray, with a namespace of the run's own; nothing for a local run, which may lack Ray."""
     if config.local:
         return nullcontext()
-    namespace = f"isotherm-{os.getpid()}-{time.time_ns()}"
-    return connect(namespace, cpus_here(config))
+    from cluster.placement.on_ray import connected_to_ray
+
+    return connected_to_ray(config, f"isotherm-{os.getpid()}-{time.time_ns()}")
 
 
 @contextmanager
@@ -282,58 +273,30 @@ def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
 
 
 @contextmanager
-def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Placement]]:
-    """The device, and room on the cluster for every actor of the run, for as long as it lasts.
+def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Places]]:
+    """The device, and room for every actor of the run, for as long as it lasts.
 
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
     device = config.device
     assert device != "auto", "the device of a run is chosen before it is placed"
-    roles = placed_roles(config, device)
-    placement = Placement(
-        [replace(role, resources={}) for role in roles] if config.local else roles,
-        strategy=config.placement,
-        colocate=colocated(config),
-        name=running.directory.actor_name("place"),
-    )
     if config.local:
         models = {path for paths in model_paths(config).values() for path in paths.values()}
         fetch_missing(models, running.progress.note)
-        yield device, placement  # which places nothing
+        yield device, LocalPlaces()
         return
-    try:
-        placement.reserve(
-            deadline_s=config.placement_deadline_s,
-            say=running.progress.note,
-            poll=running.signals.check,
-        )
-        _require_visible(config, placement, running)
-        _prefetch(config, placement, running)
+    from cluster.placement.on_ray import placed_on_ray
+
+    with placed_on_ray(
+        config,
+        device,
+        running.directory,
+        resumes=running.resume_from is not None,
+        say=running.progress.note,
+        poll=running.signals.check,
+    ) as placement:
         yield device, placement
-    finally:
-        placement.release()
-
-
-def _require_visible(config: CommonConfig, placement: Placement, running: RunSession) -> None:
-    """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
-    models = model_paths(config)
-    by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
-    reads_out = not config.only_keeps and (running.resume_from is not None or by_disk)
-    for role in {LEARNER, *models}:
-        if others := [node for node in placement.nodes(role) if node != this_node()]:
-            require_visible(models.get(role, {}), others)
-            if role == LEARNER or reads_out:
-                require_same_directory("out", str(running.directory.path), others)
-
-
-def _prefetch(config: CommonConfig, placement: Placement, running: RunSession) -> None:
-    """Download the models that the run's nodes lack, before an actor's start deadline begins."""
-    models: dict[str, set[str]] = {}
-    for role, paths in model_paths(config).items():
-        for node in placement.nodes(role):
-            models.setdefault(node, set()).update(paths.values())
-    prefetch(models, say=running.progress.note, poll=running.signals.check)
 
 
 def already_complete(

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import chz
-from ray.exceptions import RayError
 from rich.console import Console
 from rich.markup import escape
 
@@ -23,6 +22,7 @@ from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.early_ends import Interrupted, RunFailed
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
+from cluster.handles import errors
 from cluster.handshake.handshake import (
     ENGINE_DEADLINE_S,
     PARTS,
@@ -35,7 +35,7 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
-from cluster.placement.placement_groups import Placement
+from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
     POLICY,
@@ -318,7 +318,7 @@ class _Run:
         inputs: RolloutInputs,
         running: RunSession,
         cast: RolloutCast,
-        placement: Placement,
+        placement: Places,
         device: str,
     ) -> None:
         self._config = config
@@ -428,7 +428,7 @@ class _Run:
         except (ScoredWrongly, ScorerMoved) as moved:
             running.directory.store.set_aside_after(moved.first_bad - 1)
             running.progress.note(f"{moved}: later checkpoints are renamed to *.damaged")
-        except (RunFailed, EngineError, RayError) as error:
+        except (RunFailed, EngineError, errors.RayError) as error:
             running.progress.note(f"the last canaries were not answered: {error}")
 
     def _certify(self) -> None:

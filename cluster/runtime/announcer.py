@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-
 from cluster.early_ends import RunFailed
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.hosts.rollout_actor import Roster, RosterChange
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import Member
@@ -65,7 +63,7 @@ class Announcer:
             member = self._under_way.pop(reference)
             try:
                 calls.get(reference)
-            except RayTaskError as error:
+            except errors.RayTaskError as error:
                 raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
-            except RayError:
+            except errors.RayError:
                 self._told.discard(member)  # if it lives, it hears of all engines again

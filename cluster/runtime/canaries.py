@@ -22,13 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayError
-
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.pools import OnBadTeacher
 from cluster.early_ends import RunFailed
 from cluster.findings.finding import Finding
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
@@ -367,7 +365,7 @@ class Canaries:
         reference, scorer.asked = scorer.asked, None
         try:
             answer = calls.get(reference)
-        except (RayError, EngineError) as error:
+        except (errors.RayError, EngineError) as error:
             if scorer.member.state is State.SERVING and not scorer.alone:
                 self._send(scorer, alone=True)  # the worker died, or its batch was refused
             else:
@@ -496,7 +494,7 @@ class Canaries:
         for reference in self._told:
             try:
                 self._trusted(self._queue_says(reference).proven)
-            except GetTimeoutError as error:
+            except errors.GetTimeoutError as error:
                 logger.warning("the queue did not take note of a canary: %s", error)
         self._told.clear()
         self.check()

@@ -30,10 +30,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayError
-
 from cluster.early_ends import Diverged, Interrupted, RunFailed, StoppedAtOnce
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.placement.roles import LEARNER
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
@@ -242,7 +240,7 @@ class Driver:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
         try:
             return asyncio.run(self._watched(what, coroutine))
-        except RayError as error:
+        except errors.RayError as error:
             raise self._explained(what, error, ActorLost) from error
 
     async def _watched(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -264,12 +262,12 @@ class Driver:
         """The value of a finished call; see `call` for what it raises."""
         try:
             return calls.get(reference, timeout=timeout)
-        except GetTimeoutError as error:
+        except errors.GetTimeoutError as error:
             raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
-        except RayError as error:
+        except errors.RayError as error:
             raise self._explained(what, error, lost) from error
 
-    def _explained(self, what: str, error: RayError, lost: type[ActorLost]) -> Exception:
+    def _explained(self, what: str, error: errors.RayError, lost: type[ActorLost]) -> Exception:
         if is_death(error):
             who = "the learner" if lost is LearnerLost else "its actor"
             return lost(f"{what} failed because {who} died ({reason_of(error)})")
@@ -281,6 +279,6 @@ class Driver:
         # What is left of a broken connection is explained by who is at its other end.
         if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
-        if isinstance(cause, RayError | EngineLost):
+        if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")

@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.findings.rewards import groups_fail
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.learners import learner_spec
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
-from cluster.placement.placement_groups import Placement
+from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
@@ -82,7 +80,7 @@ class Fleet:
         *,
         config: RolloutConfig,
         cast: RolloutCast,
-        placement: Placement,
+        placement: Places,
         directory: RunDirectory,
         signals: Signals,
         examine: Examine,
@@ -282,7 +280,7 @@ class Fleet:
             calls.get(self.queue.close(), timeout=_CLOSE_S)
             if self._committed is not None:  # Ray would report a call that is cut short
                 calls.get(self._committed, timeout=_CLOSE_S)
-        except RayError as error:  # it is dead or hangs: its journal lacks no more than the end
+        except errors.RayError as error:  # dead, or it hangs: its journal lacks its end alone
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()
 
@@ -319,9 +317,9 @@ class Fleet:
             member = self._runs.pop(run)
             try:
                 calls.get(run)
-            except RayTaskError as error:
+            except errors.RayTaskError as error:
                 raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
-            except RayError:
+            except errors.RayError:
                 continue  # it died, as its heartbeat will tell
             if member in self.supervisor.members(ROLLOUT, State.DRAINING):
                 self._dismiss(member)

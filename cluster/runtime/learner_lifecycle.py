@@ -6,9 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.hosts.learners import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
@@ -90,5 +88,5 @@ class LearnerLifecycle:
 
     def _end_writing(self) -> None:
         """Waits for the checkpoint that is being written, or it would be the newest one later."""
-        with suppress(RayError, CheckpointError):  # what it did not write is not there
+        with suppress(errors.RayError, CheckpointError):  # what it did not write is not there
             calls.get(self.leader.written.remote(True), timeout=_WRITING_S)

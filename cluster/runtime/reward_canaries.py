@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayError
 
 from actors.embedded.reward_model import RewardAnswer
 from cluster.findings.finding import Finding
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.placement.roles import REWARD
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
@@ -134,7 +133,7 @@ class RewardCanaries:
         asked, life.asked = life.asked, None
         try:
             answer: RewardAnswer = calls.get(asked)
-        except (RayError, EngineError) as error:
+        except (errors.RayError, EngineError) as error:
             logger.warning("%s: no canary (%s)", life.member.name, reason_of(error))
             if life.number is None:  # else the next comes in its time
                 self._life = None

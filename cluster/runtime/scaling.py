@@ -17,8 +17,7 @@ from dataclasses import astuple, dataclass
 from statistics import fmean
 from typing import Protocol
 
-import ray
-
+from cluster.handles.node import nodes_alive
 from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import EVALUATION, POLICY, ROLLOUT
 from cluster.queue.ledger_answers import QueueStatus
@@ -217,7 +216,7 @@ class Scaling:
         return sum(self._pools.supervisor.expected(role) for role in roles)
 
     def _record_nodes(self) -> None:
-        alive = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
+        alive = nodes_alive()
         if self._recorded.get("nodes") != alive:
             self._recorded["nodes"] = alive
             self._directory.append_event("nodes", alive=alive)

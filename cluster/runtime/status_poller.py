@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import ROLLOUT
 from cluster.queue.group_queue import GroupQueue
@@ -67,17 +64,19 @@ class StatusPoller:
                 self.workers[name] = calls.get(reference)
                 if reference not in self._stale:
                     self._fresh.add(name)
-            except RayError:
+            except errors.RayError:
                 self.workers.pop(name, None)
 
     def _collect_queue(self) -> None:
         if self._queue_asked is None or not calls.wait([self._queue_asked], timeout=0)[0]:
             return
         asked, self._queue_asked = self._queue_asked, None
-        with suppress(RayError):  # the next one answers
+        try:
             status: QueueStatus = calls.get(asked)
-            self.queue = status
-            self._on_queue(status)
+        except errors.RayError:
+            return  # the next one answers
+        self.queue = status
+        self._on_queue(status)
 
     def _ask(self) -> None:
         members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)

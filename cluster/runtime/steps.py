@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError
-
 from cluster.early_ends import Interrupted, RunFailed
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.queue.group_queue import QueueClosed
 from cluster.runtime.driver import Driver
 from cluster.supervision.supervise import LearnerLost
@@ -267,5 +265,5 @@ def _let_end(pending: Any) -> dict[str, float] | None:
     """Waits for an interrupted step. It trained, and counts; or it found no groups: None."""
     try:
         return calls.get(pending, timeout=600)
-    except (QueueClosed, RayActorError):
+    except (QueueClosed, errors.RayActorError):
         return None

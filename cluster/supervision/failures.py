@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from distill.errors import EngineLost
 
 # How long an actor may take to prove that it is alive when a call has failed, seconds.
@@ -16,12 +14,12 @@ _PING_S = 5.0
 
 def is_death(error: BaseException) -> bool:
     """True if the actor that was asked is gone, as opposed to having raised something itself."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+    return isinstance(error, errors.RayActorError) and not isinstance(error, errors.RayTaskError)
 
 
 def root_cause(error: BaseException) -> BaseException:
     """The error first raised: in the actor, or in one that it had called, and so on."""
-    while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+    while isinstance(error, errors.RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
 
@@ -38,7 +36,7 @@ def reason_of(error: BaseException) -> str:
     if not lines:
         return type(cause).__name__
     # A constructor's traceback ends with what went wrong; other deaths say it first.
-    last = isinstance(cause, RayActorError) and "creation task" in lines[0]
+    last = isinstance(cause, errors.RayActorError) and "creation task" in lines[0]
     return lines[-1 if last else 0]
 
 
@@ -54,6 +52,6 @@ def dead_among(actors: Mapping[str, Any]) -> list[str]:
 def _died(ping: Any) -> bool:
     try:
         calls.get(ping, timeout=0)
-    except RayActorError:
+    except errors.RayActorError:
         return True
     return False

@@ -20,17 +20,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-import ray
-import ray._private.state
-from ray.exceptions import RayError, RayTaskError
-
 from cluster.early_ends import RunFailed
-from cluster.handles import calls
+from cluster.handles import calls, errors
+from cluster.handles.node import node_address
 from cluster.supervision.failures import reason_of
 from distill.errors import IsothermError
 
@@ -337,7 +333,7 @@ class Supervisor:
             member.beat = None
             try:
                 said = calls.get(reference)
-            except RayError as error:
+            except errors.RayError as error:
                 self.bury(member, reason_of(error), error)
                 continue
             if member.spec.restarted_by_ray and said != member.said is not None:
@@ -362,7 +358,7 @@ class Supervisor:
                 continue  # buried in this very round, with another
             try:
                 calls.get(call)
-            except RayError as error:
+            except errors.RayError as error:
                 self.bury(member, f"on another of its nodes: {reason_of(error)}", error)
             else:
                 self.bury(member, "its processes on another of its nodes have ended")
@@ -372,9 +368,11 @@ class Supervisor:
         asked = list(self._introductions)
         for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
             member = self._introductions.pop(reference)
-            with suppress(RayError):  # it died meanwhile, as its heartbeat will tell
+            try:
                 pid, node = calls.get(reference)
-                self._record("start", who=member.name, pid=pid, node=node)
+            except errors.RayError:
+                continue  # it died meanwhile, as its heartbeat will tell
+            self._record("start", who=member.name, pid=pid, node=node)
 
     def _ask(self, now: float) -> None:
         for member in list(self._members):
@@ -394,7 +392,7 @@ class Supervisor:
                 what = "did not start" if slow else "gave no sign of life"
                 self.bury(member, f"it {what} within {limit:.0f} s")
 
-    def bury(self, member: Member, why: str, error: RayError | None = None) -> None:
+    def bury(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
         """Ends an actor that is dead or as good as dead, and plans its restart; raises as `tick`.
 
         Args:
@@ -411,7 +409,7 @@ class Supervisor:
         member.kill()
         self._buried(member, why)
         if not self.under_way and member.state is State.STARTING:
-            if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
+            if isinstance(error, errors.RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause
             raise RunFailed(f"{member.name} died at its start ({why})")
         if member.spec.critical:
@@ -439,8 +437,7 @@ class Supervisor:
 
     def _ray_restarts_it(self, member: Member, now: float) -> bool:
         """True while Ray restarts it: the heartbeat then counts from here."""
-        state = ray._private.state.actors(member.handle._actor_id.hex()).get("State")
-        if state == "ALIVE":
+        if calls.is_alive(member.handle):
             return False
         member.asked = now
         return True
@@ -494,7 +491,7 @@ def aside_whereabouts_call(actor: Any) -> Any:
 
 
 def _whereabouts(_actor: object) -> tuple[int, str]:
-    return os.getpid(), ray.util.get_node_ip_address()
+    return os.getpid(), node_address()
 
 
 def health_call(engine: Any) -> Any:

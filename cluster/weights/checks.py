@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.weights.gather import values
 from cluster.weights.proof import PushProof
 from cluster.weights.push_settings import PushSettings
@@ -48,7 +46,7 @@ class Answers:
         self._progress.mark()
         try:
             return calls.get(reference, timeout=max(0.0, self._due - time.monotonic()))
-        except (GetTimeoutError, RayError, EngineError) as error:
+        except (errors.RayError, EngineError) as error:
             logger.warning("a policy engine did not %s: %s", what, error)
             return None
 

@@ -32,7 +32,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
-import ray
 import torch
 import torch.distributed
 from torch import Tensor
@@ -45,6 +44,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from cluster.handles.node import node_address
 from cluster.weights.gather import values
 from cluster.weights.transport import Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
@@ -298,4 +298,4 @@ class _Sending:
 
 def own_address(everyone_is_here: bool) -> str:
     """Address under which engines reach this process: the loopback if all are on this machine."""
-    return LOOPBACK if everyone_is_here else ray.util.get_node_ip_address()
+    return LOOPBACK if everyone_is_here else node_address()

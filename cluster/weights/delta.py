@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ray.exceptions import RayError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.weights.transport import Transport
 from distill.errors import EngineError, NonFiniteError
 from distill.weights.delta import SentWeights, WeightDelta
@@ -81,7 +79,7 @@ class DeltaSender:
             return False
         try:
             calls.get(order.acknowledgement)
-        except (RayError, EngineError):
+        except (errors.RayError, EngineError):
             return False
         return True
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.supervision.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 
@@ -85,9 +83,9 @@ def collect(
             name = names.pop(reference)
             try:
                 answers.values[name] = calls.get(reference)
-            except RayError as error:
+            except errors.RayError as error:
                 answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
-                if isinstance(error, EngineLost) or not isinstance(error, RayTaskError):
+                if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
                     answers.lost.add(name)
         answers.problem = answers.problem or problem()
         failed = bool(answers.failures or answers.problem)

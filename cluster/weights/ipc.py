@@ -23,9 +23,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.supervision.failures import root_cause
 from cluster.weights.gather import collect
 from cluster.weights.transport import Transport
@@ -209,6 +207,6 @@ class _Lending:
                 name = pending.pop(reference)
                 try:
                     calls.get(reference)
-                except RayError as error:  # why, its load says; it is out of this push
+                except errors.RayError as error:  # why, its load says; it is out of this push
                     logger.warning("%s left the push: %s", name, root_cause(error))
                     del self._engines[name]

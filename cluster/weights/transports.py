@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from cluster.config.pools import WeightsChoice, check_served
+from cluster.handles import calls
+from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.delta import DeltaSender, DeltaTransport
 from cluster.weights.gather import values
@@ -82,7 +83,7 @@ class ObjectStoreTransport(Transport):
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         self._source = None  # the store never keeps two
-        reference = ray.put(PackedTensors.pack(gather_all(weights)))
+        reference = calls.put(PackedTensors.pack(gather_all(weights)))
         return self.share(reference, version)
 
 
@@ -219,10 +220,7 @@ def _by_store(engines: Mapping[str, Any], deltas: DeltaSender | None) -> Transpo
 
 def _place(_actor: object) -> Place:
     """The place of the process that this is called in."""
-    node, host = "this process", os.uname().nodename
-    if not ray.is_initialized():  # engines and learner see the same GPUs, and may share them all
-        gpus = visible_gpus()[: torch.cuda.device_count()]
-    else:
-        node = ray.get_runtime_context().get_node_id()
-        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
-    return Place(node=node, host=host, gpus=tuple(gpus), nccl=nccl_settings())
+    # Without Ray engines and learner see the same GPUs, and may share them all.
+    gpus = actor_gpus() if is_connected() else visible_gpus()[: torch.cuda.device_count()]
+    host = os.uname().nodename
+    return Place(node=node_id(), host=host, gpus=tuple(gpus), nccl=nccl_settings())

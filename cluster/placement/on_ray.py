@@ -1,0 +1,80 @@
+"""Ray for a run, and room on its cluster for every actor. A local run does not import this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.handles.node import node_id
+from cluster.placement.connect import connect
+from cluster.placement.placement_groups import Placement
+from cluster.placement.prefetch import prefetch
+from cluster.placement.roles import LEARNER, colocated, cpus_here, model_paths, placed_roles
+from cluster.placement.shared_storage import require_same_directory, require_visible
+from cluster.run_files.run_directory import RunDirectory
+
+
+def connected_to_ray(config: CommonConfig, namespace: str) -> AbstractContextManager[None]:
+    """Ray, as `connect` gives it, with CPUs for every actor of the run."""
+    return connect(namespace, cpus_here(config))
+
+
+@contextmanager
+def placed_on_ray(
+    config: CommonConfig,
+    device: str,
+    directory: RunDirectory,
+    *,
+    resumes: bool,
+    say: Callable[[str], None],
+    poll: Callable[[], None],
+) -> Iterator[Placement]:
+    """Room on the cluster for every actor of the run, for as long as it lasts.
+
+    Args:
+        resumes: the run goes on from a checkpoint in its directory.
+        say, poll: as `Placement.reserve` takes them.
+
+    Raises:
+        ConfigError: the cluster is too small, or does not have room within the deadline; or a node
+            lacks a model that its actors load, or has another `out/`.
+        CheckpointError: a model cannot be downloaded to a node.
+    """
+    placement = Placement(
+        placed_roles(config, device),
+        strategy=config.placement,
+        colocate=colocated(config),
+        name=directory.actor_name("place"),
+    )
+    try:
+        placement.reserve(deadline_s=config.placement_deadline_s, say=say, poll=poll)
+        _require_visible(config, placement, directory, resumes)
+        prefetch(_models_of_nodes(config, placement), say=say, poll=poll)
+        yield placement
+    finally:
+        placement.release()
+
+
+def _require_visible(
+    config: CommonConfig, placement: Placement, directory: RunDirectory, resumes: bool
+) -> None:
+    """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
+    models = model_paths(config)
+    by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
+    reads_out = not config.only_keeps and (resumes or by_disk)
+    for role in {LEARNER, *models}:
+        if others := [node for node in placement.nodes(role) if node != node_id()]:
+            require_visible(models.get(role, {}), others)
+            if role == LEARNER or reads_out:
+                require_same_directory("out", str(directory.path), others)
+
+
+def _models_of_nodes(config: CommonConfig, placement: Placement) -> dict[str, set[str]]:
+    """Models that each node loads, by the node's id."""
+    models: dict[str, set[str]] = {}
+    for role, paths in model_paths(config).items():
+        for node in placement.nodes(role):
+            models.setdefault(node, set()).update(paths.values())
+    return models

@@ -1,0 +1,48 @@
+"""A Python environment with no packages but chz and those that torch, transformers and peft need.
+
+A machine with a GPU and no network often has just these: no Ray, no SGLang, none of the libraries
+that isotherm installs for its convenience.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+_INSTALLED = ("chz", "torch", "transformers", "peft", "accelerate")
+
+
+def bare_environment(directory: Path) -> dict[str, str]:
+    """Variables for `python -S`, which then imports this source tree and those packages alone.
+
+    Args:
+        directory: filled with links to the packages.
+    """
+    for name in _needed():
+        package = distribution(name)
+        for top in {file.parts[0] for file in package.files or () if file.parts[0] != ".."}:
+            link = directory / top
+            if not link.exists():
+                link.symlink_to(package.locate_file(top))
+    return os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"}
+
+
+def _needed() -> set[str]:
+    """Names of the packages, and of those that they require here."""
+    found, ahead = set[str](), list(_INSTALLED)
+    while ahead:
+        name = ahead.pop()
+        if name in found:
+            continue
+        try:
+            required = distribution(name).requires or ()
+        except PackageNotFoundError:  # for another platform
+            continue
+        found.add(name)
+        wanted = [Requirement(line) for line in required]
+        ahead += [each.name for each in wanted if not each.marker or each.marker.evaluate()]
+    return found
