@@ -1,29 +1,15 @@
-"""JSON that models write: strict reading, and checks against the schemas of tools.
+"""Strict reading of the JSON that models write.
 
 Values that JSON does not have (NaN, numbers beyond floats, lone surrogates) and those too deep to
-be written again are refused. A schema may be anything that a tool's author wrote: nothing is
-fetched, no check raises, and a schema that cannot be checked is a reason like any other.
+be written again are refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-import regex
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
-from jsonschema.validators import extend, validator_for
-from jsonschema_specifications import REGISTRY
-
-# A pattern may take exponential time, and all episodes of a process wait for it.
-_PATTERN_TIMEOUT_S = 1.0
-_LONGEST_COMPLAINT = 300
-# One value of each JSON type.
-_SAMPLES = (None, True, 0.5, "", [], {})
 # Deeper values would exhaust the stack of whatever prints them again.
 _MOST_LEVELS = 64
 
@@ -87,60 +73,3 @@ def _refuse(constant: str) -> None:
 
 _TOO_DEEP = f"arrays and objects are nested deeper than {_MOST_LEVELS} levels"
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
-
-
-def mismatch(value: object, schema: Mapping[str, Any]) -> str | None:
-    """The reason why `value` does not fit `schema`; None if it does."""
-    try:
-        wrong = best_match(_errors(value, schema))
-    except Exception as error:  # jsonschema raises whatever a wrong schema leads it into
-        reason = str(error).split("\n", 1)[0]
-        told = f"the schema cannot be checked: {type(error).__name__}: {reason}"
-        return told[:_LONGEST_COMPLAINT]
-    if wrong is None:
-        return None
-    where = ".".join(str(part) for part in wrong.absolute_path)
-    return f"{f'{where}: ' if where else ''}{wrong.message[:_LONGEST_COMPLAINT]}"
-
-
-def value_of_text(text: str, parsed: object, name: str, schema: Mapping[str, Any]) -> object:
-    """The value of the argument `name`, written as `text`, which is JSON of `parsed`.
-
-    The schema decides. Where it takes both, the JSON value is meant if the schema tells types at
-    all. Where it takes neither, the one whose error says more: an object or array is no text.
-    """
-    if _accepts(name, text, schema):
-        tells_types = not all(_accepts(name, sample, schema) for sample in _SAMPLES)
-        return parsed if tells_types and _accepts(name, parsed, schema) else text
-    return parsed if isinstance(parsed, dict | list) or _accepts(name, parsed, schema) else text
-
-
-def _accepts(name: str, value: object, schema: Mapping[str, Any]) -> bool:
-    """True if the schema of an object takes `value` as its property `name`."""
-    try:
-        errors = list(_errors({name: value}, schema))
-    except Exception:  # as in `mismatch`, which reports it when the call is checked
-        return False
-    return not any(error.absolute_path and error.absolute_path[0] == name for error in errors)
-
-
-def _errors(value: object, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
-    draft = validator_for(schema, default=Draft202012Validator)
-    # The registry of the drafts alone: nothing is fetched.
-    return _with_unicode_patterns(draft)(dict(schema), registry=REGISTRY).iter_errors(value)
-
-
-@lru_cache
-def _with_unicode_patterns(draft: Any) -> Any:
-    """The draft's validator with the regular expressions of ECMAScript, such as `\\p{L}`."""
-    return extend(draft, {"pattern": _pattern})
-
-
-def _pattern(
-    validator: Any, pattern: str, instance: object, schema: object
-) -> Iterator[ValidationError]:
-    del validator, schema
-    if isinstance(instance, str):
-        found = regex.search(pattern, instance, timeout=_PATTERN_TIMEOUT_S)
-        if found is None:
-            yield ValidationError(f"{instance!r} does not match {pattern!r}")

@@ -18,6 +18,7 @@ none whose files have changed since, which is looked at when a run resumes.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -28,7 +29,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from safetensors import SafetensorError, safe_open
 
 from distill.errors import CheckpointError
@@ -115,9 +115,7 @@ class CheckpointStore:
             manifest: dict[str, Any] = {"step": step, "delivery": dict(delivery), "sizes": sizes}
             manifest["sha256"] = hashes
             manifest["seal"] = _seal(manifest)
-            _write_synced(
-                partial / "manifest.json", orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
-            )
+            _write_synced(partial / "manifest.json", json.dumps(manifest, indent=2).encode())
             sync_directory(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -171,7 +169,7 @@ class CheckpointStore:
 
     def _marked(self, name: str) -> int | None:
         try:
-            return orjson.loads((self.root / name).read_bytes())["step"]
+            return json.loads((self.root / name).read_bytes())["step"]
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -192,7 +190,7 @@ class CheckpointStore:
     def best(self) -> Best | None:
         """The best evaluation that `mark_best` was told of; None if its checkpoint is gone."""
         try:
-            best = Best(**orjson.loads((self.root / _BEST).read_bytes()))
+            best = Best(**json.loads((self.root / _BEST).read_bytes()))
         except (OSError, ValueError, TypeError):  # there is none, or it was edited: the next counts
             return None
         return best if any(each.step == best.step for each in self.complete()) else None
@@ -209,7 +207,7 @@ class CheckpointStore:
         partial = self.root / f".{name}.partial"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            _write_synced(partial, orjson.dumps(dict(value)))
+            _write_synced(partial, json.dumps(dict(value)).encode())
             partial.rename(self.root / name)
         except OSError as error:
             raise CheckpointError(
@@ -341,7 +339,7 @@ def _step(path: Path) -> int:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = orjson.loads((path / "manifest.json").read_bytes())
+        manifest = json.loads((path / "manifest.json").read_bytes())
         if not isinstance(manifest, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
@@ -352,7 +350,8 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _seal(manifest: Mapping[str, Any]) -> str:
     """Digest of a manifest's other fields: through their digests, of the whole checkpoint."""
     rest = {name: value for name, value in manifest.items() if name != "seal"}
-    return hashlib.sha256(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    written = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def _read(path: Path) -> Checkpoint:

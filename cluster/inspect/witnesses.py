@@ -6,11 +6,10 @@ end, or was edited is contradicted by them. What is missing contradicts nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import orjson
 
 from cluster.jsonl_log import read_lines
 from cluster.run_files.out_directory import KEPT
@@ -106,7 +105,7 @@ def _otherwise(what: str, end: int, ledgers: int | None) -> str:
 
 def _run_id(config: Path) -> str:
     try:
-        written = orjson.loads(config.read_bytes()) if config.is_file() else {}
+        written = json.loads(config.read_bytes()) if config.is_file() else {}
         return written.get("run_id", "")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{config} is unreadable: {error}") from error

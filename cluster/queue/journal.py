@@ -39,6 +39,7 @@ Two read it: the queue that was killed (`replay`), and cluster/inspect/audit.py.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,13 +47,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cluster.jsonl_log import LineFile, last_line
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class Journal:
@@ -77,7 +78,8 @@ class Journal:
         """Appends an event."""
         if self._link is None:
             self._link = _link(last_line(self._file.path))
-        line = orjson.dumps({"t": time.time(), "event": event, **fields, "after": self._link})
+        written = {"t": time.time(), "event": event, **fields, "after": self._link}
+        line = _ENCODER.encode(written).encode()
         self._link = _link(line)
         self._file.append(line, later=self._together)
 
@@ -140,7 +142,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 
 def _event(line: bytes, where: str) -> dict[str, Any]:
     try:
-        event = orjson.loads(line)
+        event = json.loads(line)
     except ValueError as error:
         raise _damaged(f"{where}: not an event of a ledger ({error})") from error
     if not isinstance(event, dict) or not {"t", "event"} <= event.keys():

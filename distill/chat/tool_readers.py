@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from distill.json_values import loads, read_json, require_plain, value_of_text
+from distill.json_values import loads, read_json, require_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,11 @@ def _value(name: str, written: str, schema: Mapping[str, Any], is_text: str | No
         parsed = loads(_AS_JSON.get(written, written))
     except ValueError:
         return written
-    return parsed if is_text else value_of_text(written, parsed, name, schema)
+    if is_text:
+        return parsed
+    from distill.json_schemas import value_of_text  # its library: only runs with tools need it
+
+    return value_of_text(written, parsed, name, schema)
 
 
 _GEMMA_HEAD = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?=\{)")

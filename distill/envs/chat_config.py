@@ -34,7 +34,9 @@ from distill.envs.chat import (
     offered_tools,
 )
 from distill.errors import ConfigError
+from distill.libraries import require_library
 from distill.sampling import EvalSampling
+from distill.text.chunks import require_splitter
 from distill.text.condense import (
     INSTRUCTION,
     Condenser,
@@ -270,13 +272,15 @@ class ChatConfig(EnvConfig):
         """The settings that all episodes share.
 
         Raises:
-            ConfigError: limits that leave no room, a template without tools where there are, or
-                settings of tools where there are none.
+            ConfigError: limits that leave no room, a template without tools where there are,
+                settings of tools where there are none, or a library that is not installed.
         """
         tools = [*self.toolbox()]
         if self.recall:
             tools.append(ReadBlock(Blocks(setting.tokenizer)))
-        if not tools:
+        if tools:
+            require_library("jsonschema", f"env={type(self).__name__} with tools", "jsonschema")
+        else:
             self._refuse_tool_settings()
         return ChatSetting(
             tokenizer=setting.tokenizer,
@@ -318,6 +322,7 @@ class ChatConfig(EnvConfig):
     def _condensing(self, setting: EnvContext) -> Condensing | None:
         if self.condenser is None:
             return None
+        require_splitter(f"env.condenser={self.condenser}")
         longest = self._limits(setting).max_tokens
         target = longest // 2 if self.condense_to is None else self.condense_to
         if not 0 < target <= longest - setting.max_new_tokens:

@@ -34,7 +34,7 @@ from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import ConfigError, DataError
 from distill.rewards.key_facts import key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
-from distill.text.chunks import chunk_text
+from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser
 
 MODEL = "model"
@@ -231,6 +231,7 @@ class Reading(ChatEnvConfig):
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
         source = require_path(path, "Reading")
+        require_splitter("env=Reading")
         problems_P: list[MessageProblem] = []
         for number, row in setting.read(source):
             with located(f"{source}:{number}"):

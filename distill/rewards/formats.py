@@ -8,12 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import regex
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from jsonschema_specifications import REGISTRY
-from referencing import Resource
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
 from distill.errors import ConfigError, DataError
 from distill.json_values import loads
@@ -36,7 +30,7 @@ def matches(response: str, answer: str) -> float:
     Raises:
         DataError: the answer is no regular expression.
     """
-    return _in_child(_matches, response.strip(), answer)
+    return _in_child(_prepare, _matches, response.strip(), answer)
 
 
 def json_schema(response: str, answer: str) -> float:
@@ -48,12 +42,12 @@ def json_schema(response: str, answer: str) -> float:
     Raises:
         DataError: the answer is no JSON schema, or refers to what is not in it.
     """
-    return _in_child(_fits, response, answer)
+    return _in_child(_prepare_schemas, _fits, response, answer)
 
 
-def _in_child(check: Any, response: str, answer: str) -> float:
+def _in_child(prepare: Any, check: Any, response: str, answer: str) -> float:
     try:
-        return in_child(_prepare, check, response, answer, timeout_s=_CHILD_TIMEOUT_S)
+        return in_child(prepare, check, response, answer, timeout_s=_CHILD_TIMEOUT_S)
     except OverLimit as error:
         logger.warning(f"a response could not be held to {answer[:80]!r}: {error}")
         return 0.0
@@ -61,6 +55,10 @@ def _in_child(check: Any, response: str, answer: str) -> float:
 
 def _prepare() -> None:
     """Does nothing: importing this module is the preparation."""
+
+
+def _prepare_schemas() -> None:
+    from distill import json_schemas  # noqa: F401 - the preparation
 
 
 def _matches(response: str, answer: str) -> float:
@@ -92,40 +90,13 @@ def compiled(pattern: str) -> regex.Pattern:
 
 
 def _fits(response: str, answer: str) -> float:
-    validator = _validator(answer)
+    from distill.json_schemas import own_schema
+
+    validator = own_schema(answer)
     try:
         return float(validator.is_valid(loads(response)))
     except Exception:  # no JSON, or a value such as 10**400 that leads jsonschema into any error
         return 0.0
-
-
-@lru_cache(maxsize=256)
-def _validator(answer: str) -> Draft202012Validator:
-    try:
-        schema = loads(answer)
-        Draft202012Validator.check_schema(schema)
-        resource = DRAFT202012.create_resource(schema)
-        root = REGISTRY.with_resource("", resource)
-        _check_references(resource, root.crawl().resolver_with_root(resource))
-    except Unresolvable as error:
-        raise DataError(
-            f"the answer {answer[:80]!r} is no JSON schema of its own: it refers to {error.ref!r}, "
-            "which is not in it, and nothing is fetched"
-        ) from error
-    except (ValueError, TypeError, SchemaError, RecursionError) as error:
-        raise DataError(f"the answer {answer[:80]!r} is no JSON schema: {error}") from error
-    return Draft202012Validator(schema, registry=REGISTRY)
-
-
-def _check_references(schema: Resource, resolver: Any) -> None:
-    if isinstance(schema.contents, dict):
-        for name in ("$ref", "$dynamicRef"):
-            if isinstance(target := schema.contents.get(name), str):
-                found = resolver.lookup(target).contents
-                if not isinstance(found, dict | bool):
-                    raise ValueError(f"{name} {target!r} is {str(found)[:80]!r}, no schema")
-    for part in schema.subresources():
-        _check_references(part, resolver.in_subresource(part))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

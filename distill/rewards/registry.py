@@ -20,6 +20,7 @@ import numpy as np
 
 from distill.chat.thinking import Response
 from distill.errors import ConfigError, DataError, described
+from distill.libraries import require_library
 from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
@@ -117,6 +118,11 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "unit_tests": unit_tests,
     "matches": matches,
     "json_schema": json_schema,
+}
+# Module, setting, and what pip installs it by.
+_LIBRARIES = {
+    "math_equal": ("math_verify", "reward=math_equal", "math-verify"),
+    "json_schema": ("jsonschema", "reward=json_schema", "jsonschema"),
 }
 
 
@@ -231,13 +237,16 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
 
     Raises:
         ConfigError: an unknown name, something that cannot be imported or called, a sandbox that
-            is needed and cannot be made, or a limit that is not positive.
+            is needed and cannot be made, a library that is not installed, or a limit that is not
+            positive.
     """
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite")
     if name in _BUILT_IN:
         if name == "unit_tests":
             require_sandbox()
+        if name in _LIBRARIES:
+            require_library(*_LIBRARIES[name])
         return _BUILT_IN[name]
     if (model := ModelReward.named(name)) is not None:
         return model

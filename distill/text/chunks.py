@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from semantic_text_splitter import MarkdownSplitter
-
 from distill.chat.template import encode
 from distill.errors import DataError
+from distill.libraries import require_library
 
 if TYPE_CHECKING:
+    from semantic_text_splitter import MarkdownSplitter
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 ChunkKind = Literal["heading", "code", "paragraph", "sentence", "fragment"]
@@ -59,6 +59,11 @@ class Chunk:
     num_tokens: int
 
 
+def require_splitter(feature: str) -> None:
+    """Raises ConfigError unless the library that splits texts is installed."""
+    require_library("semantic_text_splitter", feature, "semantic-text-splitter")
+
+
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """Number of tokens of the text on its own, without special tokens.
 
@@ -83,7 +88,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
     if max_tokens < 1:
         raise DataError(f"max_tokens={max_tokens} must be at least 1")
     count_tokens(tokenizer, text)  # what cannot be encoded is an error of ours, not the splitter's
-    splitter = MarkdownSplitter.from_callback(_size(tokenizer, max_tokens), max_tokens)
+    splitter = _splitter_class().from_callback(_size(tokenizer, max_tokens), max_tokens)
     spans = _split(splitter, text, _windows(text, _WINDOW * max_tokens))
     kinds = _Kinds.of(text)
     return [
@@ -119,12 +124,18 @@ def _longest(
     return text[: ends[fitting - 1]].rstrip() if fitting else ""
 
 
+def _splitter_class() -> type[MarkdownSplitter]:
+    from semantic_text_splitter import MarkdownSplitter  # only runs that cut texts need it
+
+    return MarkdownSplitter
+
+
 def _windows(text: str, size: int) -> list[tuple[int, int]]:
     """The text in spans of at most `size` characters, cut at its best boundaries."""
     spans = [(0, len(text))]
     if len(text) > size * _WINDOW_STEP:
         spans = _windows(text, size * _WINDOW_STEP)
-    return spans if len(text) <= size else _split(MarkdownSplitter(size), text, spans)
+    return spans if len(text) <= size else _split(_splitter_class()(size), text, spans)
 
 
 def _split(

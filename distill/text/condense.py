@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import bm25s
 import numpy as np
 
 from distill.chat.responses import read_response
 from distill.chat.template import Message, render_messages, render_text
 from distill.engine import GenerateRequest, Sampler
 from distill.errors import ConfigError, DataError
+from distill.libraries import require_library
 from distill.lookup import resolve_function
 from distill.sampling import Sampling
 from distill.text.bm25_words import words
@@ -31,6 +31,7 @@ from distill.text.foreign import neutralised
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
+    import bm25s
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Before the condensed history, in the user message that stands for it.
@@ -69,9 +70,10 @@ def load_condenser(name: str, tokenizer: PreTrainedTokenizerBase) -> Condenser:
     The function takes (text, focus, max_tokens) and returns a string; it may be async.
 
     Raises:
-        ConfigError: an unknown name, or something that cannot be imported or called.
+        ConfigError: an unknown name, something that cannot be imported or called, or no bm25s.
     """
     if name == "keywords":
+        require_library("bm25s", "condenser=keywords", "bm25s")
         return KeywordCondenser(tokenizer=tokenizer)
     function = resolve_function("condenser", name, ["keywords"])
     return CheckedCondenser(name=name, function=function, tokenizer=tokenizer)
@@ -157,6 +159,8 @@ def _ranked(pieces: Sequence[Chunk], focus: str) -> list[int]:
     words_P = [words(piece.text) for piece in pieces]
     if not any(words_P):
         return list(range(len(pieces)))
+    import bm25s
+
     index = bm25s.BM25()
     index.index(words_P, show_progress=False)
     focused_P = _scores(index, words(focus), len(pieces))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distill.chat.template import Message
 from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError, IsothermError
-from distill.json_values import loads, mismatch, require_plain
+from distill.json_values import loads, require_plain
 from distill.lookup import known_names
 from distill.text.foreign import encodable, longest_prefix, neutralised
 from distill.tools.base import Tool, ToolError
@@ -147,6 +147,8 @@ def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
         require_plain(arguments)
     except ValueError as error:
         raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {error}") from error
+    from distill.json_schemas import mismatch  # its library: only runs with tools need it
+
     if wrong := mismatch(arguments, tool.parameters):
         raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {wrong}")
     return arguments

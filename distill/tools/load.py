@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from distill.errors import ConfigError
+from distill.libraries import require_library
 from distill.lookup import resolve
 from distill.sandbox.sandbox import Isolation, SandboxLimits, require_sandbox
 from distill.tools.base import Tool
-from distill.tools.calculator import Calculator
 from distill.tools.functions import function_tool
 from distill.tools.python import PythonTool
 from distill.tools.retrieval import Retrieval
 
 _BUILT_IN: dict[str, Callable[[], Tool]] = {
-    "calculator": Calculator,
+    "calculator": lambda: _calculator(),
     "python": lambda: _python("namespaces"),
     "python:process": lambda: _python("process"),
 }
@@ -37,6 +37,13 @@ def load_tools(names: str) -> tuple[Tool, ...]:
         if count > 1:
             raise ConfigError(f"tools={names!r} has {count} tools named {name!r}; keep one")
     return tools
+
+
+def _calculator() -> Tool:
+    require_library("simpleeval", "tools=calculator", "simpleeval")
+    from distill.tools.calculator import Calculator
+
+    return Calculator()
 
 
 def _python(isolation: Isolation) -> Tool:

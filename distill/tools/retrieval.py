@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import bm25s
 import numpy as np
 
 from distill.errors import ConfigError, DataError
+from distill.libraries import require_library
 from distill.text.bm25_words import words
 from distill.tools.base import Tool
+
+if TYPE_CHECKING:
+    import bm25s
 
 _KINDS = (".jsonl", ".md", ".txt")
 _TOP_K, _MAX_TOP_K = 3, 10
@@ -33,10 +36,11 @@ class Retrieval(Tool):
     The index is made at the first search, once per process; what pickles is the directory.
 
     Raises:
-        ConfigError: no such directory, or no such file in it that is not empty.
+        ConfigError: no such directory, no such file in it that is not empty, or no bm25s installed.
     """
 
     def __init__(self, directory: str | Path) -> None:
+        require_library("bm25s", f"retrieval:{directory}", "bm25s")
         self._directory = str(directory)
         if not Path(directory).is_dir():
             raise ConfigError(f"retrieval:{directory}: there is no such directory")
@@ -115,6 +119,8 @@ def _index(directory: str) -> _Index:
     tokens = [words(passage.text) or [passage.place] for passage in passages]
     if not tokens:
         raise DataError(f"retrieval:{directory}: its files have no text but white space")
+    import bm25s
+
     scorer = bm25s.BM25(backend="numpy")
     scorer.index(tokens, show_progress=False)
     return _Index(passages=passages, scorer=scorer)
