@@ -36,6 +36,7 @@ from cluster.placement.roles import cpus_here
 from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
+from distill.libraries import require_library
 from distill.lookup import known_names
 from learner.learning_rate import Stage
 
@@ -156,6 +157,8 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     config = with_chat_date(make(recipe.config, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
+    if not (config.local or config.dry_run):
+        require_library("ray", "a run without local=True", "ray[default]")
     check_early(config, elsewhere=gpus_elsewhere(config))
     out = Path(config.out).resolve()
     if not config.dry_run:

@@ -33,6 +33,7 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import MessageProblem
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
+from distill.libraries import require_library
 from distill.lookup import known_names
 from distill.tools.base import Tool, ToolError
 
@@ -216,12 +217,7 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
     Raises:
         ConfigError: the client library is not installed, or the server does not start.
     """
-    try:
-        import mcp  # noqa: F401 - to say how it is installed
-    except ImportError as error:
-        raise ConfigError(
-            f"env=McpToolUse needs the library mcp: {error}; pip install 'isotherm[mcp]'"
-        ) from error
+    require_library("mcp", "env=McpToolUse", "isotherm[mcp]")
     try:
         return asyncio.run(_listed(server))
     except Exception as error:  # the client's are many

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from actors.addresses import split_address
 from distill.chat.template import request_messages
 from distill.errors import ConfigError, DataError, EngineError
+from distill.libraries import require_library
 from distill.sampling import EvalSampling, Sampling
 
 if TYPE_CHECKING:  # an extra, and slow to import
@@ -187,13 +188,9 @@ def open_client(
     Raises:
         ConfigError: the library `openai` is not installed, or the key is none.
     """
-    try:
-        import openai
-    except ImportError as error:
-        raise ConfigError(
-            f"{who} is asked through the library `openai`, which is not installed; "
-            "pip install 'isotherm[judge]'"
-        ) from error
+    require_library("openai", who, "isotherm[judge]")
+    import openai
+
     return openai.AsyncOpenAI(
         base_url=base_url,
         api_key=read_key(key_variable) or NO_KEY,

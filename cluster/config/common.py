@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from shutil import which
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,6 +19,7 @@ from actors.config import (
 from actors.sglang.installed import require_sglang
 from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
+from distill.libraries import require_library
 from distill.lookup import known_names
 from distill.settings import (
     ESSENTIAL,
@@ -296,8 +296,8 @@ class CommonConfig(
             raise ConfigError(f"trace_step={self.trace_step} must be a step, 1 to {self.steps}")
         if self.compile and self.device != "cuda" and which(os.environ.get("CXX", "g++")) is None:
             raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
-        if self.liger and find_spec("liger_kernel") is None:
-            raise ConfigError("liger=True needs the package: pip install liger-kernel")
+        if self.liger:
+            require_library("liger_kernel", "liger=True", "liger-kernel")
 
     def require_work_for_all(self, units: int, what: str) -> None:
         """Raises ConfigError if an optimizer step has less than one unit of work a worker."""

@@ -19,6 +19,7 @@ from distill.data.columns import Columns
 from distill.data.row_reader import RowReader
 from distill.engine import EngineInfo
 from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.libraries import require_library
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -95,6 +96,8 @@ def ask_server(url: str) -> EngineInfo:
 
 
 async def _ask(url: str) -> EngineInfo:
+    for library in ("aiohttp", "orjson"):
+        require_library(library, f"the server {url}", library)
     from actors.sglang.external import ExternalSglangEngine  # brings libraries of its own
 
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)

@@ -26,6 +26,7 @@ from typing import Any
 
 from distill.data.normal_rows import normal_row
 from distill.errors import DataError
+from distill.libraries import require_library
 
 # (number from 1, object) of every row.
 Rows = list[tuple[int, dict[str, Any]]]
@@ -85,6 +86,7 @@ def _text_of(path: str) -> str:
 
 
 def _unpacked_zstd(content: bytes) -> bytes:
+    require_library("pyarrow", "reading *.zst", "pyarrow")
     import pyarrow
 
     with pyarrow.input_stream(io.BytesIO(content), compression="zstd") as stream:
@@ -192,6 +194,7 @@ def _long_cells() -> Iterator[None]:
 
 
 def _parquet_rows(path: str) -> Rows:
+    require_library("pyarrow", f"reading {path!r}", "pyarrow")
     import pyarrow.parquet  # --help does without
 
     def read() -> Any:
@@ -202,6 +205,7 @@ def _parquet_rows(path: str) -> Rows:
 
 
 def _arrow_rows(path: str) -> Rows:
+    require_library("pyarrow", f"reading {path!r}", "pyarrow")
     import pyarrow.ipc
 
     def read() -> Any:

@@ -14,6 +14,7 @@ from distill.data.row_files import Rows, read_rows
 from distill.data.shards import shard_rows
 from distill.data.sources import Kind, Source, kind_of
 from distill.errors import ConfigError, DataError, IsothermError, described
+from distill.libraries import require_library
 from distill.lookup import resolve_function
 
 
@@ -117,13 +118,10 @@ def _hub_rows(place: str) -> Rows:
 
 
 def _datasets(place: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"cannot read {place!r}: there is no such file, and for data sets of the hub and those "
-            "saved to disk the `datasets` library is missing; pip install 'isotherm[data]'"
-        ) from error
+    what = f"{place!r}, which is no file here: a data set of the hub or one saved to disk"
+    require_library("datasets", what, "isotherm[data]")
+    import datasets
+
     return datasets
 
 

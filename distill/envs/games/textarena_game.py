@@ -20,6 +20,7 @@ import numpy as np
 
 from distill.envs.games.two_player import SEATS, Game, IllegalMove, Player, TwoPlayerConfig
 from distill.errors import ConfigError, DataError
+from distill.libraries import require_library
 from distill.lookup import known_names
 
 # "Available Moves: '[0]', '[4]'": how the games that list their moves do it, in one line.
@@ -120,12 +121,9 @@ class TextArenaGame(Game):
 
 
 def _library() -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(
-            f"env=TextArena needs the library textarena: {error}; pip install 'isotherm[textarena]'"
-        ) from error
+    require_library("textarena", "env=TextArena", "isotherm[textarena]")
+    import textarena
+
     return textarena
 
 
