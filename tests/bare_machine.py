@@ -24,10 +24,11 @@ def bare_environment(directory: Path) -> dict[str, str]:
     """
     for name in _needed():
         package = distribution(name)
-        for top in {file.parts[0] for file in package.files or () if file.parts[0] != ".."}:
+        files = (package.read_text("RECORD") or "").splitlines()
+        for top in {file.partition(",")[0].partition("/")[0] for file in files} - {"..", ""}:
             link = directory / top
             if not link.exists():
-                link.symlink_to(package.locate_file(top))
+                link.symlink_to(str(package.locate_file(top)))
     return os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -12,17 +13,27 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
 
 from cluster.command import parse
 from cluster.config.on_policy import OpdConfig
-from cluster.handles import calls
+from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
+from cluster.train import run_recipe
 from distill.errors import ConfigError, EngineError
+from tests.bare_machine import bare_environment
 from tests.tiny import TinyPair
 
 # Only against hangs.
 DEADLINE_S = 60.0
+
+
+@pytest.fixture(params=["Ray's errors", "stand-ins"])
+def either_errors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "stand-ins":
+        monkeypatch.setitem(sys.modules, "ray", None)
 
 
 class Counter:
@@ -85,11 +96,12 @@ def test_asynchronous_calls_meet() -> None:
     assert asyncio.run(all_come()) == [3, 3, 3]
 
 
+@pytest.mark.usefixtures("either_errors")
 def test_a_busy_actor_is_ready_and_its_answer_is_waited_for() -> None:
     counter, event = LocalActor(Counter, 0), threading.Event()
     busy = counter.wait_for.remote(event)
     calls.get(counter.__ray_ready__.options(concurrency_group="health").remote(), DEADLINE_S)
-    with pytest.raises(GetTimeoutError):
+    with pytest.raises(errors.GetTimeoutError):
         calls.get(busy, timeout=0.05)
     assert calls.wait([busy], timeout=0) == ([], [busy])
     event.set()
@@ -106,11 +118,14 @@ def test_a_concurrency_group_overtakes_a_busy_actor() -> None:
     assert calls.get(busy, DEADLINE_S)
 
 
+@pytest.mark.usefixtures("either_errors")
 def test_errors_arrive_as_they_do_from_ray() -> None:
     counter = LocalActor(Counter, 0)
     with pytest.raises(EngineError, match="the engine said no") as raised:
         calls.get(counter.fail.remote())
-    assert isinstance(raised.value, RayTaskError) and isinstance(raised.value.cause, EngineError)
+    assert isinstance(raised.value, errors.RayTaskError) and isinstance(
+        raised.value.cause, EngineError
+    )
     born_dead = LocalActor(Counter, -1)
     for call in (born_dead.__ray_ready__.remote(), born_dead.add.remote(1)):
         with pytest.raises(ConfigError, match="start must not be negative"):
@@ -129,6 +144,7 @@ def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
     assert asyncio.run(impatient()) == [2, 2]
 
 
+@pytest.mark.usefixtures("either_errors")
 def test_an_ended_actor_is_closed_and_refuses() -> None:
     meeting = LocalActor(Meeting)
     plain = calls.get(meeting.__ray_call__.remote(lambda plain: plain))
@@ -136,9 +152,9 @@ def test_an_ended_actor_is_closed_and_refuses() -> None:
     calls.kill(meeting)
     assert plain.closed
     for reference in (waiting, meeting.come.remote(1), meeting.__ray_ready__.remote()):
-        with pytest.raises(RayActorError, match="Meeting was ended") as raised:
+        with pytest.raises(errors.RayActorError, match="Meeting was ended") as raised:
             calls.get(reference, DEADLINE_S)
-        assert isinstance(raised.value, RayError)
+        assert isinstance(raised.value, errors.RayError)
     calls.kill(meeting)
 
 
@@ -153,33 +169,69 @@ def test_ray_answers_the_same_calls() -> None:
         calls.get(failing)
     assert calls.wait([], timeout=0) == ([], [])
     calls.kill(counter)
-    with pytest.raises(RayError):
+    with pytest.raises(errors.RayError):
         calls.get(counter.add.remote(1), DEADLINE_S)
 
 
 SCRIPT = """
-import ray, sys
+import json, sys
 from cluster.train import main
-code = main(sys.argv[1:])
-assert not ray.is_initialized()
-sys.exit(code)
+for arguments in json.load(sys.stdin):
+    assert main(arguments) == 0, arguments
 """
 
 
 @pytest.mark.e2e
-def test_a_run_in_one_process_starts_no_ray(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    settings = {
-        "recipe": "opd", "student": tiny_pair.student, "teacher": tiny_pair.teacher,
-        "prompts": tiny_pair.prompts, "out": tmp_path / "run", "steps": 8, "prompts_per_step": 2,
-        "group_size": 2, "max_new_tokens": 4, "eval_size": 2, "engine": "embedded", "local": True,
-        "temperature": 0.7,
+def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Nor any other package than chz, torch, transformers, peft and what those need."""
+    sampled = {
+        "student": tiny_pair.student, "prompts": tiny_pair.prompts, "prompts_per_step": 2,
+        "group_size": 2, "max_new_tokens": 4, "engine": "embedded", "temperature": 0.7,
+        "eval_size": 2,
     }  # fmt: skip
-    given = [f"{name}={value}" for name, value in settings.items()]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{a} + 1 =", "completion": "{a}"}}\n' for a in range(9)))
+    recipes = {
+        "opd": sampled | {"teacher": tiny_pair.teacher},
+        "rl": sampled | {"reward": "contains"},
+        "sft": {"model": tiny_pair.student, "data": rows, "batch_size": 2},
+    }
+    given = [
+        [f"recipe={recipe}", f"out={tmp_path / recipe}", "steps=2", "local=True"]
+        + [f"{name}={value}" for name, value in settings.items()]
+        for recipe, settings in recipes.items()
+    ]
+    packages = tmp_path / "packages"
+    packages.mkdir()
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *given], capture_output=True, text=True, timeout=300
+        [sys.executable, "-S", "-c", SCRIPT],
+        input=json.dumps(given),
+        env=bare_environment(packages),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "finished 8 steps" in ended.stdout
+    for recipe in recipes:
+        steps = [json.loads(line) for line in (tmp_path / recipe / "metrics.jsonl").open()]
+        assert {1, 2} <= {step["step"] for step in steps}
+        trained = load_file(tmp_path / recipe / "final/model.safetensors")
+        before = load_file(Path(tiny_pair.student) / "model.safetensors")
+        assert trained.keys() == before.keys()
+        moved = any(not torch.equal(trained[name], before[name]) for name in before)
+        assert moved or recipe == "rl"  # its rewards may all be equal
+
+
+def test_without_ray_a_run_on_it_is_refused(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    given = [
+        "recipe=opd", f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}",
+        f"prompts={tiny_pair.prompts}", f"out={tmp_path / 'run'}", "temperature=1",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"local=True.*ray"):
+        run_recipe(given, Console(quiet=True))
 
 
 @pytest.mark.parametrize(
