@@ -225,7 +225,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     prompts.write_text(json.dumps(row) + "\n")
     config = opd(
         teacher="policy", prompts=str(prompts), prompts_per_step=5, group_size=2, eval_size=0,
-        rehearse=True, rehearse_tokens_per_s=10.0, steps=3600, **settings,
+        rehearse=True, rehearse_tokens_per_s=10.0, steps=3600, device="cpu", **settings,
     )  # fmt: skip
     [line] = [
         line for line in full_size(config, check_rollout(config), []).lines
@@ -247,8 +247,9 @@ def test_a_teacher_that_seldom_moves_moves_in_the_rehearsal(opd: Opd, tmp_path: 
 
 def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     config = opd(
-        rehearse=True, rehearse_tokens_per_s=100.0, steps=10, prompts_per_step=5, group_size=2
-    )
+        rehearse=True, rehearse_tokens_per_s=100.0, steps=10, prompts_per_step=5, group_size=2,
+        device="cpu",
+    )  # fmt: skip
     inputs = check_rollout(config)
     said = "\n".join(full_size(config, inputs, []).lines)
     assert f"of {len(inputs.train)} looked at" in said and "context 128" in said
