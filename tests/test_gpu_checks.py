@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.bare_machine import bare_environment
 from tests.gpu import __main__ as gpu
 from tests.gpu import learner_checks, processes
 from tests.gpu.checks import CHECKS, PARTS, Check
@@ -157,3 +160,22 @@ def test_every_check_is_in_the_docs() -> None:
     table = (ROOT / "docs/gpu.md").read_text()
     listed = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert listed == list(CHECKS)
+
+
+@pytest.mark.slow
+def test_the_kit_runs_on_a_machine_with_torch_and_transformers_alone(tmp_path: Path) -> None:
+    packages, bare = tmp_path / "packages", tmp_path / "bare"
+    packages.mkdir()
+    venv.create(bare, symlinks=True)  # whose processes' own processes see no more than they do
+    environment = bare_environment(packages)
+    environment |= {"PYTHON": str(bare / "bin" / "python"), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [ROOT / "tests/gpu/kit.sh", "device=cpu", "size=tiny"],
+        env=environment, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "out/results.jsonl").read_text().splitlines()
+    found = {line["check"]: line["status"] for line in map(json.loads, lines)}
+    # CUDA IPC is for GPUs.
+    assert {name for name, status in found.items() if status != "pass"} == {"handles", "push_ipc"}
+    assert set(found) >= {name for name, check in CHECKS.items() if not check.needs}

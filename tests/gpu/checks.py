@@ -89,7 +89,7 @@ CHECKS = {
     "sharded_step": Check(
         part="sharding",
         question="FSDP at 8B's width (12 layers): seconds, MFU, memory at rows of 4k and 16k?",
-        passes="no more above the weights than the plan has",
+        passes="at 16k no more above the weights than 1.15 of the plan",
         deadline_s=240.0,
     ),
     "profile": Check(
@@ -106,7 +106,6 @@ CHECKS = {
         part="sharding",
         question="does the weight group's broadcast work over NCCL (a world of one)? Seconds?",
         passes="every bucket is sent",
-        needs=("ray",),
     ),
     "packed_attention": Check(
         part="attention",
@@ -190,14 +189,13 @@ CHECKS = {
         question="weights of 1.1 B without CUDA IPC: seconds beside a memcpy?",
         passes="the probe agrees; nothing more is held after the third push",
         deadline_s=420.0,
-        needs=("ray",),
     ),
     "push_ipc": Check(
         part="push",
         question="the same by CUDA IPC, bucket by bucket?",
         passes="the probe agrees; nothing more is held after the third push",
         deadline_s=420.0,
-        needs=("ray", *_SGLANG),
+        needs=_SGLANG,
         cuda=True,
     ),
     "sleep_and_wake": Check(

@@ -41,6 +41,8 @@ from tests.tiny import VOCAB_SIZE
 _LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
 _TIMEOUT_S = 60.0
 _COMPUTE = torch.bfloat16
+# Share of its plan that a pass may take.
+_MARGIN = 1.15
 # Parts of a kernel's or an operator's name, by what it is for; the first that fits.
 _KINDS = {
     "reduce_scatter": ("reducescatter", "reduce_scatter"),
@@ -137,13 +139,15 @@ def sharded_step(setting: Setting) -> Numbers:
                 config, dtype="bfloat16", device=setting.device, parameters=steps.parameters,
                 workers=2, query_norm=True,
             )  # fmt: skip
-            for length in (setting.choose(64, 4096), setting.choose(128, 16384)):
+            lengths = setting.choose(64, 4096), setting.choose(128, 16384)
+            for length in lengths:
                 rows = rows_of(config, count=1, length=length, seed=length)
                 found = steps.measured(setting, rows)
                 found["planned_gib"] = plan.bytes(length, checkpointing=True) / GIB
                 made |= named(found, f"{length}{'_compiled' * compiled}")
-                fits = found["above_weights_gib"] < found["planned_gib"]
-                require(fits or not setting.cuda, f"the plan is too small: {made}")
+            longest = made[f"above_weights_gib_{lengths[-1]}{'_compiled' * compiled}"]
+            fits = float(longest) < _MARGIN * plan.bytes(lengths[-1], checkpointing=True) / GIB
+            require(fits or not setting.cuda, f"the plan is too small: {made}")
             del steps
             let_go(setting)
     return made
