@@ -227,6 +227,11 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
         return self.kind == "sglang" and not self.external
 
     @property
+    def shares_gpu(self) -> bool:
+        """True if others have a part of its server's GPU."""
+        return self.gpu_share < 1 or self.gpu_beside > 0
+
+    @property
     def engine_class(self) -> type[LocalEngine]:
         """The plain class to build, here or inside an actor, with `arguments()`."""
         if self.external:

@@ -12,6 +12,10 @@ GIB = 1 << 30
 CONTEXT_BYTES = GIB
 # What the driver says there is, and CUDA does not hand out.
 _USABLE = 0.98
+# Free memory of a GPU that no plan gives away, at most: NCCL's buffers beyond the first group's
+# (1 to 2 GiB with the groups of FSDP and of a push), fragments that the allocator cannot use, and
+# workspaces of kernels. 4 GiB are a twentieth of a GPU of 80 GiB.
+_MOST_HEADROOM = 4 * GIB
 _TIMEOUT_S = 20.0
 
 
@@ -30,6 +34,15 @@ def gpu_bytes() -> int | None:
         return int(float(listed[0]) * (1 << 20) * _USABLE)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def headroom(total: int) -> int:
+    """Bytes of a GPU of `total` bytes that every plan leaves free.
+
+    A sixteenth of a small GPU: its models, and with them buffers and fragments, are smaller too,
+    and a fixed 4 GiB would be a third of a card of 12.
+    """
+    return min(_MOST_HEADROOM, total // 16)
 
 
 def no_gpu_here() -> bool:

@@ -266,6 +266,11 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     stops: StopTokens | None = chz.field(
         default=None, doc="where responses end; saved with the model. None: as it was, no event"
     )
+    longest_rows: int = chz.field(
+        default=0,
+        doc="tokens of the longest row, or of two that stay together: they run at once, whatever "
+        "token_budget is; 0: not known",
+    )
     gpu_taken: int = chz.field(
         default=0,
         doc="bytes of its GPU that are another process's, a sleeping engine's; 0: what is free is "

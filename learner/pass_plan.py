@@ -4,47 +4,44 @@ from __future__ import annotations
 
 import logging
 
+from distill.gpu import CONTEXT_BYTES
 from learner.config import TOKEN_BUDGET, LearnerConfig
-from learner.memory import (
-    MOMENTS,
-    PassPlan,
-    estimate_memory,
-    estimate_pass,
-    fit_pass,
-    holding_of,
-    room_bytes,
-)
+from learner.memory import room_bytes
+from learner.pass_memory import LearnerMemory, PassPlan, PassRequest
 from learner.process_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup, share: float) -> PassPlan:
+def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassPlan:
     """Plan of the passes for the memory that the model leaves; alike on all workers.
 
-    Args:
-        share: of the model's bytes, that of one memory.
+    Raises:
+        ConfigError: no pass fits beside the model.
     """
     asked = PassPlan(
         config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
         bool(config.gradient_checkpointing),
     )
-    holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
-    states = estimate_memory(config.model, holding)
-    memory = estimate_pass(config.model, dtype=config.dtype, device=device, workers=group.size)
+    memory = LearnerMemory.of(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        adapter=config.trains_adapter,
+        followed=config.shadow is not None,
+    )
     sharers = 1 if device.startswith("cuda") else group.workers_here()
-    plan = asked
-    if states is not None and memory is not None:
-        held = states.bytes
-        if config.offload_optimizer and not config.trains_adapter:
-            held -= states.parameters * MOMENTS  # elsewhere during a pass
-        plan = fit_pass(
-            memory,
-            (room_bytes(device, config.gpu_taken) - int(held * share)) // sharers,
-            device=device,
-            token_budget=config.token_budget,
-            gradient_checkpointing=config.gradient_checkpointing,
+    plan = None
+    if memory is not None:
+        # This process has its context already: it is not in what is free.
+        room = room_bytes(device, config.gpu_taken) // sharers + CONTEXT_BYTES
+        plan = memory.plan(
+            room,
+            PassRequest.of(config, config.longest_rows),
+            workers=group.size,
+            offloads=config.offload_optimizer,
         )
+    plan = plan or asked
     if group.total(float(plan.gradient_checkpointing)):
         plan = plan._replace(gradient_checkpointing=True)
     if plan != asked:

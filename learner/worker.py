@@ -109,7 +109,7 @@ class LearnerWorker:
         share = _share(group, self.device)
         holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
-        self.passes = plan_passes(config, self.device, group, share)
+        self.passes = plan_passes(config, self.device, group)
         self.model = self._load()
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.agree(names)

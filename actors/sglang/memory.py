@@ -2,31 +2,68 @@
 
     room = weights + working memory + cache of N tokens
 
-SGLang by itself takes a fraction of what is free when it starts, which among several processes on
-one GPU depends on who comes first. Here the room is given, and N follows: `--max-total-tokens`.
+SGLang by itself takes a fraction of what is free when it starts (`ServerMemory.alone`), which among
+several processes on one GPU depends on who comes first. There the room is given, and N follows:
+`--max-total-tokens`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from actors.sglang.flags import parse_flags
 from actors.sglang.parallelism import Parallelism, parallelism
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, gib
-from distill.models.loading import vocab_size
+from distill.gpu import CONTEXT_BYTES, GIB, gib, headroom
+from distill.models.loading import load_config, tensor_layouts, vocab_size
 
-# What a server keeps of a GPU whose weights, cache and graphs it has released.
-ASLEEP_BYTES = CONTEXT_BYTES
+# Memory outside of SGLang's memory saver, which stays when a server sleeps: attention workspaces
+# (flashinfer's has 384 MiB), cuBLAS's, buffers of captured graphs.
+_WORKSPACE_BYTES = 512 << 20
+# What a sleeping server keeps of a GPU: its context; workspaces; NCCL's buffers of its ranks and of
+# the group that pushes weights (0.5 GiB); what the driver keeps of captured graphs outside their
+# pool (8 MiB each by SGLang's own count, 37 graphs); and blocks of torch's allocator that hold
+# some small tensor. An estimate: no GPU has measured it.
+ASLEEP_BYTES = 3 * GIB
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a captured decode graph, by batch size: as SGLang reserves (arg_groups/memory_hook.py).
 _GRAPH_BYTES = 2 << 20
+# The same of prefill: 58 graphs of 8 MiB; with latent attention, whatever their number.
+_PREFILL_GRAPH_BYTES, _LATENT_GRAPH_BYTES = 464 << 20, 1536 << 20
+# SGLang's reserve for a token of a prefill, its constant part, a rank's, and the least on a GPU of
+# more than 60 GiB.
+_RESERVED_A_TOKEN, _RESERVED, _RESERVED_A_RANK = 3 << 19, 512 << 20, 128 << 20
+_LARGE_GPU, _RESERVED_OF_LARGE = 60 * GIB, 10 * GIB
 # Rows whose log-probs SGLang computes at a time (SGLANG_LOGPROB_CHUNK_SIZE), and float32 numbers
 # that it, and the plugin, hold for each token of the vocabulary meanwhile.
 _LOGPROB_ROWS, _PER_LOGIT = 2048, 3
 # Tokens that run in one prefill, where the flags do not say.
 _PREFILL_TOKENS = 8192
+
+
+def engine_room(total: int, share: float, beside: int) -> int:
+    """Bytes of a GPU that a server may fill: its share, less those of a learner `beside` it."""
+    return int((total - headroom(total)) * share) - beside
+
+
+def served_bytes(model: str, dtype: str) -> int:
+    """Bytes of a local checkpoint's weights as SGLang holds them: quantised ones as they are
+    stored (fp8, packed integers, and their scales), the others in `dtype`."""
+    return sum(
+        prod(layout.shape) * _served_bits(layout.dtype, dtype) // 8
+        for layout in tensor_layouts(model).values()
+    )
+
+
+def _served_bits(stored: str, dtype: str) -> int:
+    """Bits of a stored number once it is loaded; `stored` is torch's or safetensors' name."""
+    found = re.search(r"\d+", stored)
+    bits = 8 if found is None else int(found[0])  # bool
+    plain = bits >= 16 and "float" in stored
+    return 8 * _BYTES[dtype] if plain else bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +72,30 @@ class ServerMemory:
 
     Attributes:
         weights: this GPU's part.
-        working: context, captured graphs, activations of a prefill, log-probs of its rows.
+        working: context, workspaces, captured graphs, activations of a prefill, log-probs of its
+            rows.
+        reserved: what SGLang itself leaves to all of that where it sizes the cache.
+        static: share of a GPU that the flags give to weights and cache; None: by `reserved`.
         token: of one token in the cache; None for a model whose state is no such cache.
         fixed_tokens: that the cache holds in any case, by the flags.
     """
 
     weights: int
     working: int
+    reserved: int
+    static: float | None
     token: int | None
     fixed_tokens: int | None
 
     @classmethod
     def of(
-        cls, config: Any, parameters: int, *, dtype: str, max_running: int, flags: str = ""
+        cls, config: Any, weights: int, *, dtype: str, max_running: int, flags: str = ""
     ) -> ServerMemory:
         """Memory of a server of a decoder. `working` is an estimate, on the large side.
 
         Args:
             config: of the checkpoint.
-            parameters: of the model.
+            weights: bytes of all of them.
             max_running: requests that are decoded together, at most.
             flags: as they stand on SGLang's command line.
         """
@@ -70,12 +112,38 @@ class ServerMemory:
         graphs = 0 if "--disable-cuda-graph" in given else _GRAPH_BYTES * max_running
         number = 1 if "fp8" in "".join(given.get("--kv-cache-dtype", [])) else _BYTES[dtype]
         fixed = _int_flag(given, "--max-total-tokens", 0)
+        latent = getattr(text, "kv_lora_rank", None)
+        reserved = _RESERVED + max(prefill, 2048) * _RESERVED_A_TOKEN
+        reserved += spread.split * _RESERVED_A_RANK
+        reserved += (_LATENT_GRAPH_BYTES if latent else _PREFILL_GRAPH_BYTES) + graphs
+        static = "".join(given.get("--mem-fraction-static", []))
         return cls(
-            weights=parameters * _BYTES[dtype] // spread.split,
-            working=CONTEXT_BYTES + activations + logits + graphs,
+            weights=weights // spread.split,
+            working=CONTEXT_BYTES + _WORKSPACE_BYTES + activations + logits + graphs,
+            reserved=reserved,
+            static=float(static) if static else None,
             token=cache_bytes_per_token(config, number, spread),
             fixed_tokens=fixed or None,
         )
+
+    @classmethod
+    def of_checkpoint(
+        cls, model: str, *, dtype: str, max_running: int, flags: str = ""
+    ) -> ServerMemory:
+        """`of` a checkpoint on this machine."""
+        weights = served_bytes(model, dtype)
+        return cls.of(
+            load_config(model), weights, dtype=dtype, max_running=max_running, flags=flags
+        )
+
+    def alone(self, total: int) -> ServerMemory:
+        """The same where the server has GPUs of `total` bytes to itself, and SGLang sizes the
+        cache: it leaves a share of them (`--mem-fraction-static`) to the rest."""
+        if self.static is not None:
+            reserved = int(total * (1 - self.static))
+        else:
+            reserved = max(self.reserved, _RESERVED_OF_LARGE if total > _LARGE_GPU else 0)
+        return replace(self, working=CONTEXT_BYTES + reserved)
 
     def tokens_in(self, room: int, what: str, least: int) -> int:
         """Tokens whose cache fits into `room` bytes of a GPU.

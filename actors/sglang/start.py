@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,11 @@ def start_server(
         context_length = loading.context_length(loading.load_config(model_path))
     cache_tokens = None
     if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
-        memory = _memory(model_path, dtype, max_running_requests, flags)
+        from actors.sglang.memory import ServerMemory  # torch
+
+        memory = ServerMemory.of_checkpoint(
+            model_path, dtype=dtype, max_running=max_running_requests, flags=flags
+        )
         what = f"the server of {model_path}"
         cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, context_length)
     all_flags = server_flags(
@@ -120,15 +123,6 @@ def _warn_of_missing_tools() -> None:
         logger.warning("SGLang may not start on CUDA here: %s", problem)
 
 
-def _memory(model_path: str, dtype: str, max_running: int, flags: str) -> ServerMemory:
-    from actors.sglang.memory import ServerMemory  # torch, as the next
-    from distill.models.loading import load_config, tensor_shapes
-
-    parameters = sum(map(prod, tensor_shapes(model_path).values()))
-    config = load_config(model_path)
-    return ServerMemory.of(config, parameters, dtype=dtype, max_running=max_running, flags=flags)
-
-
 def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, least: int) -> int:
     """Tokens of the cache of a server that has a GPU not to itself.
 
@@ -141,7 +135,9 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
             "nvidia-smi does not say how large the GPU is that this engine shares; install the "
             "driver's tools, or use gpus_per_actor=1 without colocate"
         )
-    return memory.tokens_in(int(total * share) - beside, what, least)
+    from actors.sglang.memory import engine_room
+
+    return memory.tokens_in(engine_room(total, share, beside), what, least)
 
 
 def _environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:

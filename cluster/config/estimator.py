@@ -16,14 +16,8 @@ from distill.errors import ConfigError
 from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
 from learner.config import TOKEN_BUDGET
-from learner.memory import (
-    Holding,
-    estimate_memory,
-    estimate_pass,
-    free_bytes,
-    holding_of,
-    readable,
-)
+from learner.memory import Holding, estimate_memory, free_bytes, holding_of, readable
+from learner.pass_memory import estimate_pass
 
 # Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
 _SHARE = 0.7

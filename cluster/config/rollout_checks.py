@@ -66,11 +66,12 @@ Loaded = TypeVar("Loaded")
 class LearnerInputs:
     """The part of a checked opd or rl run that its learner is built from.
 
-    `sft_parts` are those of `sft_data`'s sources.
+    `sft_parts` are those of `sft_data`'s sources; `longest_row` is in tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stops: StopTokens
+    longest_row: int
     sft_rows_D: list[TrainingRow]
     sft_parts: list[MixedPart]
 
@@ -182,6 +183,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         tokenizer=tokenizer,
         train=train,
         held_out=held_out,
+        longest_row=max([train.longest_row(config.max_new_tokens), *map(len, sft_rows_D)]),
         judged=any(train.builder(p, config.group_size).judged for p in range(len(train))),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,

@@ -63,6 +63,11 @@ class SupervisedInputs:
     padding: int | None = None
     warning: str | None = None
 
+    def longest_rows(self, rows_per_unit: int) -> int:
+        """Tokens of the longest rows that run together: so many, each padded to the longest."""
+        held_out = (source.rows_D for source in self.held_out)
+        return rows_per_unit * max(map(len, chain(self.rows_D, *held_out)))
+
 
 def check_sft(config: SftConfig) -> SupervisedInputs:
     """Reads the checkpoint's headers, the tokenizer, and every row.

@@ -107,6 +107,7 @@ def policy_learners(
     publish: Callable[[Learner], Publish],
 ) -> LearnerActors:
     """The learner's workers of an opd or rl run: they train on what is in `source`."""
+    learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
     build = partial(
         build_policy_loop,
         config=config,
@@ -138,6 +139,7 @@ def supervised_learners(
     learner_config = chz.replace(
         config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
+        longest_rows=inputs.longest_rows(config.rows_per_unit),
     )
     build = partial(
         build_supervised_loop,

@@ -7,13 +7,13 @@ that engines and learner workers use when they start (actors/sglang/memory.py, l
 from __future__ import annotations
 
 from actors.config import EngineConfig, choose_dtype
-from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
+from actors.sglang.memory import ASLEEP_BYTES, ServerMemory, engine_room
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import SupervisedConfig
-from distill.gpu import GIB, gib, gpu_bytes
-from distill.models.loading import context_length, load_config
-from learner.memory import WorkerMemory, estimate_memory, estimate_pass, fit_pass
+from distill.gpu import GIB, gib, gpu_bytes, headroom
+from distill.models.loading import context_length, load_config, weight_files
+from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
 
 _UNKNOWN = "sizes unknown: its files are not on this machine"
 
@@ -28,12 +28,10 @@ def trained_model(config: CommonConfig) -> str:
 
 def server_memory(engine: EngineConfig) -> ServerMemory | None:
     """GPU memory of an engine's server; None if its checkpoint is not here."""
-    estimate = estimate_memory(engine.model)
-    if estimate is None:
+    if not weight_files(engine.model):
         return None
-    return ServerMemory.of(
-        load_config(engine.model),
-        estimate.parameters,
+    return ServerMemory.of_checkpoint(
+        engine.model,
         dtype=engine.dtype,
         max_running=engine.max_running_requests,
         flags=engine.server_flags,
@@ -45,10 +43,18 @@ class GpuPlan:
 
     Args:
         engines: settings by role; those that run elsewhere left out.
+        longest_rows: see `LearnerConfig`; 0: not known.
     """
 
-    def __init__(self, config: CommonConfig, device: str, engines: dict[str, EngineConfig]) -> None:
+    def __init__(
+        self,
+        config: CommonConfig,
+        device: str,
+        engines: dict[str, EngineConfig],
+        longest_rows: int = 0,
+    ) -> None:
         self._config, self._device, self._engines = config, device, engines
+        self._longest_rows = longest_rows
         asked = config.gpu_memory_gib
         self._total = gpu_bytes() if asked is None else int(asked * GIB)
 
@@ -57,7 +63,8 @@ class GpuPlan:
         if self._total is None:
             first = "memory   of a GPU unknown, no driver answers here: gpu_memory_gib=80, say"
         else:
-            first = f"memory   {gib(self._total)} GiB a GPU, in GiB:"
+            free = gib(headroom(self._total))
+            first = f"memory   {gib(self._total)} GiB a GPU, of which {free} stay free, in GiB:"
         roles = {} if self._config.only_keeps else {"learner": self._learner()}
         for role, engine in self._engines.items():
             if engine.kind == "sglang":
@@ -69,66 +76,66 @@ class GpuPlan:
         memory = server_memory(engine)
         if memory is None:
             return _UNKNOWN
-        parts = f"weights {gib(memory.weights)} + working {gib(memory.working)}"
         beside = f"; {gib(ASLEEP_BYTES)} asleep" if engine.sleeps else ""
         if self._total is None:
-            return f"{parts} + cache ({memory.token or '?'} bytes a token){beside}"
-        room = int(self._total * engine.gpu_share) - engine.gpu_beside
+            return f"{_parts(memory)} + cache ({memory.token or '?'} bytes a token){beside}"
+        if engine.shares_gpu:
+            room = engine_room(self._total, engine.gpu_share, engine.gpu_beside)
+        else:
+            room, memory = self._total, memory.alone(self._total)
         least = context_length(load_config(engine.model))
         tokens = memory.tokens_in(room, f"{role} ({engine.model})", least)
         cache = (memory.token or 0) * tokens
         return (
-            f"{parts} + cache {gib(cache)} ({tokens} tokens) = {gib(memory.bytes(tokens))} of "
-            f"{gib(room)}{beside}"
+            f"{_parts(memory)} + cache {gib(cache)} ({tokens} tokens) = "
+            f"{gib(memory.bytes(tokens))} of {gib(room)}{beside}"
         )
 
     def _learner(self) -> str:
         config, model = self._config, trained_model(self._config)
-        estimate = estimate_memory(model)
-        if estimate is None:
-            return _UNKNOWN
-        sleeps = isinstance(config, RolloutConfig) and config.engines_sleep_on(self._device)
-        memory = WorkerMemory.of(
-            estimate.parameters,
+        memory = LearnerMemory.of(
+            model,
+            dtype=choose_dtype(config.learner_dtype, self._device),
+            device=self._device,
             adapter=config.trains_adapter,
-            workers=config.learner_workers,
-            offloads=config.offload_optimizer or sleeps,
             followed=config.teacher_rule is not None,
         )
+        if memory is None:
+            return _UNKNOWN
+        sleeps = isinstance(config, RolloutConfig) and config.engines_sleep_on(self._device)
+        offloads = config.offload_optimizer or sleeps
+        states = memory.states(config.learner_workers, offloads=offloads)
         line = (
-            f"weights {gib(memory.weights)} + gradients {gib(memory.gradients)} + moments "
-            f"{gib(memory.moments)}{' (in main memory but for their step)' * memory.offloads}"
+            f"weights {gib(states.weights)} + gradients {gib(states.gradients)} + moments "
+            f"{gib(states.moments)}{' (in main memory but for their step)' * offloads}"
         )
         if self._total is None:
             return f"{line} + passes"
-        room = self._learner_room(sleeps)
-        return f"{line}{self._passes(memory, room)} of {gib(room)}"
-
-    def _learner_room(self, sleeps: bool) -> int:
-        assert self._total is not None
-        if not sleeps:
-            return int(self._total * min(1.0, self._config.gpus_per_actor))
-        return self._total - ASLEEP_BYTES
-
-    def _passes(self, memory: WorkerMemory, room: int) -> str:
-        """The passes that fit. Raises ConfigError if none do."""
-        config = self._config
-        passes = estimate_pass(
-            trained_model(config),
-            dtype=choose_dtype(config.learner_dtype, self._device),
-            device=self._device,
+        room = self._learner_room(self._total, sleeps)
+        states.require_room(room, model)
+        plan = memory.plan(
+            room,
+            PassRequest.of(config, self._longest_rows),
             workers=config.learner_workers,
+            offloads=offloads,
         )
-        memory.require_room(room, trained_model(config))
-        if passes is None:
-            return ""
-        plan = fit_pass(
-            passes,
-            room - memory.beside_passes,
-            device=self._device,
-            token_budget=config.token_budget,
-            gradient_checkpointing=config.gradient_checkpointing,
-        )
-        size = passes.bytes(plan.token_budget, checkpointing=plan.gradient_checkpointing)
+        passes = memory.passes(config.learner_workers)
+        if plan is not None and passes is not None:
+            line += f" + passes {self._described(passes, plan)}"
+        return f"{line} of {gib(room)}"
+
+    def _learner_room(self, total: int, sleeps: bool) -> int:
+        usable = total - headroom(total)
+        if sleeps:
+            return usable - ASLEEP_BYTES
+        return int(usable * min(1.0, self._config.gpus_per_actor))
+
+    def _described(self, passes: PassMemory, plan: PassPlan) -> str:
+        tokens, row = max(plan.token_budget, self._longest_rows), self._longest_rows or None
+        size = passes.bytes(tokens, checkpointing=plan.gradient_checkpointing, row=row)
         how = " recomputed" if plan.gradient_checkpointing else ""
-        return f" + passes {gib(size)} ({plan.token_budget} tokens{how})"
+        return f"{gib(size)} ({tokens} tokens{how})"
+
+
+def _parts(memory: ServerMemory) -> str:
+    return f"weights {gib(memory.weights)} + working {gib(memory.working)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.config import choose_dtype
+from actors.sglang.memory import served_bytes
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
@@ -16,14 +17,19 @@ from cluster.placement.resource_plan import (
     render,
 )
 from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
+from distill.models.loading import weight_files
 from learner.config import TOKEN_BUDGET
-from learner.memory import estimate_memory, estimate_pass, holding_of
+from learner.memory import estimate_memory, holding_of
+from learner.pass_memory import estimate_pass
 
 
-def describe_layout(config: CommonConfig) -> str:
+def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
 
     The device is chosen already (`with_device`).
+
+    Args:
+        longest_rows: see `LearnerConfig`; 0: not known.
 
     Raises:
         ConfigError: a role does not fit onto its part of a GPU.
@@ -56,7 +62,7 @@ def describe_layout(config: CommonConfig) -> str:
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}
     here = {role: engine for role, engine in engines.items() if not engine.external}
-    return "\n".join([plan, *GpuPlan(config, device, here).lines()])
+    return "\n".join([plan, *GpuPlan(config, device, here, longest_rows).lines()])
 
 
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
@@ -79,5 +85,7 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
         return 0, ""
     if engine.external:
         return 0, "a server that runs elsewhere"
+    if not weight_files(engine.model):
+        return None, "and caches"
     ranks = parallelism(engine.server_flags).split if device == "cuda" else 1
-    return engine_memory(estimate_memory(engine.model), engine.dtype, ranks), "and caches"
+    return served_bytes(engine.model, engine.dtype) // ranks, "and caches"

@@ -130,7 +130,7 @@ def _run_opened(
     kept = None if config.rollouts is None else kept_steps(config)
     console.print(_plan(config, inputs, directory, fork))
     if config.dry_run:
-        console.print(describe_layout(config), highlight=False)
+        console.print(describe_layout(config, inputs.longest_row), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
     untrained = TrainedGroups().to_json()

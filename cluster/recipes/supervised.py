@@ -116,7 +116,8 @@ def _run(
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
         if config.dry_run:
-            console.print(describe_layout(config), highlight=False)
+            longest = inputs.longest_rows(config.rows_per_unit)
+            console.print(describe_layout(config, longest), highlight=False)
         if config.dry_run or already_complete(directory, resume_from, config, console):
             return
         untrained = {"num_rows": units}

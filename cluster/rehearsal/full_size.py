@@ -54,7 +54,7 @@ def full_size(
         shown = _prompt_lengths(config, inputs, partial(_shown_to_teacher, config)) or lengths
         lines += _teacher_lines(config, float(np.mean(shown)))
     try:
-        lines.append(describe_layout(config))
+        lines.append(describe_layout(config, inputs.longest_row))
     except ConfigError as error:
         warnings.append(str(error))
     return FullSize(warnings=warnings, lines=lines)

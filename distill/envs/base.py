@@ -194,6 +194,14 @@ class EnvDataset(ABC):
     @abstractmethod
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
 
+    def longest_row(self, max_new_tokens: int) -> int:
+        """Tokens of the longest row of an episode, as far as they are known before it is played.
+
+        Args:
+            max_new_tokens: longest turn.
+        """
+        return max_new_tokens
+
     def subset(self, problems: Sequence[int]) -> EnvDataset:
         """Dataset of some of the problems, in that order.
 
@@ -373,6 +381,9 @@ class Subset(EnvDataset):
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder:
         return self._dataset.builder(self._problems[problem], group_size)
 
+    def longest_row(self, max_new_tokens: int) -> int:
+        return self._dataset.longest_row(max_new_tokens)
+
     def line(self, problem: int) -> int:
         return self._dataset.line(self._problems[problem])
 
@@ -402,6 +413,9 @@ class Mixture(EnvDataset):
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder:
         source, inner = part_of(self.parts, problem)
         return self._datasets[source].builder(inner, group_size)
+
+    def longest_row(self, max_new_tokens: int) -> int:
+        return max(dataset.longest_row(max_new_tokens) for dataset in self._datasets)
 
     def line(self, problem: int) -> int:
         source, inner = part_of(self.parts, problem)

@@ -115,6 +115,12 @@ class ChatLimits:
     time_s: float
     tools: ToolLimits
 
+    def longest_row(self, first: int, max_new_tokens: int) -> int:
+        """Tokens of the longest row of an episode that begins with `first` tokens: those that the
+        model sees before its last turn, and that turn. What others say is not counted."""
+        before = min(self.max_tokens - 1, first + (self.max_turns - 1) * max_new_tokens)
+        return before + max_new_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condensing:

@@ -129,10 +129,15 @@ class ChatDataset(EnvDataset):
         *,
         teacher: str = "",
         answer: Callable[[str], Hashable | None] | None = None,
+        longest_prompt: int = 0,
     ) -> None:
-        """`teacher` scores the problems that name none."""
+        """
+        Args:
+            teacher: scores the problems that name none.
+            longest_prompt: most tokens that a problem begins with.
+        """
         self._problems_P, self._setting, self._teacher = problems_P, setting, teacher
-        self.answer = answer
+        self._longest_prompt, self.answer = longest_prompt, answer
 
     def __len__(self) -> int:
         return len(self._problems_P)
@@ -152,6 +157,9 @@ class ChatDataset(EnvDataset):
             answer=chosen.answer,
             prompt_key=chosen.prompt_key,
         )
+
+    def longest_row(self, max_new_tokens: int) -> int:
+        return self._setting.limits.longest_row(self._longest_prompt, max_new_tokens)
 
     def subset(self, problems: Sequence[int]) -> ChatDataset:
         chosen = copy(self)
@@ -394,12 +402,14 @@ class ChatEnvConfig(ChatConfig):
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
         problems_P = [self._told(each, chat, setting) for each in self.problems(path, setting)]
+        longest = 0
         for number, problem in enumerate(problems_P, 1):
             length = problem.num_tokens
             if length is None:
                 made = problem.make()
                 self._require_named(made.tools, chat.tool_names)
                 length = first_length(made, chat)
+            longest = max(longest, length)
             what = f"problem {number if problem.line is None else problem.line}"
             if problem.teacher_tokens_T is not None:
                 require_teacher_room(what, len(problem.teacher_tokens_T), chat)
@@ -413,6 +423,7 @@ class ChatEnvConfig(ChatConfig):
             chat,
             teacher=only_teacher(setting) if unnamed else "",
             answer=self.answer(setting),
+            longest_prompt=longest,
         )
 
     def _told(

@@ -182,6 +182,10 @@ class PromptDataset(EnvDataset):
             format=self._format,
         )
 
+    def longest_row(self, max_new_tokens: int) -> int:
+        longest = max((len(prompt.tokens_T) for prompt in self.prompts_P), default=0)
+        return longest + max_new_tokens
+
     def subset(self, problems: Sequence[int]) -> PromptDataset:
         chosen = copy(self)
         chosen.prompts_P = [self.prompts_P[p] for p in problems]

@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3NextConfig
 
 from actors.sglang import start
 from actors.sglang.flags import server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import knows_flag, sglang_installed
-from actors.sglang.memory import ServerMemory, cache_bytes_per_token
+from actors.sglang.memory import (
+    ASLEEP_BYTES,
+    ServerMemory,
+    cache_bytes_per_token,
+    engine_room,
+    served_bytes,
+)
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.gpu import GIB
@@ -46,18 +54,52 @@ def test_bytes_of_a_token(config, spread: Parallelism, number: int, expected: in
 
 
 def memory(flags: str = "", config=QWEN3_8B) -> ServerMemory:
-    return ServerMemory.of(config, PARAMETERS, dtype="bfloat16", max_running=256, flags=flags)
+    weights = 2 * PARAMETERS
+    return ServerMemory.of(config, weights, dtype="bfloat16", max_running=256, flags=flags)
 
 
 def test_the_cache_is_what_the_room_leaves() -> None:
     found = memory()
     assert found.weights == 2 * PARAMETERS and found.token == 147456
-    # Context; 8192 tokens of 8 hidden and 3 MLP widths; 2048 rows of logits, thrice; 256 graphs.
+    # Context and workspaces; 8192 tokens of 8 hidden and 3 MLP widths; 2048 rows of logits, thrice;
+    # 256 graphs.
     activations = 8192 * 2 * (8 * 4096 + 3 * 12288)
-    assert found.working == GIB + activations + 2048 * 151936 * 4 * 3 + 256 * (2 << 20)
+    fixed = GIB + (512 << 20)
+    assert found.working == fixed + activations + 2048 * 151936 * 4 * 3 + 256 * (2 << 20)
     tokens = found.tokens_in(40 * GIB, "policy", least=40960)
     assert found.bytes(tokens) <= 40 * GIB < found.bytes(tokens + 1)
     assert tokens == (40 * GIB - found.weights - found.working) // 147456
+
+
+def test_a_server_alone_has_the_cache_that_sglang_leaves_it() -> None:
+    total = int(78.06 * GIB)
+    found = memory().alone(total)
+    # MiB: constant, 1.5 a token of prefill, a rank's, 2 a decode graph's row, 58 prefill graphs.
+    reserved = 512 + 8192 * 1.5 + 128 + 2 * 256 + 58 * 8
+    assert found.working == GIB + int(reserved * (1 << 20))
+    assert found.tokens_in(total, "policy", least=40960) == pytest.approx(350_000, rel=0.01)
+    small = memory("--chunked-prefill-size 2048").alone(total)
+    assert small.working == 11 * GIB, "SGLang leaves ten at least on GPUs of more than 60"
+    half = memory("--mem-fraction-static 0.5").alone(total)
+    assert half.working == GIB + total // 2
+
+
+def test_what_shares_a_gpu_leaves_some_of_it_free() -> None:
+    assert engine_room(80 * GIB, 1.0, 10 * GIB) == 66 * GIB
+    assert engine_room(24 * GIB, 0.5, 0) == 11.25 * GIB
+    assert 2 * GIB < ASLEEP_BYTES < 5 * GIB, "context, workspaces, communicators"
+
+
+def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    stored = {
+        "plain": torch.zeros(8, 4),  # float32, served in bfloat16
+        "fp8": torch.zeros(8, 4).to(torch.float8_e4m3fn),
+        "packed": torch.zeros(8, 4, dtype=torch.int32),  # of eight numbers of 4 bits
+        "mxfp4": torch.zeros(8, 4, dtype=torch.uint8),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    assert served_bytes(str(tmp_path), "bfloat16") == 32 * (2 + 1 + 4 + 1)
+    assert served_bytes(str(tmp_path), "float32") == 32 * (4 + 1 + 4 + 1)
 
 
 def test_flags_change_what_is_held() -> None:
@@ -151,8 +193,8 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     assert ready_paths == ["/health"] * 3, "a first token is sampled within the start's deadline"
     assert "--max-total-tokens" not in alone, "a GPU of its own is SGLang's to fill"
     tokens = [int(flags[flags.index("--max-total-tokens") + 1]) for flags in (half, beside)]
-    # Two layers of one head of 64, twice, in bfloat16: ten GiB are so many tokens fewer.
-    assert tokens[0] - tokens[1] == pytest.approx(10 * GIB / (2 * 2 * 64 * 2), abs=1)
+    # Two layers of one head of 64, twice, in bfloat16; (80 - 4) / 2 and 80 - 4 - 50 GiB.
+    assert tokens[0] - tokens[1] == pytest.approx(12 * GIB / (2 * 2 * 64 * 2), abs=1)
     monkeypatch.setattr(start, "gpu_bytes", lambda: None)
     with pytest.raises(ConfigError, match="nvidia-smi does not say how large the GPU is"):
         HostedSglangEngine(**shared, gpu_share=0.5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from distill.gpu import GIB, gpu_bytes
 from learner.learner import Part
-from learner.memory import WorkerMemory, estimate_memory, estimate_pass
+from learner.memory import WorkerMemory, estimate_memory
+from learner.pass_memory import estimate_pass
 from tests.gpu.learner_checks import LOSS, new_learner
 from tests.gpu.measure import held_bytes, let_go, peak_bytes
 from tests.gpu.setting import Numbers, Setting, named, require, rows_of

@@ -29,7 +29,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.weights.model_weights import HeldWeights
 from learner.flops import ModelFlops
 from learner.forward import Forward
-from learner.memory import PassMemory
+from learner.pass_memory import PassMemory
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, WorkerGroup
 from learner.sharding import compile_layers, shard

@@ -16,28 +16,23 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPTNeoConfig,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
 from distill.errors import ConfigError
+from distill.gpu import headroom
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
-from learner.memory import (
-    TRAINED,
-    MemoryEstimate,
-    PassMemory,
-    PassPlan,
-    estimate_memory,
-    estimate_pass,
-    fit_pass,
-    readable,
-)
+from learner.memory import WorkerMemory, estimate_memory, readable
+from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
+from tests.families import FAMILIES
 from tests.samples import training_row
 
 LENGTH = 192
@@ -121,13 +116,12 @@ def parameters() -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def plan(workers: int, free: int, **asked: Any) -> PassPlan:
+def plan(workers: int, free: int, **asked: Any) -> PassPlan | None:
     """Qwen3-8B on so many GPUs with so much memory each."""
-    count = parameters()
-    states = MemoryEstimate(parameters=count, holding=TRAINED).bytes // workers
-    memory = memory_of(QWEN3_8B, "bfloat16", workers, device="cuda", parameters=count)
-    settings = {"token_budget": None, "gradient_checkpointing": None} | asked
-    return fit_pass(memory, free - states, device="cuda:0", **settings)
+    memory = LearnerMemory(
+        config=QWEN3_8B, parameters=parameters(), query_norm=True, dtype="bfloat16", device="cuda:0"
+    )
+    return memory.plan(free, PassRequest(**asked), workers=workers, offloads=False)
 
 
 @pytest.mark.parametrize("width", [None, 512])
@@ -153,10 +147,18 @@ def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
 
 
 def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
-    chosen = plan(4, 42 * GIB)
-    assert chosen.gradient_checkpointing and 1024 <= chosen.token_budget < 16_384
+    chosen = plan(4, 43 * GIB)
+    assert (
+        chosen is not None
+        and chosen.gradient_checkpointing
+        and 1024 <= chosen.token_budget < 16_384
+    )
     forbidden = plan(4, 60 * GIB, gradient_checkpointing=False)
-    assert not forbidden.gradient_checkpointing and forbidden.token_budget < 16_384
+    assert (
+        forbidden is not None
+        and not forbidden.gradient_checkpointing
+        and forbidden.token_budget < 16_384
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,9 +166,10 @@ def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
     [
         (
             {"token_budget": 16_384, "gradient_checkpointing": False},
-            r"token_budget=16384 needs 1\d\d GiB .* cuda:0 has .* Use gradient_checkpointing=True",
+            r"token_budget=16384 .*gradient_checkpointing=True.*learner_workers=",
         ),
-        ({"token_budget": 1 << 19}, r"token_budget=524288 needs .* Use a smaller token_budget"),
+        ({"token_budget": 1 << 19}, r"token_budget=524288 .*token_budget=\d+"),
+        ({"longest_rows": 1 << 19}, r"max_new_tokens .*524288 .*rows of at most \d+ tokens"),
     ],
 )
 def test_what_was_asked_for_and_does_not_fit_is_refused(
@@ -174,6 +177,95 @@ def test_what_was_asked_for_and_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(4, 80 * GIB, **asked)
+
+
+QWEN3_32B = Qwen3Config(
+    vocab_size=151_936, hidden_size=5120, intermediate_size=25_600, num_hidden_layers=64,
+    num_attention_heads=64, num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+LLAMA_70B = LlamaConfig(
+    vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8,
+)  # fmt: skip
+# Usable bytes of an 80 GB GPU, less what stays free of it.
+ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
+
+
+@pytest.mark.parametrize(
+    "config, billions, workers, rows, needed_gib, remedies",
+    [
+        (QWEN3_32B, 32.76, 8, 17_408, 23.6, {"offload_optimizer=True", "learner_workers=16"}),
+        (LLAMA_70B, 70.55, 16, 16_896, 37.7, {"offload_optimizer=True", "learner_workers=32"}),
+        (QWEN3_8B, 8.19, 2, 33_792, 21.2, {"offload_optimizer=True", "learner_workers=4"}),
+    ],
+    ids=["32B", "70B", "8B"],
+)
+def test_the_longest_row_has_to_fit_whatever_the_budget(
+    config: PreTrainedConfig,
+    billions: float,
+    workers: int,
+    rows: int,
+    needed_gib: float,
+    remedies: set[str],
+) -> None:
+    memory = LearnerMemory(
+        config=config,
+        parameters=int(billions * 1e9),
+        query_norm=isinstance(config, Qwen3Config),
+        dtype="bfloat16",
+        device="cuda",
+    )
+    asked = PassRequest(longest_rows=rows)
+    passes = memory.passes(workers)
+    assert passes is not None
+    assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.05)
+    with pytest.raises(ConfigError, match=rf"max_new_tokens .*{rows} tokens") as refused:
+        memory.plan(ROOM, asked, workers=workers, offloads=False)
+    proposed = str(refused.value).partition(" Use ")[2].split(", or ")
+    assert remedies <= set(proposed)
+    # All of them hold. Beside 70 B there is room for no row at all.
+    assert memory.plan(ROOM, asked, workers=workers, offloads=True)
+    assert memory.plan(ROOM, asked, workers=2 * workers, offloads=False)
+    for text in set(proposed) - remedies:
+        shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
+        assert memory.plan(ROOM, shorter, workers=workers, offloads=False)
+
+
+def test_an_update_leaves_some_of_a_gpu_free() -> None:
+    """30B-A3B: six workers would fill 76.9 of 78.06 GiB."""
+    assert [headroom(size * GIB) / GIB for size in (12, 24, 80, 140)] == [0.75, 1.5, 4, 4]
+    eight, six = (
+        WorkerMemory.of(30_532_122_624, adapter=False, workers=workers, offloads=True)
+        for workers in (8, 6)
+    )
+    assert six.updating / GIB == pytest.approx(76.8, abs=0.2)
+    eight.require_room(ROOM, "30B-A3B")
+    with pytest.raises(ConfigError, match="learner_workers"):
+        six.require_room(ROOM, "30B-A3B")
+
+
+GPT_OSS_20B = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+
+
+def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
+    memory = LearnerMemory(
+        config=GPT_OSS_20B, parameters=20_914_757_184, query_norm=False, dtype="bfloat16",
+        device="cuda",
+    )  # fmt: skip
+    passes = memory.passes(8)
+    assert passes is not None
+    assert passes.scores * 8192**2 == 8 * GIB  # 64 heads, 2 bytes
+    long, short = (passes.bytes(16_384, checkpointing=True, row=row) for row in (16_384, 2048))
+    assert (long - short) == 5 * (32 - 4) * GIB
+    kept = passes.bytes(2048, checkpointing=False) - passes.bytes(2048, checkpointing=True)
+    assert kept > 23 * 2 * GIB / 2, "two tensors of half a GiB of every layer but one"
+    plan = memory.plan(ROOM, PassRequest(longest_rows=4096), workers=8, offloads=False)
+    assert plan is not None and plan.gradient_checkpointing and plan.token_budget == 8192
+    with pytest.raises(ConfigError, match=r"max_new_tokens .*16384 tokens .*attention scores"):
+        memory.plan(ROOM, PassRequest(longest_rows=16_384), workers=8, offloads=True)
+    assert memory_of(QWEN3_8B, "bfloat16", 2).scores == 0
+    capped = memory_of(FAMILIES["gemma2"].config(), "bfloat16", 2)
+    assert capped.scores == 4 * 4, "a softmax in float32, of four heads"
 
 
 def test_the_plan_says_what_a_pass_takes() -> None:

@@ -276,12 +276,18 @@ class TableDataset(EnvDataset):
         setting: ChatSetting,
         teacher: str,
         feedback: FeedbackContext | None,
+        rules_tokens: int,
     ) -> None:
+        """`rules_tokens`: what a seat sees before its first move."""
         self._config, self._new_opponent = config, new_opponent
         self._setting, self._teacher, self._feedback = setting, teacher, feedback
+        self._rules_tokens = rules_tokens
 
     def __len__(self) -> int:
         return self._config.games
+
+    def longest_row(self, max_new_tokens: int) -> int:
+        return self._setting.limits.longest_row(self._rules_tokens, max_new_tokens)
 
     def builder(self, problem: int, group_size: int) -> TableGroupBuilder:
         return TableGroupBuilder(
@@ -371,10 +377,12 @@ class TwoPlayerConfig(ChatConfig):
         chat = self.chat_setting(setting)
         table = Table(self.new_game(0), self.forfeit_reward)
         seat = Seat(table, table.game.to_move, None, rules=self.rules)
-        require_room("a game", first_length(seat, chat), chat, setting.max_new_tokens)
+        length = first_length(seat, chat)
+        require_room("a game", length, chat, setting.max_new_tokens)
         teacher = only_teacher(setting)
         feedback = setting.feedback_on(seat.initial_messages(), teacher=teacher)
-        return TableDataset(self, self._new_opponent(chat, setting), chat, teacher, feedback)
+        opponent = self._new_opponent(chat, setting)
+        return TableDataset(self, opponent, chat, teacher, feedback, length)
 
     def _new_opponent(self, chat: ChatSetting, setting: EnvContext) -> NewOpponent | None:
         if self.opponent == "self":
