@@ -42,7 +42,8 @@ class PassMemory:
         in_layer: what a layer keeps of a token for its backward pass.
         between_layers: of those, its input: all that is kept where layers are recomputed.
         scores: bytes of one tensor of attention scores, a pair of tokens; 0 with fused kernels.
-        fixed: logits of a chunk of positions, and weights in the precision of computation.
+        fixed: logits of a chunk of positions; weights and gradients in the precision of
+            computation.
     """
 
     layers: int
@@ -86,11 +87,13 @@ class PassMemory:
         vocab = vocab_size(config)
         logits = positions_per_chunk(torch.device(device), vocab) * vocab * 4 * _LOGITS
         embedding = vocab * hidden
-        # Autocast copies every weight once; FSDP has two layers whole, and what is in no layer.
-        computed = parameters
+        number = 2 if half else 4
+        # Autocast copies every weight once. FSDP has two layers whole, and what is in no layer; of
+        # one layer also the gradients, and the float32 copy that is summed over the workers.
+        copied = parameters * number * half
         if workers > 1:
-            computed = 2 * embedding + 2 * parameters // text.num_hidden_layers
-        copied = computed * (2 if half else 4) * (half or workers > 1)
+            layer = parameters // text.num_hidden_layers
+            copied = (2 * embedding + 3 * layer) * number + 4 * layer
         return cls(
             layers=text.num_hidden_layers,
             in_layer=in_layer,
@@ -302,9 +305,8 @@ class LearnerMemory:
         if may_offload and self._fits(room, asked, workers, offloads=True):
             yield "offload_optimizer=True"
             may_offload = False
-        more = [workers * times for times in _MORE_WORKERS]
-        for offload in [False, True] if may_offload else [False]:
-            for many in more:
+        for many in (workers * times for times in _MORE_WORKERS):
+            for offload in [False, True] if may_offload else [False]:
                 if self._fits(room, asked, many, offloads=offloads or offload):
                     yield f"learner_workers={many}{' offload_optimizer=True' * offload}"
                     return

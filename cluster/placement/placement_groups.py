@@ -270,7 +270,17 @@ class Placement:
             f"the Ray cluster cannot hold {who}: {_what_there_is()}, and it has no autoscaler. "
             f"The run needs {describe(total)} in all, and what one "
             "member needs on one node. Ask for fewer members or less for each (dry_run=True "
-            "shows them), or add nodes"
+            f"shows them), or add nodes{self._by_turns()}"
+        )
+
+    def _by_turns(self) -> str:
+        """Remedy of pairs that each have two GPUs, and could have one by turns."""
+        needed = [self._demands[role].needed.get("GPU", 0) for role in self._colocate]
+        if not needed or min(needed) < 1:
+            return ""
+        return (
+            "; gpus_per_actor=0.5, with as many policy_engines as learner_workers, puts each pair "
+            "on one GPU"
         )
 
 

@@ -130,6 +130,13 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
         in str(refused.value)
     )
     assert "3 CPU, 2 GPU in all" in str(refused.value)
+    assert "gpus_per_actor" not in str(refused.value)
+    pairs = [
+        ResourceDemand(name=name, count=8, resources={"CPU": 1, "GPU": 1})
+        for name in ("learner", "policy")
+    ]
+    with pytest.raises(ConfigError, match=r"gpus_per_actor=0\.5, .* policy_engines"):
+        reserve(placement(*pairs, colocate=("learner", "policy")))
     assert free_cpus() == 8
 
 

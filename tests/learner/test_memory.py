@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from distill.errors import ConfigError
@@ -194,9 +195,9 @@ ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 @pytest.mark.parametrize(
     "config, billions, workers, rows, needed_gib, remedies",
     [
-        (QWEN3_32B, 32.76, 8, 17_408, 23.6, {"offload_optimizer=True", "learner_workers=16"}),
-        (LLAMA_70B, 70.55, 16, 16_896, 37.7, {"offload_optimizer=True", "learner_workers=32"}),
-        (QWEN3_8B, 8.19, 2, 33_792, 21.2, {"offload_optimizer=True", "learner_workers=4"}),
+        (QWEN3_32B, 32.76, 8, 17_408, 26.9, {"offload_optimizer=True", "learner_workers=16"}),
+        (LLAMA_70B, 70.55, 16, 16_896, 42.4, {"learner_workers=32 offload_optimizer=True"}),
+        (QWEN3_8B, 8.19, 2, 33_792, 22.8, {"offload_optimizer=True", "learner_workers=4"}),
     ],
     ids=["32B", "70B", "8B"],
 )
@@ -218,17 +219,31 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     asked = PassRequest(longest_rows=rows)
     passes = memory.passes(workers)
     assert passes is not None
-    assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.05)
+    assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.01)
     with pytest.raises(ConfigError, match=rf"max_new_tokens .*{rows} tokens") as refused:
         memory.plan(ROOM, asked, workers=workers, offloads=False)
     proposed = str(refused.value).partition(" Use ")[2].split(", or ")
     assert remedies <= set(proposed)
-    # All of them hold. Beside 70 B there is room for no row at all.
-    assert memory.plan(ROOM, asked, workers=workers, offloads=True)
-    assert memory.plan(ROOM, asked, workers=2 * workers, offloads=False)
-    for text in set(proposed) - remedies:
+    for remedy in remedies:  # all of them hold
+        settings = dict(setting.split("=") for setting in remedy.split())
+        many, offloads = settings.get("learner_workers", workers), "offload_optimizer" in settings
+        assert memory.plan(ROOM, asked, workers=int(many), offloads=offloads)
+    for text in set(proposed) - remedies:  # beside 70 B there is room for no row at all
         shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
         assert memory.plan(ROOM, shorter, workers=workers, offloads=False)
+
+
+def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
+    """Beside its states torch's tracker finds 10.3 GiB of two layers of 30B-A3B on eight workers at
+    16384 tokens, without logits; a pass after the first one has the other layers' inputs, too."""
+    config = Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, head_dim=128,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    passes = memory_of(config, "bfloat16", 8, device="cuda", parameters=30_532_122_624)
+    inputs = 46 * 2048 * 2 * 16_384
+    assert 10.3 * GIB + inputs < passes.bytes(16_384, checkpointing=True) < 15 * GIB + inputs
 
 
 def test_an_update_leaves_some_of_a_gpu_free() -> None:
