@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.demos.curves import CLAIMED_RATIO, Ratio, Row
-from distill.errors import ConfigError
+from distill.libraries import require_library
 
 # Okabe and Ito's palette (2008), which colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -82,10 +82,7 @@ def _label(axis: Any, lengths: Sequence[int], title: str) -> None:
 
 def figure_class() -> Any:
     """matplotlib's Figure, which writes files without a display."""
-    try:
-        from matplotlib.figure import Figure  # optional, and slow to import
-    except ImportError as error:
-        raise ConfigError(
-            "drawing needs the matplotlib package: pip install 'isotherm[plots]'"
-        ) from error
+    require_library("matplotlib", "drawing", "isotherm[plots]")
+    from matplotlib.figure import Figure  # slow to import
+
     return Figure

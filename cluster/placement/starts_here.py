@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
+
+from cluster.handles.node import is_connected
 
 
 def starts_here() -> bool:
     """True if no cluster is named or connected, so that `connect` starts Ray on this machine."""
-    ray = sys.modules.get("ray")
-    connected = ray is not None and ray.is_initialized()
-    return not connected and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    return not is_connected() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def joins_cluster(*, local: bool) -> bool:

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.run_files.background import Background
 from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
 from distill.chat.token_text import decode
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
+from distill.libraries import require_library
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -371,8 +371,4 @@ _KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
 def check_trackers(chosen: OutputSettings) -> None:
     """Raises ConfigError for a tracker that is not installed; before anything starts."""
     for name in chosen.trackers:
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"{name} is not installed: pip install 'isotherm[{name}]', or leave it out of "
-                "track= (and wandb=off)"
-            )
+        require_library(name, f"track={name}", f"isotherm[{name}]")

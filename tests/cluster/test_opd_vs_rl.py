@@ -203,7 +203,7 @@ def test_steps_and_ratios_are_drawn_into_a_png(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'isotherm\[plots\]'"):
         check_plots()
     assert main([f"out={tmp_path / 'new'}"]) == 2

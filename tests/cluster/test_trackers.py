@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -292,7 +293,7 @@ def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.Monke
         opd(track="tensorbord")
     with pytest.raises(ConfigError, match="track=wandb,: known: mlflow"):
         opd(track="wandb,")
-    monkeypatch.setattr("cluster.run_files.trackers.find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError, match=r"pip install 'isotherm\[mlflow\]'"):
         check_trackers(opd(track="mlflow"))
 

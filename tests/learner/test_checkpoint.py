@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -96,6 +98,20 @@ def test_what_is_saved_comes_back(
     state, expected = trainer_state(again), trainer_state(learner)
     assert state["schedule"] == expected["schedule"]
     assert state["moments"] == expected["moments"] and any(expected["moments"].values())
+
+
+def test_seals_are_digests_of_what_orjson_writes(store: CheckpointStore) -> None:
+    """Earlier releases wrote them so; and they are written on machines without it."""
+    delivery = {
+        "watermark": 2**40,
+        "set_aside": {"2": 'it\u2019s "\u0007\u00e9\U0001f600\x7f\n\\'},
+        "above": [3],
+    }
+    made = store.save(step=1, write=lambda path: (path / "a").touch(), delivery=delivery)
+    manifest = orjson.loads((made.path / "manifest.json").read_bytes())
+    seal = manifest.pop("seal")
+    written = orjson.dumps(manifest, option=orjson.OPT_SORT_KEYS)
+    assert seal == made.seal == hashlib.sha256(written).hexdigest()
 
 
 def test_the_newest_are_kept(store: CheckpointStore, save) -> None:
