@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.util import find_spec
 
 from distill.errors import ConfigError
@@ -16,5 +17,6 @@ def require_library(module: str, feature: str, install: str) -> None:
     """
     if find_spec(module) is None:
         raise ConfigError(
-            f"{feature} needs the library {module}, which is not installed: pip install {install!r}"
+            f"{feature} needs the library {module}, which is not installed: "
+            f"pip install {shlex.quote(install)}"
         )
