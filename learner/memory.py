@@ -7,6 +7,7 @@ passes, from its config (`learner.pass_memory`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError, ConfigError
 from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom
-from distill.models.loading import tensor_layouts, tensor_shapes, weight_files
+from distill.models.loading import meta_causal_lm, tensor_layouts, tensor_shapes, weight_files
 from distill.weights.model_weights import plan_buckets
 from distill.weights.shared_memory import block_bytes
 
@@ -64,11 +65,31 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
-    """Estimate from the headers of safetensors files; None where there are none."""
-    if not weight_files(model):
+    """Estimate from the shapes of the model's tensors; None where they are not known."""
+    shapes = known_shapes(model)
+    if shapes is None:
         return None
-    parameters = sum(map(prod, tensor_shapes(model).values()))
-    return MemoryEstimate(parameters=parameters, holding=holding)
+    return MemoryEstimate(parameters=sum(map(prod, shapes.values())), holding=holding)
+
+
+def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the model's tensors by name, from the headers of its safetensors files.
+
+    Those of a model on the hub whose files are not here follow from its config. None: there is
+    neither.
+    """
+    if weight_files(model):
+        return tensor_shapes(model)
+    return None if Path(model).exists() else _shapes_by_config(model)
+
+
+@lru_cache
+def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
+    try:
+        tensors = meta_causal_lm(name).named_parameters()
+    except CheckpointError:  # the hub does not answer, or it is no causal language model
+        return None
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def largest_bucket(model: str, dtype: torch.dtype, bucket_bytes: int) -> int:

@@ -17,10 +17,10 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from distill.errors import ConfigError
-from distill.models.loading import exact_attention, load_config, tensor_shapes, vocab_size
+from distill.models.loading import exact_attention, load_config, vocab_size
 from distill.models.logprobs import positions_per_chunk
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
-from learner.memory import WorkerMemory, estimate_memory, readable
+from learner.memory import WorkerMemory, estimate_memory, known_shapes, readable
 
 # Of a pass's bytes: gradients of activations, and what an allocator cannot use.
 _PASS_MARGIN = 1.1
@@ -223,15 +223,14 @@ class LearnerMemory:
         adapter: bool = False,
         followed: bool = False,
     ) -> LearnerMemory | None:
-        """Memory of a local checkpoint's learner, from config and headers; None if it is not
-        here."""
-        estimate = estimate_memory(model)
-        if estimate is None:
+        """Memory of a model's learner, from config and shapes; None where those are not known."""
+        estimate, shapes = estimate_memory(model), known_shapes(model)
+        if estimate is None or shapes is None:
             return None
         return cls(
             config=load_config(model),
             parameters=estimate.parameters,
-            query_norm=any("q_norm." in name for name in tensor_shapes(model)),
+            query_norm=any("q_norm." in name for name in shapes),
             dtype=dtype,
             device=device,
             adapter=adapter,
@@ -340,6 +339,6 @@ def _refusal(
 
 
 def estimate_pass(model: str, *, dtype: Precision, device: str, workers: int) -> PassMemory | None:
-    """Pass memory of a local checkpoint; None if it is elsewhere, or its config lacks a field."""
+    """Pass memory of a model; None if its size is not known, or its config lacks a field."""
     memory = LearnerMemory.of(model, dtype=dtype, device=device)
     return memory and memory.passes(workers)

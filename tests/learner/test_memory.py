@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import chz
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -320,3 +322,20 @@ def test_what_was_asked_for_and_fits_is_kept() -> None:
     for checkpointing in (False, True):
         asked = {"token_budget": 1500, "gradient_checkpointing": checkpointing}
         assert plan(4, 80 * GIB, **asked) == PassPlan(1500, checkpointing)
+
+
+def test_a_model_that_is_not_downloaded_is_planned_by_its_config(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is known of a name on the hub before its files are here."""
+    repository = tmp_path / "models--someone--planned"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc").mkdir(parents=True)
+    shutil.copy(Path(tiny_pair.teacher) / "config.json", repository / "snapshots/abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))  # as HF_HUB_CACHE= does
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "workers": 1}
+    assert estimate_memory("someone/planned") == estimate_memory(tiny_pair.teacher)
+    there = estimate_pass(tiny_pair.teacher, **settings)
+    assert there is not None and estimate_pass("someone/planned", **settings) == there
+    assert estimate_memory("someone/unknown") is None
