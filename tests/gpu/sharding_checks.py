@@ -31,7 +31,7 @@ from learner.flops import ModelFlops
 from learner.forward import Forward
 from learner.pass_memory import PassMemory
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.process_group import LOOPBACK, WorkerGroup
+from learner.process_group import LOOPBACK, WorkerGroup, open_store
 from learner.sharding import compile_layers, shard
 from tests.bench.peak import peak_flops
 from tests.gpu.measure import let_go, peak_bytes, seconds, wait
@@ -62,7 +62,7 @@ def group_of_one(setting: Setting) -> Iterator[WorkerGroup]:
     group = WorkerGroup(None, setting.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setting.cuda else "gloo",
-        store=dist.HashStore(), rank=0, world_size=1,
+        store=open_store(LOOPBACK, _TIMEOUT_S), rank=0, world_size=1,
     )  # fmt: skip
     try:
         collectives = dist.new_group(backend="gloo")
