@@ -31,12 +31,15 @@ from distill.models.checkpoint_names import (
     units_of,
 )
 from distill.models.loading import (
+    load_config,
     meta_causal_lm,
     read_tensors,
     tensor_layouts,
     tensor_shapes,
     weight_files,
 )
+from distill.models.model_files import checkpoint_config
+from distill.models.reward import score_head
 from distill.weights.tensors import TensorLayout
 from learner.sharding import LazyTensor, stored
 
@@ -57,11 +60,12 @@ def check_export(
 
     Raises:
         CheckpointError: there is no such model at `path`.
-        ConfigError: with the first tensor that differs on either side.
+        ConfigError: with the first tensor that differs on either side, or the config's field.
     """
     if not weight_files(path):
         return
     model = meta_model(path)
+    _check_config(path, model)
     there = tensor_shapes(path)
     taken = follow_checkpoint(model, there)
     aliases = _tied_names(model)
@@ -169,6 +173,23 @@ class StoredWeights:
 
     def first_non_finite(self) -> str | None:
         return None
+
+
+def _check_config(path: str, model: PreTrainedModel) -> None:
+    """Raise ConfigError if a checkpoint's config would name another architecture than `path` does.
+
+    A reward model has a name of its own.
+    """
+    origin, saved = load_config(path), checkpoint_config(model.config, path)
+    fields = ("model_type",) if score_head(model) else ("model_type", "architectures")
+    for field in fields:
+        there, here = getattr(origin, field), getattr(saved, field)
+        if there != here:
+            raise ConfigError(
+                f"{path} cannot be trained: its checkpoints would be saved with {field}={here!r}, "
+                f"where its config.json has {there!r}, and servers would not read them. Start from "
+                "a checkpoint of the text model alone"
+            )
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, Shape]:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
-from distill.models.loading import meta_causal_lm, tensor_shapes
+from distill.models.loading import meta_causal_lm, reading, tensor_shapes
 from distill.weights.tensors import TensorLayout
 from learner.config import ALL_LINEAR, LoraSettings
 from learner.sharding import LazyTensor, stored, whole, whole_in
@@ -131,7 +131,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     lora = _inject(model, settings)
     if settings.lora_adapter is not None:
         file = Path(settings.lora_adapter) / SAFETENSORS_WEIGHTS_NAME
-        set_peft_model_state_dict(lora, load_file(file))
+        with reading(file):
+            tensors = load_file(file)
+        set_peft_model_state_dict(lora, tensors)
     return lora
 
 

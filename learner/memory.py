@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom
+from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import meta_causal_lm, tensor_layouts, tensor_shapes, weight_files
 from distill.weights.model_weights import plan_buckets
 from distill.weights.shared_memory import block_bytes
@@ -122,6 +121,13 @@ def check_fits(
         )
 
 
+def check_offload_fits(model: str, workers: int, workers_here: int) -> None:
+    """Raise ConfigError if main memory is too small for the moments of this host's workers."""
+    if (estimate := estimate_memory(model)) is not None:
+        moments = MOMENTS * estimate.parameters * workers_here // workers
+        require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
     """Bytes that one learner worker takes of its GPU, besides passes (`PassMemory`).
@@ -196,12 +202,7 @@ def free_bytes(device: str) -> int:
     """Memory that can be had now: of the GPU, or of the machine within its container's limit."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        return min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
-        return free
+    return free_main_memory()
 
 
 def readable(size: int) -> str:

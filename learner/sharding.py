@@ -7,10 +7,10 @@ in no layer (embedding, last norm, vocabulary projection) is made whole for a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,18 @@ from distill.weights.tensors import TensorLayout
 from learner.process_group import WorkerGroup
 
 
+class PendingValues(Protocol):
+    """Values that are given to a model after it is sharded (`learner.initial_weights`)."""
+
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Parameters of the model that have no values yet."""
+        ...
+
+    def fill(self, group: WorkerGroup) -> None:
+        """Give each worker its shard of those. All workers call it."""
+        ...
+
+
 class Root(nn.Module):
     """Whatever uses the model runs inside this module's forward, where FSDP's hooks are."""
 
@@ -36,12 +48,20 @@ class Root(nn.Module):
         return run()
 
 
-def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype) -> Root:
-    """Splits the leader's weights over the group, a layer at a time; others bring the shape only.
+def shard(
+    model: PreTrainedModel,
+    group: WorkerGroup,
+    compute_dtype: torch.dtype,
+    pending: PendingValues | None = None,
+) -> Root:
+    """Split a model over the group, a layer at a time; its values are the leader's.
 
-    The leader's main memory holds the model once at the start; nobody else's ever holds more than
-    its share and a layer. Gradients are sums over the workers, not means: losses are normalised by
+    Without `pending` the leader holds the whole model until then, and the other workers a layer
+    beside their shards. Gradients are sums over the workers, not means: losses are normalised by
     global counts.
+
+    Args:
+        pending: values that the leader does not hold yet.
     """
     assert group.mesh is not None, "a learner alone is not sharded"
     policy = MixedPrecisionPolicy(
@@ -51,12 +71,16 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
     _agree_on_tensors(model, group)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0, group=group.collectives)
-    for layer in _layers(model):
-        _spread(layer.parameters(), group)
+    later = {id(parameter) for parameter in pending.parameters()} if pending else set()
+    for layer in layers_of(model):
+        _spread((p for p in layer.parameters() if id(p) not in later), group)
         fully_shard(layer, mesh=group.mesh, mp_policy=policy)
-    _spread((p for p in model.parameters() if not isinstance(p, DTensor)), group)
+    rest = (p for p in model.parameters() if not isinstance(p, DTensor) and id(p) not in later)
+    _spread(rest, group)
     root = Root(model)
     fully_shard(root, mesh=group.mesh, mp_policy=policy)
+    if pending:
+        pending.fill(group)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -90,11 +114,11 @@ def compile_layers(model: PreTrainedModel) -> None:
     be compiled anew for each of them.
     """
     keep_attention_eager()
-    for layer in _layers(model):
+    for layer in layers_of(model):
         layer.compile(dynamic=True)
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Units of sharding: the decoder's layers, which Hugging Face marks as not to be split."""
     kinds = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
@@ -105,6 +129,35 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
     for parameter in parameters:
         dist.broadcast(parameter.data, src=0, group=group.collectives)
+
+
+@torch.no_grad()
+def hand_out(
+    whole: Tensor | None, dtype: torch.dtype, parameter: Tensor, group: WorkerGroup
+) -> None:
+    """Copy the leader's whole tensor into a sharded parameter; each worker gets its shard alone.
+
+    Args:
+        whole: in main memory; None on other workers.
+        dtype: its precision.
+    """
+    own = local(parameter)
+    if whole is None:
+        if own.numel():
+            part = torch.empty(own.shape, dtype=dtype)
+            dist.recv(part, src=0, group=group.collectives)
+            own.copy_(part)
+        return
+    mine, *others = whole.chunk(group.size)  # as FSDP2 cuts it; the last workers may get nothing
+    sent = [
+        dist.isend(part.contiguous(), dst=rank, group=group.collectives)
+        for rank, part in enumerate(others, 1)
+        if part.numel()
+    ]
+    own.copy_(mine)
+    for work in sent:
+        assert work is not None
+        work.wait()
 
 
 def reshard(root: Root) -> None:

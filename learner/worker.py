@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from distill.models.attention_probe import shares_prefixes
-from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
+from distill.models.loading import load_causal_lm, resolve_device
 from distill.models.model_files import ModelFiles, checkpoint_config, generation_settings
-from distill.models.reward import empty_reward_model, start_reward_model
+from distill.models.reward import start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.objective.metrics import TokenTable
@@ -39,10 +39,12 @@ from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.fingerprints import Fingerprints, shares
 from learner.foresight import listen_ahead
 from learner.forward import Forward, LossFunction
+from learner.initial_weights import InitialWeights
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
     check_fits,
+    check_offload_fits,
     free_bytes,
     holding_of,
 )
@@ -109,13 +111,16 @@ class LearnerWorker:
         share = _share(group, self.device)
         holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
+        if config.offload_optimizer and self.device.startswith("cuda"):
+            check_offload_fits(config.model, group.size, group.workers_here())
         self.passes = plan_passes(config, self.device, group)
-        self.model = self._load()
+        initial = InitialWeights(config, group) if group.size > 1 else None
+        self.model = self._load() if initial is None else initial.model
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.agree(names)
         self.files = self._files()
-        # The others hold no values yet that could be probed.
-        shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
+        probe = partial(shares_prefixes, self.model.eval()) if initial is None else initial.probe
+        shares = group.agree(probe() if group.rank == 0 else None)
         if config.liger:
             use_liger(self.model)
         self.lora = add_lora(self.model, config) if config.trains_adapter else None
@@ -123,8 +128,8 @@ class LearnerWorker:
         self._root: Root | None = None
         if config.compile:
             compile_layers(self.model)
-        if group.size > 1:
-            self._root = shard(self.model, group, compute_dtype)
+        if initial is not None:
+            self._root = shard(self.model, group, compute_dtype, initial)
         self._replay = RoutingReplay(self.model) if config.replays_routing else None
         self._forward = Forward(
             self.model,
@@ -181,16 +186,10 @@ class LearnerWorker:
         return answer
 
     def _load(self) -> Any:
-        """The model; with several workers its values are the leader's alone, in main memory."""
         path, padding = self._config.model, self._config.reward_padding
-        if self._group.rank > 0:
-            if padding is not None:
-                return empty_reward_model(path, padding=padding)
-            return empty_causal_lm(path, dtype=torch.float32)
-        device = self.device if self._group.size == 1 else "cpu"
         if padding is not None:
-            return start_reward_model(path, padding=padding, device=device)
-        return load_causal_lm(path, dtype=torch.float32, device=device)
+            return start_reward_model(path, padding=padding, device=self.device)
+        return load_causal_lm(path, dtype=torch.float32, device=self.device)
 
     def _files(self) -> ModelFiles:
         """Files that checkpoints have beside the weights."""

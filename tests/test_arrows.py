@@ -46,7 +46,8 @@ ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
         "stops", "group_share", "teacher_samples", "json_values", "model_paths", "libraries",
-        "json_schemas", "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat",
+        "json_schemas", "delivery", "tokenizer", "gpu", "main_memory", "weights", "engine",
+        "sandbox", "chat",
         "text", "models", "objective", "data", "rewards", "tools", "envs", "envs/games",
         "handshake",
     ],

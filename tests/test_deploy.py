@@ -95,6 +95,10 @@ def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str)
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+        memory = container["resources"]["limits"]["memory"], shm["sizeLimit"]
+        limit, shared = (int(size.removesuffix("Gi")) for size in memory)
+        assert 16 <= shared <= limit / 2, "Ray's object store, and the rest for processes"
     assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
 
 

@@ -130,7 +130,7 @@ def check_model(path: str) -> Any:
         if not files and not list(directory.glob("pytorch_model*.bin")):
             raise CheckpointError(f"{path} holds no weights (no *.safetensors file)")
         for file in files:
-            with reading(file), safe_open(file, framework="pt") as tensors:
+            with reading(file), safe_open(file, framework="np") as tensors:
                 tensors.keys()
     return config
 

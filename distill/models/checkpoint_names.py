@@ -136,8 +136,15 @@ class Conversion:
         for name, key, pattern in _targets(model, conversions, names):
             self._sources[name if key is None else key].append((name, pattern))
 
-    def __call__(self, take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(the model's name, tensor) pairs, a unit at a time; `take` gives the checkpoint's."""
+    def __call__(
+        self, take: Callable[[str], Tensor], wanted: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(the model's name, tensor) pairs, a unit at a time.
+
+        Args:
+            take: gives a tensor of the checkpoint by its name there.
+            wanted: the model's names of which at least one is wanted of each unit; None: all.
+        """
         for key, sources in self._sources.items():
             (first, pattern), *others = sources
             if pattern is None and not others:

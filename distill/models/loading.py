@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError
+from distill.main_memory import require_main_memory
 from distill.model_paths import check_model_path, run_remedy
 from distill.weights.tensors import PackedTensors, TensorLayout
 
@@ -72,8 +75,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
 
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
+        ConfigError: the main memory, through which all of them pass, is too small.
     """
     attention = exact_attention(load_config(path))
+    if weight_files(path):
+        parameters = sum(map(prod, tensor_shapes(path).values()))
+        require_main_memory(parameters * dtype.itemsize, f"loading {path} whole")
     try:
         with MAKING:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -86,18 +93,24 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{path!r} lacks {len(missing)} of the model's tensors, {missing[0]!r} first; "
-            "they would have been random. Is the checkpoint complete?"
-        )
+    require_complete(model, path, report["missing_keys"])
     if any(
         model.get_parameter(head) is not model.get_parameter(embedding)
         for head, embedding in _declared_ties(model).items()
     ):
         _untie(model.config)
     return cast(PreTrainedModel, model.to(device))
+
+
+def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]) -> None:
+    """Raise CheckpointError if tensors are missing that the model's class does not excuse."""
+    excused = model._keys_to_ignore_on_load_missing or ()
+    lacking = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in excused))
+    if lacking:
+        raise CheckpointError(
+            f"{path!r} lacks {len(lacking)} of the model's tensors, {lacking[0]!r} first; "
+            "they would have been random. Is the checkpoint complete?"
+        )
 
 
 def _declared_ties(model: Any) -> dict[str, str]:
@@ -143,6 +156,7 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
 
 
 def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    config.name_or_path = path  # as loading does it, of a text model within another, too
     try:
         with MAKING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -164,17 +178,6 @@ def check_served_ties(role: str, path: str) -> None:
             "the embedding. SGLang would serve the embedding in its place. Set "
             '"tie_word_embeddings": false there, or use engine=embedded'
         )
-
-
-def empty_causal_lm(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's model without its values: for a process to which another will send them.
-
-    Its weights and buffers are memory that was never touched, and takes none until it is.
-    """
-    model = meta_causal_lm(path, dtype=dtype)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    return model
 
 
 def new_qwen3(
@@ -253,6 +256,11 @@ def reading(file: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{file} is corrupt or cut short: {first_line(error)}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, which maps a file
+        raise CheckpointError(
+            f"cannot read {file} into memory: {first_line(error)}. Give this machine more memory, "
+            "or save the model in several files (`save_pretrained(max_shard_size='5GB')`)"
+        ) from error
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -268,7 +276,8 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
     """
     layouts: dict[str, TensorLayout] = {}
     for file in _some_weight_files(path):
-        with reading(file), safe_open(file, framework="pt") as tensors:
+        # Not "pt", by which torch maps the whole file, and may be refused the memory.
+        with reading(file), safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 part = tensors.get_slice(name)
                 dtype = str(part.get_dtype())
@@ -280,13 +289,30 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
 
 def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
     """These of a checkpoint's tensors; raises as `tensor_layouts` does."""
-    found: dict[str, torch.Tensor] = {}
-    for file in _some_weight_files(path):
-        with reading(file), safe_open(file, framework="pt") as tensors:
-            found |= {
-                name: tensors.get_tensor(name) for name in set(names).intersection(tensors.keys())
-            }
-    return found
+    with opened(path) as take:
+        return {name: take(name) for name in names}
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Context of a function that reads one of a checkpoint's tensors by name.
+
+    It keeps nothing of a tensor. Raises as `tensor_layouts` does.
+    """
+    with ExitStack() as files:
+        found: dict[str, tuple[Path, Any]] = {}
+        for file in _some_weight_files(path):
+            with reading(file):
+                # Not "mmap", whose pages count as this process's memory until the file is closed.
+                tensors = files.enter_context(safe_open(file, framework="pt", backend="pread"))
+                found |= dict.fromkeys(tensors.keys(), (file, tensors))
+
+        def take(name: str) -> torch.Tensor:
+            file, tensors = found[name]
+            with reading(file):
+                return tensors.get_tensor(name)
+
+        yield take
 
 
 def read_weights(path: str) -> PackedTensors:

@@ -20,7 +20,13 @@ from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
-from distill.models.loading import MAKING, exact_attention, first_line, load_config
+from distill.models.loading import (
+    MAKING,
+    exact_attention,
+    first_line,
+    load_config,
+    require_complete,
+)
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -87,14 +93,6 @@ def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedMod
             "behind a decoder; give a causal language model"
         )
     return _as_reward_model(model)
-
-
-def empty_reward_model(path: str, *, padding: int) -> PreTrainedModel:
-    """The model of `start_reward_model` without its values: another process will send them."""
-    model = meta_reward_model(path, padding=padding)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    return model
 
 
 def check_reward_config(path: str) -> Any:
@@ -175,11 +173,7 @@ def _load(
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
-    if missing := sorted(set(report["missing_keys"]).difference(fresh)):
-        raise CheckpointError(
-            f"{path!r} lacks {len(missing)} of the model's tensors, {missing[0]!r} first; "
-            "they would have been random. Is the checkpoint complete?"
-        )
+    require_complete(model, path, set(report["missing_keys"]).difference(fresh))
     if score_head(model) is None:
         raise CheckpointError(f"{path!r} is no reward model: it has no scalar `{HEAD}`")
     return cast(PreTrainedModel, model.to(device))

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import psutil
 import torch
 from torch import Tensor
 
 from distill.errors import EngineError
+from distill.main_memory import free_main_memory
 from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_buckets
 from distill.weights.patches import Bits
 from distill.weights.tensors import TensorLayout
@@ -170,8 +170,7 @@ class _Memory:
 
     def __init__(self, nbytes: int) -> None:
         # The kernel would not refuse, but kill somebody.
-        available = psutil.virtual_memory().available
-        if available < nbytes:
+        if (available := free_main_memory()) < nbytes:
             raise _no_room(nbytes, f"{available >> 20} MiB are available")
         self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
         try:

@@ -1,4 +1,4 @@
-"""Families of models on real SGLang servers: trained a step, pushed, scored; `final/` loaded."""
+"""Families of models on real SGLang servers: `final/` of a step served and scored, and pushes."""
 
 from __future__ import annotations
 
@@ -106,33 +106,32 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
 
 
 async def story(path: str, tmp_path: Path) -> None:
+    config = LearnerConfig(
+        model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9, lr=1e-2
+    )
+    learner = Learner(config, str(tmp_path / "failed"))
+    before = learner.logprobs(ROWS)
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    after = learner.logprobs(ROWS)
+    assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True)) > 0.05
+    final = str(tmp_path / "final")
+    learner.export(Path(final), load_tokenizer(path))
+    routes = MixtureShape.of(load_config(path)) is not None
     engine = HostedSglangEngine(
-        model_path=path,
+        model_path=final,
         device="cpu",
         start_deadline_s=300,
         request_deadline_s=60,
-        routed_experts=MixtureShape.of(load_config(path)) is not None,
+        routed_experts=routes,
     )
     try:
-        config = LearnerConfig(
-            model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9, lr=1e-2
-        )
-        learner = Learner(config, str(tmp_path / "failed"))
-        before = learner.logprobs(ROWS)
+        expect_close(await scored(engine, ROWS), after)
+        await engine.load_weights(CheckpointDirectory(path=path), version=1)
         expect_close(await scored(engine, ROWS), before)
-        learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
-        after = learner.logprobs(ROWS)
-        assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True)) > 0.05
-
-        learner.export(tmp_path / "final", load_tokenizer(path))
         bundle = PackedTensors.pack(gather_all(learner.weights()))
-        await engine.load_weights(bundle, version=1)
+        await engine.load_weights(bundle, version=2)
         expect_close(await scored(engine, ROWS), after)
-        await engine.load_weights(CheckpointDirectory(path=path), version=2)
-        expect_close(await scored(engine, ROWS), before)
-        await engine.load_weights(CheckpointDirectory(path=str(tmp_path / "final")), version=3)
-        expect_close(await scored(engine, ROWS), after)
-        if engine._mixture is not None:
-            await expect_experts(engine, str(tmp_path / "final"))
+        if routes:
+            await expect_experts(engine, final)
     finally:
         await engine.close()

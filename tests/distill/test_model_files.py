@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.modeling_utils import PreTrainedModel
 
 import isotherm
-from distill.errors import CheckpointError
-from distill.models.loading import load_causal_lm, stop_token_ids
+from distill.errors import CheckpointError, ConfigError
+from distill.models.loading import load_causal_lm, meta_causal_lm, stop_token_ids
 from distill.models.model_files import check_model_files, generation_settings
 from distill.models.twins import save_twin
 from distill.tokenizer import load_tokenizer
 from learner.digests import is_full
+from learner.export import check_export
 from tests.families import SIZES
 from tests.tiny import TinyPair, save_tokenizer
 
@@ -133,6 +135,20 @@ def test_a_text_model_leaves_within_the_model_that_it_came_in(tmp_path: Path) ->
     assert not any(report.values())
     for name, tensor in outer.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def test_a_config_that_servers_would_not_read_is_refused_before_a_run(tmp_path: Path) -> None:
+    multimodal(tmp_path)
+    check_export(str(tmp_path))
+
+    def of_an_unknown_kind(path: str) -> PreTrainedModel:
+        """The text model with a config that is none of the outer config's parts."""
+        model = meta_causal_lm(path)
+        model.config.__class__ = type("OtherConfig", (type(model.config),), {})
+        return model
+
+    with pytest.raises(ConfigError, match="model_type"):
+        check_export(str(tmp_path), of_an_unknown_kind)
 
 
 def multimodal(directory: Path) -> Qwen3_5ForConditionalGeneration:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig
 
 from distill.errors import CheckpointError, ConfigError
+from distill.models.checkpoint_values import CheckpointValues
 from distill.models.loading import (
     context_length,
     load_causal_lm,
     load_config,
+    meta_causal_lm,
     new_qwen3,
+    read_tensors,
+    read_weights,
     resolve_device,
     tensor_shapes,
     vocab_size,
@@ -127,11 +133,21 @@ def test_no_weights(copy: Path) -> None:
         load(copy)
 
 
+def read_by_tensor(path: Path) -> None:
+    model = meta_causal_lm(str(path), dtype=torch.float32)
+    for _ in CheckpointValues(model, str(path)).read():
+        pass
+
+
+in_both_ways = pytest.mark.parametrize("load", [load, read_by_tensor])
+
+
+@in_both_ways
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_weights_cut_short(copy: Path, kept: int) -> None:
+def test_weights_cut_short(copy: Path, kept: int, load: Callable[[Path], object]) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match="cannot load weights from"):
+    with pytest.raises(CheckpointError, match=str(copy)):
         load(copy)
 
 
@@ -142,17 +158,45 @@ def change_weights(directory: Path, change) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_a_missing_tensor_is_named(copy: Path) -> None:
+@in_both_ways
+def test_a_missing_tensor_is_named(copy: Path, load: Callable[[Path], object]) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     change_weights(copy, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors, '{name}'"):
         load(copy)
 
 
-def test_a_tensor_of_another_shape(copy: Path) -> None:
+@in_both_ways
+def test_a_tensor_of_another_shape(copy: Path, load: Callable[[Path], object]) -> None:
     change_weights(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
     with pytest.raises(CheckpointError, match="cannot load weights from"):
         load(copy)
+
+
+def test_a_file_that_cannot_be_mapped(copy: Path) -> None:
+    """A terabyte, of which the disk has the header alone: its tensors are known, and not read."""
+    entry = {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}
+    header = json.dumps({"large": entry}).encode()
+    with (copy / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 40))
+    assert tensor_shapes(str(copy)) == {"large": (1 << 40,)}
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_weights(str(copy))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_tensors(str(copy), ["large"])
+
+
+def test_a_model_too_large_for_main_memory(intact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 2 * sum(map(prod, tensor_shapes(intact).values()))
+    free = [needed]
+    monkeypatch.setattr("distill.main_memory.free_main_memory", lambda: free[0])
+    load(intact, torch.bfloat16)
+    with pytest.raises(ConfigError, match="main memory"):
+        load(intact, torch.float32)
+    free[0] -= 1
+    with pytest.raises(ConfigError, match="main memory"):
+        load(intact, torch.bfloat16)
 
 
 def test_a_missing_shard(copy: Path) -> None:

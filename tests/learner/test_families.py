@@ -15,11 +15,11 @@ from torch import Tensor
 
 from actors.embedded.engine import EmbeddedEngine
 from distill.engine import ScoreRequest
-from distill.models.checkpoint_names import follow_checkpoint, pushed_shapes, units_of
+from distill.models.attention_probe import shares_prefixes
+from distill.models.checkpoint_names import pushed_shapes, units_of
 from distill.models.loading import (
     load_causal_lm,
     load_config,
-    meta_causal_lm,
     read_tensors,
     tensor_shapes,
 )
@@ -34,8 +34,10 @@ from distill.weights.tensors import PackedTensors
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.export import check_export
+from learner.initial_weights import InitialWeights
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
+from learner.process_group import WorkerGroup
 from tests.families import FAMILIES, MTP_LAYER, family_dir
 from tests.learner.routing import other_experts
 from tests.learner.two_workers import tell
@@ -160,13 +162,23 @@ def test_values_are_what_save_pretrained_writes(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_without_values_is_named_as_a_loaded_one(name: str, directory: Directory) -> None:
+def test_what_is_read_by_tensors_is_what_is_loaded_whole(name: str, directory: Directory) -> None:
     path = directory(name)
     loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
-    empty = meta_causal_lm(path)
-    follow_checkpoint(empty, tensor_shapes(path))
+    alone = WorkerGroup(None, "cpu")
+    initial = InitialWeights(config(path), alone)
+    assert initial.probe() == shares_prefixes(loaded)
+    initial.fill(alone)
+    for ours, theirs in (
+        (initial.model.state_dict(), loaded.state_dict()),
+        (dict(initial.model.named_buffers()), dict(loaded.named_buffers())),
+    ):
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+    assert initial.model.config.to_dict() == loaded.config.to_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in loaded.state_dict().items()}
-    assert units_of(empty, shapes) == units_of(loaded, shapes)
+    assert units_of(initial.model, shapes) == units_of(loaded, shapes)
 
 
 def test_a_push_that_broke_off_leaves_nothing_of_old_weights(

@@ -22,8 +22,10 @@ from distill.models.loading import (
 from distill.tokenizer import load_tokenizer
 from learner.config import LearnerConfig
 from learner.export import check_export
+from learner.initial_weights import InitialWeights
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
+from learner.process_group import WorkerGroup
 from tests.learner.two_workers import tell
 from tests.samples import demonstration
 from tests.tiny import save_tokenizer
@@ -71,6 +73,12 @@ def test_a_head_of_its_own_is_trained_and_declared(kind: str, tmp_path: Path) ->
     check_export(path)
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         check_served_ties("student", path)
+    alone = WorkerGroup(None, "cpu")
+    initial = InitialWeights(LearnerConfig(model=path, total_steps=1, device="cpu"), alone)
+    initial.fill(alone)
+    loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(initial.model.get_parameter(name), parameter), name
     learner = trained(path)
     learner.export(tmp_path / "final", load_tokenizer(path))
     check_served_ties("student", str(tmp_path / "final"))

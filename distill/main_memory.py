@@ -1,0 +1,43 @@
+"""Main memory of this machine: how much is free, and whether it is enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from distill.errors import ConfigError
+from distill.gpu import gib
+
+# Where a container's limit is: cgroup v2, and v1.
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+# Of memory.stat: pages of files that the kernel drops when memory is asked for.
+_DROPPABLE = ("inactive_file", "active_file")
+
+
+def free_main_memory() -> int:
+    """Bytes of main memory that can be had now, within this container's limit."""
+    return min(psutil.virtual_memory().available, *(_left_in(*each) for each in _CGROUPS))
+
+
+def _left_in(directory: Path, limit: str, used: str) -> int | float:
+    """Bytes below a control group's limit; infinite where there is none."""
+    try:
+        left = int((directory / limit).read_text()) - int((directory / used).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such cgroup, or its limit is the word "max"
+        return float("inf")
+    return left + sum(int(stat.get(name, 0)) for name in _DROPPABLE)
+
+
+def require_main_memory(needed: int, what: str) -> None:
+    """Raise ConfigError if less than `needed` bytes of main memory are free."""
+    if needed > (free := free_main_memory()):
+        raise ConfigError(
+            f"{what} needs {gib(needed)} GiB of main memory, and this machine or container has "
+            f"{gib(free)} GiB free (shared memory, such as Ray's object store, is taken from the "
+            "same). Use a machine or a container limit with more"
+        )

@@ -1,0 +1,168 @@
+"""Weights that several workers begin with: read a tensor at a time, and handed out as shards.
+
+    initial = InitialWeights(config, group)         the model: shapes, and memory that is untouched
+    initial.probe()                                 on the leader
+    add_lora(initial.model, config), ...            the model's own Linears stay in it
+    shard(initial.model, group, dtype, initial)     its values arrive in `fill`
+
+The leader reads the checkpoint, a unit of conversion at a time (a tensor, or a layer's experts),
+and sends each worker its shard of it. So main memory holds shards, and on the leader one unit more.
+A checkpoint that cannot be read by tensors (pytorch_model.bin, or quantised) is held whole by the
+leader until it is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.main_memory import require_main_memory
+from distill.models.attention_probe import shares_prefixes
+from distill.models.checkpoint_values import CheckpointValues, allocate, reads_by_tensor
+from distill.models.loading import load_causal_lm, meta_causal_lm
+from distill.models.reward import HEAD_WEIGHT, meta_reward_model, start_reward_model
+from learner.config import LearnerConfig
+from learner.process_group import WorkerGroup
+from learner.sharding import hand_out, layers_of
+
+
+class InitialWeights:
+    """The model that workers begin with, and values of it that are still in its checkpoint.
+
+    Attributes:
+        model: on every worker.
+
+    Raises:
+        CheckpointError: missing, corrupt or incomplete weights.
+        ConfigError: the leader's host lacks the main memory to read them.
+    """
+
+    def __init__(self, config: LearnerConfig, group: WorkerGroup) -> None:
+        self._config = config
+        self._values: CheckpointValues | None = None
+        self.model = self._outline()
+        if group.rank > 0:
+            allocate(self.model)
+        elif reads_by_tensor(self.model, config.model):
+            self._begin()
+        else:
+            self.model = self._whole()
+        plan = self._plan() if group.rank == 0 else None
+        self._dtypes: dict[str, torch.dtype] = group.agree(plan)
+        # Parameters are replaced when they are sharded, and modules renamed by an adapter.
+        self._places = {name: _place(self.model, name) for name in self._dtypes}
+
+    def probe(self) -> bool:
+        """Result of `shares_prefixes`, on the leader alone: others have no values."""
+        whole = self._values is None
+        return shares_prefixes(self.model.eval() if whole else self._shallow(self._values))
+
+    def parameters(self) -> Collection[nn.Parameter]:
+        return [getattr(module, leaf) for module, leaf in self._places.values()]
+
+    def fill(self, group: WorkerGroup) -> None:
+        if self._values is None:
+            for name, dtype in self._dtypes.items():
+                hand_out(None, dtype, self._sharded(name), group)
+            return
+        names = list(self._dtypes)
+        for name, tensor in self._values.read(names):
+            assert name == names.pop(0), f"{name} was read out of turn"
+            hand_out(tensor, self._dtypes[name], self._sharded(name), group)
+        assert not names, f"{names[0]} was not read"
+
+    def _sharded(self, name: str) -> Tensor:
+        module, leaf = self._places[name]
+        return getattr(module, leaf)
+
+    def _outline(self) -> PreTrainedModel:
+        """The model on the meta device."""
+        path, padding = self._config.model, self._config.reward_padding
+        if padding is not None:
+            return meta_reward_model(path, padding=padding)
+        return meta_causal_lm(path, dtype=torch.float32)
+
+    def _whole(self) -> PreTrainedModel:
+        path, padding = self._config.model, self._config.reward_padding
+        if padding is not None:
+            return start_reward_model(path, padding=padding, device="cpu")
+        return load_causal_lm(path, dtype=torch.float32, device="cpu")
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Read the headers, and what is not sharded: buffers."""
+        fresh = () if self._config.reward_padding is None else (HEAD_WEIGHT,)
+        self._values = values = CheckpointValues(self.model, self._config.model, fresh)
+        needed = values.bytes_of(_probed(self.model))  # more than any unit takes
+        require_main_memory(needed, f"loading {self._config.model} tensor by tensor")
+        allocate(self.model, values.missing)
+        buffers = dict(self.model.named_buffers())
+        for name, tensor in values.read(buffers):
+            buffers[name].copy_(tensor)
+
+    def _plan(self) -> dict[str, torch.dtype]:
+        """Precisions of the parameters that are handed out, by name, in the order of reading."""
+        if self._values is None:
+            return {}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        layouts = self._values.layouts
+        return {x.name: getattr(torch, x.dtype) for x in layouts if x.name in parameters}
+
+    @torch.no_grad()
+    def _shallow(self, values: CheckpointValues) -> PreTrainedModel:
+        """The model with values in the first layer of each kind; other layers add nothing.
+
+        Their weights are zeros, one tensor for all weights of a shape.
+        """
+        model = self._outline()
+        allocate(model)
+        read = _probed(model)
+        own = model.state_dict(keep_vars=True)
+        for name, tensor in values.read(read):
+            own[name].copy_(tensor)
+        zeros: dict[torch.Size, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if name not in read:
+                if parameter.shape not in zeros:
+                    zeros[parameter.shape] = torch.zeros(parameter.shape)
+                parameter.data = zeros[parameter.shape]
+        return model
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf
+
+
+def _probed(model: PreTrainedModel) -> set[str]:
+    """Names of tensors that are outside of layers, or in the first layer of its kind."""
+    layers = set(layers_of(model))
+    kinds: set[Hashable] = set()
+    repeated: list[str] = []
+    for name, module in model.named_modules():
+        if module in layers:
+            kind = _kind(module)
+            if kind in kinds:
+                repeated.append(f"{name}.")
+            kinds.add(kind)
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    return {name for name, _ in tensors if not name.startswith(tuple(repeated))}
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """All that a layer computes by, but for the values of its weights and its own number."""
+    modules = []
+    for name, module in layer.named_modules():
+        settings = [
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None)
+            and not (key.startswith("layer_") and type(value) is int)
+        ]
+        weights = module.named_parameters(recurse=False)
+        shapes = tuple((key, tuple(weight.shape)) for key, weight in weights)
+        modules.append((name, type(module), tuple(sorted(settings)), shapes))
+    return tuple(modules)
