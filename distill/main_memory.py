@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-
 from distill.errors import ConfigError
 from distill.gpu import gib
 
@@ -20,10 +18,20 @@ _DROPPABLE = ("inactive_file", "active_file")
 
 def free_main_memory() -> int:
     """Bytes of main memory that can be had now, within this container's limit."""
-    return min(psutil.virtual_memory().available, *(_left_in(*each) for each in _CGROUPS))
+    return int(min(_available(), *(_left_in(*each) for each in _CGROUPS)))
 
 
-def _left_in(directory: Path, limit: str, used: str) -> int | float:
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        import psutil
+
+        return psutil.virtual_memory().available
+
+
+def _left_in(directory: Path, limit: str, used: str) -> float:
     """Bytes below a control group's limit; infinite where there is none."""
     try:
         left = int((directory / limit).read_text()) - int((directory / used).read_text())

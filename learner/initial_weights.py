@@ -57,8 +57,9 @@ class InitialWeights:
 
     def probe(self) -> bool:
         """Result of `shares_prefixes`, on the leader alone: others have no values."""
-        whole = self._values is None
-        return shares_prefixes(self.model.eval() if whole else self._shallow(self._values))
+        if self._values is None:
+            return shares_prefixes(self.model.eval())
+        return shares_prefixes(self._shallow(self._values))
 
     def parameters(self) -> Collection[nn.Parameter]:
         return [getattr(module, leaf) for module, leaf in self._places.values()]

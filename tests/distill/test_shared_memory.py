@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -141,8 +140,7 @@ def test_blocks_that_are_dropped_are_closed() -> None:
 
 
 def test_no_room_is_an_error_and_not_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
-    monkeypatch.setattr(distill.weights.shared_memory, "psutil", full)
+    monkeypatch.setattr(distill.weights.shared_memory, "free_main_memory", lambda: 10)
     with pytest.raises(EngineError, match=r"do not fit into shared memory \(0 MiB are available"):
         SharedBlock().write(held(1.0))
 
