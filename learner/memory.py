@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
