@@ -344,6 +344,7 @@ class RolloutConfig(
                 f"max_new_tokens={self.max_new_tokens}: it is the end of a response"
             )
         self._check_nodes()
+        self._check_shared_gpus()
         self._check_sleep()
 
     def _check_nodes(self) -> None:
@@ -362,16 +363,29 @@ class RolloutConfig(
                     "beside a learner worker; leave colocate out"
                 )
 
+    def _check_shared_gpus(self) -> None:
+        """Raises ConfigError for engines of several GPUs that do not fit those of the workers."""
+        gpus, workers = parallelism(self.policy_server_flags).gpus, self.learner_workers
+        if gpus == 1 or not self.shares_gpus("cpu" if self.device == "cpu" else "cuda"):
+            return
+        if workers % gpus:
+            raise ConfigError(
+                f"learner_workers={workers} with colocate=True policy_server_flags="
+                f"{self.policy_server_flags}: each engine shares the GPUs of {gpus} workers; use a "
+                f"multiple of {gpus}"
+            )
+        engines = workers // gpus
+        given = (self.gpus_per_actor, self.policy_engines, self.policy_engines_max or engines)
+        if given != (0.5, engines, engines):
+            raise ConfigError(
+                f"policy_server_flags={self.policy_server_flags} with colocate=True "
+                f"learner_workers={workers}: each engine shares the GPUs of {gpus} workers; use "
+                f"gpus_per_actor=0.5 policy_engines={engines}, without policy_engines_max"
+            )
+
     def _check_sleep(self) -> None:
         """Raises ConfigError for engines that cannot sleep."""
         shares = self.engines_sleep_on("cpu" if self.device == "cpu" else "cuda")
-        gpus = parallelism(self.policy_server_flags).gpus
-        if shares and self.colocate and gpus > 1:
-            raise ConfigError(
-                f"policy_server_flags={self.policy_server_flags} with colocate=True: an engine "
-                f"of {gpus} GPUs cannot share those of single learner workers; use engines of one "
-                "GPU, or leave colocate out"
-            )
         if self.engines_sleep and self.engine == "embedded":
             raise ConfigError(
                 "engines_sleep=True needs engine=sglang: the embedded engine keeps its memory; "
@@ -566,6 +580,8 @@ class RolloutConfig(
     ) -> EngineConfig:
         engine = self.evaluation_engine(model, device, log_path, stops)
         engine = chz.replace(engine, routed_experts=self.replays_routing())
+        if self.shares_gpus(device):
+            engine = chz.replace(engine, gpu_share=self.gpus_per_actor)
         if not self.engines_sleep_on(device):
             return engine
         beside = 0
@@ -599,17 +615,21 @@ class RolloutConfig(
             return False
         if self.engines_sleep is not None:
             return self.engines_sleep
-        shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
-        return shares and choose_engine(self.engine, device) == "sglang"
+        return self.shares_gpus(device) and choose_engine(self.engine, device) == "sglang"
+
+    def shares_gpus(self, device: str) -> bool:
+        """True if policy engines are on the GPUs of the learner's workers."""
+        shares = self.colocate and not self.only_keeps and self.gpus_per_actor < 1
+        return shares and device.startswith("cuda")
 
     def lends_weights(self, device: str) -> bool:
         """True if policy engines will read weights in the memory of the learner's workers, as far
         as settings tell: where each shares a worker's GPU."""
         if self.weights != "auto":
             return self.weights == "ipc"
-        shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
-        beside_workers = self.policy_engines <= self.learner_workers
-        return shares and beside_workers and choose_engine(self.engine, device) == "sglang"
+        gpus = self.policy_engines * parallelism(self.policy_server_flags).gpus
+        shares = self.shares_gpus(device) and gpus <= self.learner_workers
+        return shares and choose_engine(self.engine, device) == "sglang"
 
     def lent_bytes(self, device: str) -> int:
         """Bytes of the largest bucket that a push lends: what it takes of a GPU meanwhile."""

@@ -21,12 +21,13 @@ from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
 from cluster.handles.node import node_address
 from cluster.hosts.creation import here, maker
-from cluster.hosts.deferred import Early, deferred
+from cluster.hosts.deferred import deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publisher_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
+from cluster.hosts.shared_gpus import early_on_all_gpus
 from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
@@ -270,7 +271,8 @@ class RolloutCast:
             if made.nodes > 1:
                 arguments["address"] = node_address
             elif made.hosted:
-                arguments["server"] = Early(partial(start_server, **_of_server(made)))
+                start = partial(start_server, **_of_server(made))
+                arguments["server"] = early_on_all_gpus(self._placement, role, index, start)
             return self._make(deferred(made.engine_class), options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import chz
 
+from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.placement.starts_here import joins_cluster
@@ -104,12 +105,13 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
     if workers == 1 or share >= 1 or config.only_keeps:
         return
     if isinstance(config, RolloutConfig) and config.colocate:
-        if share == 0.5 and config.policy_engines == workers:
+        gpus = parallelism(config.policy_server_flags).gpus
+        if share == 0.5 and config.policy_engines * gpus == workers:
             return
         raise ConfigError(
             f"colocate=True gpus_per_actor={share} learner_workers={workers} policy_engines="
             f"{config.policy_engines}: two workers could meet on one GPU, which NCCL refuses; use "
-            f"gpus_per_actor=0.5 and policy_engines={workers}"
+            f"gpus_per_actor=0.5 and policy_engines={workers // gpus}"
         )
     raise ConfigError(
         f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "

@@ -48,6 +48,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
                 cpus=role.resources.get("CPU", 0),
                 gpus=role.resources.get("GPU", 0),
                 nodes=role.nodes,
+                span=role.span,
                 memory=memory,
                 note=note,
             )

@@ -14,6 +14,8 @@ node that has room, and restarts their members there. Between the loss and Ray's
 member would be sent to the dead node, and die with it: give it restarts.
 
 A member that takes several nodes has a group of its own, of one bundle a node (STRICT_SPREAD).
+One that shares several bundles of a node with members of another role has a group with those
+(STRICT_PACK): a policy engine of two GPUs and the two learner workers there, say.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ _TABLE_S = 0.4
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """A bundle of a placement group, by its index: the first of a member's `nodes`."""
+    """A bundle of a placement group, by its index: the first of so `many` that a member has."""
 
     group: PlacementGroup
     bundle: int
-    nodes: int = 1
+    many: int = 1
 
 
 class Placement:
@@ -68,7 +70,8 @@ class Placement:
 
     A role's initial members are placed together: all or none. They are packed on few nodes, or
     spread over many; either is a wish that Ray fulfils as far as there is room. Roles in `colocate`
-    share bundles: their members of one index are on one node.
+    share bundles: their members of one index are on one node. A member with a span shares the
+    bundles of as many members of the others: member i those of i * span and the next.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Placement:
         assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
         self._strategy = strategy.upper()
         self._colocate = [d.name for d in demands if d.name in colocate and d.needed]
+        self._shared = "+".join(self._colocate)  # name of the group that these have
+        self._span = max((self._demands[role].span for role in self._colocate), default=1)
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[tuple[str, int], _Bundle] = {}
@@ -112,8 +117,8 @@ class Placement:
             self.release()
             raise
 
-    def options(self, role: str, index: int, node: int = 0) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: a member's resources and bundle on one node."""
+    def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
+        """Arguments for `actor_class.options`: resources, and one bundle of a member's several."""
         resources = dict(self._demands[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
@@ -124,15 +129,20 @@ class Placement:
         if self._demands[role].needed:
             placed = self._bundles[role, index]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=placed.group, placement_group_bundle_index=placed.bundle + node
+                placement_group=placed.group, placement_group_bundle_index=placed.bundle + part
             )
         return options
+
+    def span(self, role: str) -> int:
+        """Number of bundles of one node that a member of this role shares with others."""
+        return self._demands[role].span
 
     def add(self, role: str) -> int:
         """One more member, in a group of its own, which is not waited for; returns its index."""
         index = self._next_index[role]
         self._next_index[role] += 1
         demand = self._demands[role]
+        assert demand.span == 1, f"{role} shares the bundles of others, and there are no more"
         if demand.needed:
             name = _own_group(role, index)
             self._groups[name] = self._create(name, PlannedGroup.of_one(demand))
@@ -146,7 +156,7 @@ class Placement:
         placed = self._bundles.get((role, index))
         if placed is None:
             return False
-        alone = placed.bundle if placed.nodes == 1 else None
+        alone = placed.bundle if placed.many == 1 else None
         return _is_placed(self._table(placed.group), alone)
 
     def _table(self, group: PlacementGroup) -> dict[str, Any]:
@@ -165,7 +175,7 @@ class Placement:
         for (role, _), placed in self._bundles.items():
             if role in roles:
                 nodes = placement_group_table(placed.group)["bundles_to_node_id"]
-                found |= {nodes[placed.bundle + i] for i in range(placed.nodes)} - {""}
+                found |= {nodes[placed.bundle + i] for i in range(placed.many)} - {""}
         return sorted(found)
 
     def remove(self, role: str, index: int) -> None:
@@ -189,7 +199,9 @@ class Placement:
             remove_placement_group(group)
 
     def _create(self, name: str, planned: PlannedGroup) -> PlacementGroup:
-        strategy = "STRICT_SPREAD" if planned.apart else self._strategy
+        strategy = self._strategy
+        if planned.apart or planned.together:
+            strategy = "STRICT_SPREAD" if planned.apart else "STRICT_PACK"
         return placement_group(planned.bundles, strategy=strategy, name=f"{self._name}/{name}")
 
     def _planned(self) -> dict[str, PlannedGroup]:
@@ -205,25 +217,33 @@ class Placement:
                 planned[_own_group(demand.name, index)] = PlannedGroup.of_one(demand)
         together = [self._demands[name] for name in self._colocate]
         assert all(demand.nodes == 1 for demand in together), self._colocate
-        most = max((demand.count for demand in together), default=0)
-        if most:
-            name = "+".join(self._colocate)
-            planned[name] = PlannedGroup(
-                name,
-                [sum_of(d.needed for d in together if i < d.count) for i in range(most)],
+        for i in range(max((demand.count * demand.span for demand in together), default=0)):
+            name, _ = self._shared_place(i)
+            group = PlannedGroup(self._shared, [], together=self._span > 1)
+            planned.setdefault(name, group).bundles.append(
+                sum_of(d.needed for d in together if i < d.count * d.span)
             )
         return planned
 
+    def _shared_place(self, number: int) -> tuple[str, int]:
+        """Group of a bundle that roles share, and its index there: one group, or one a span."""
+        if self._span == 1:
+            return self._shared, number
+        return _own_group(self._shared, number // self._span), number % self._span
+
     def _assign_bundles(self) -> None:
-        shared = "+".join(self._colocate)
         for demand in self._demands.values():
             if not demand.needed:
                 continue
-            together = shared if demand.name in self._colocate else demand.name
             for index in range(demand.count):
-                name = _own_group(demand.name, index) if demand.nodes > 1 else together
-                first = 0 if demand.nodes > 1 else index
-                self._bundles[demand.name, index] = _Bundle(self._groups[name], first, demand.nodes)
+                name, first = demand.name, index
+                if demand.name in self._colocate:
+                    name, first = self._shared_place(index * demand.span)
+                elif demand.nodes > 1:
+                    name, first = _own_group(demand.name, index), 0
+                self._bundles[demand.name, index] = _Bundle(
+                    self._groups[name], first, demand.bundles
+                )
 
     def _wait(
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -251,10 +271,9 @@ class Placement:
 
     def _who(self, groups: Iterable[PlannedGroup]) -> str:
         """Roles of these groups, with what they need."""
-        shared = "+".join(self._colocate)
         names: list[str] = []
         for group in groups:
-            names += self._colocate if group.role == shared else [group.role]
+            names += self._colocate if group.role == self._shared else [group.role]
         return ", ".join(str(self._demands[name]) for name in dict.fromkeys(names))
 
     def _require_possible(self) -> None:

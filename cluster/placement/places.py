@@ -8,8 +8,12 @@ from typing import Any, Protocol
 class Places(Protocol):
     """A place for each actor, by its role and index: on a Ray cluster, or in this process."""
 
-    def options(self, role: str, index: int, node: int = 0) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: a member's resources and place on one node."""
+    def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
+        """Arguments for `actor_class.options`: resources, and one of a member's places."""
+        ...
+
+    def span(self, role: str) -> int:
+        """Number of places on one node that a member of this role shares with others."""
         ...
 
     def ready(self, role: str, index: int) -> bool:
@@ -28,8 +32,11 @@ class Places(Protocol):
 class LocalPlaces:
     """The places of a run with `local=True`: this process has room, and pools keep their size."""
 
-    def options(self, role: str, index: int, node: int = 0) -> dict[str, Any]:
+    def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
         return {}
+
+    def span(self, role: str) -> int:
+        return 1
 
     def ready(self, role: str, index: int) -> bool:
         return True

@@ -56,7 +56,7 @@ def require_lenders(config: RolloutConfig) -> None:
     if config.weights != "ipc" or config.local:
         return
     gpus = parallelism(config.policy_server_flags).gpus
-    if config.gpus_per_actor >= 1 or gpus > 1:
+    if config.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):
         what = (
             f"gpus_per_actor={config.gpus_per_actor:g}"
             if gpus == 1
@@ -64,6 +64,5 @@ def require_lenders(config: RolloutConfig) -> None:
         )
         raise ConfigError(
             f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "
-            "learner worker is; use engines of one GPU with colocate=True gpus_per_actor=0.5, or "
-            "weights=auto"
+            "learner worker is; use colocate=True gpus_per_actor=0.5, or weights=auto"
         )

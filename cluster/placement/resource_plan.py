@@ -14,7 +14,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class RolePlan:
     """Members of one kind. `memory` in bytes of one, if known.
 
-    `cpus` and `gpus` are of one, on each of the `nodes` that it takes.
+    `cpus` and `gpus` are of one, on each of the `nodes` that it takes, or in each of the bundles of
+    its `span` (`ResourceDemand`).
     """
 
     name: str
@@ -23,8 +24,14 @@ class RolePlan:
     cpus: float
     gpus: float = 0
     nodes: int = 1
+    span: int = 1
     memory: int | None = None
     note: str = ""
+
+    @property
+    def bundles(self) -> int:
+        """Number of bundles that one member takes."""
+        return self.nodes * self.span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,10 @@ def render(layout: Layout) -> str:
     for role in layout.roles:
         if role.nodes > 1:
             lines.append(f"         each {role.name} engine on {role.nodes} different nodes")
+        if role.span > 1:
+            lines.append(
+                f"         each {role.name} engine on the GPUs of {role.span} learner workers"
+            )
     if layout.push:
         lines.append(f"push     {layout.push}")
     lines.append(f"needs    {_totals(layout)}")
@@ -93,8 +104,8 @@ def _row(role: RolePlan) -> tuple[str, ...]:
     return (
         role.name,
         _span(role.count, role.most),
-        _nodes(role.nodes) + _resources(role.cpus, role.gpus),
-        _resources(role.cpus * role.nodes * role.count, role.gpus * role.nodes * role.count),
+        _times(role) + _resources(role.cpus, role.gpus),
+        _resources(role.cpus * role.bundles * role.count, role.gpus * role.bundles * role.count),
         "unknown" if role.memory is None else readable(role.memory) if role.memory else "small",
     )
 
@@ -103,8 +114,10 @@ def _span(least: int, most: int) -> str:
     return f"{least}" if least == most else f"{least}..{most}"
 
 
-def _nodes(count: int) -> str:
-    return f"{count} nodes of " if count > 1 else ""
+def _times(role: RolePlan) -> str:
+    if role.nodes > 1:
+        return f"{role.nodes} nodes of "
+    return f"{role.span} x " if role.span > 1 else ""
 
 
 def _resources(cpus: float, gpus: float) -> str:
@@ -125,6 +138,6 @@ def _totals(layout: Layout) -> str:
 def _sum(layout: Layout, counts: Sequence[int]) -> str:
     sized = list(zip(layout.roles, counts, strict=True))
     return _resources(
-        sum(role.cpus * role.nodes * count for role, count in sized),
-        sum(role.gpus * role.nodes * count for role, count in sized),
+        sum(role.cpus * role.bundles * count for role, count in sized),
+        sum(role.gpus * role.bundles * count for role, count in sized),
     )

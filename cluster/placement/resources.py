@@ -15,13 +15,20 @@ _CLOSE = 1e-4
 class ResourceDemand:
     """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them.
 
-    One that takes several `nodes` needs these resources on each.
+    One that takes several `nodes` needs these resources on each. One with a `span` needs them in so
+    many bundles of one node, each of which it shares with a member of another role.
     """
 
     name: str
     count: int
     resources: Resources
     nodes: int = 1
+    span: int = 1
+
+    @property
+    def bundles(self) -> int:
+        """Number of bundles that one member takes."""
+        return self.nodes * self.span
 
     @property
     def needed(self) -> dict[str, float]:
@@ -29,16 +36,23 @@ class ResourceDemand:
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
-        return f"{self.name} ({self.count} x {nodes}{describe(self.resources)})"
+        span = f"{self.span} x " if self.span > 1 else ""
+        return f"{self.name} ({self.count} x {nodes}{span}{describe(self.resources)})"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """Bundles of one group, for a role, or for several that share them; `apart`: a node each."""
+    """Bundles of one group, for a role, or for several that share them.
+
+    Attributes:
+        apart: each on a node of its own.
+        together: all on one node.
+    """
 
     role: str
     bundles: list[dict[str, float]]
     apart: bool = False
+    together: bool = False
 
     @classmethod
     def of_one(cls, demand: ResourceDemand) -> PlannedGroup:
@@ -66,7 +80,8 @@ def lacking_of(planned: Mapping[str, PlannedGroup], nodes: Sequence[Resources]) 
         smallest = _common(bundles)
         most = 1 if group.apart else float("inf")
         places = sum(min(most, _times(node, smallest)) for node in nodes)
-        too_large = not all(any(_holds(node, bundle) for node in nodes) for bundle in bundles)
+        on_one_node = [sum_of(bundles)] if group.together else bundles
+        too_large = not all(any(_holds(node, part) for node in nodes) for part in on_one_node)
         if too_large or places < len(bundles) or not _holds(total, spent):
             lacking.append(name)
     return lacking

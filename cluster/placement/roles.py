@@ -63,9 +63,12 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     bounds = pool_bounds(config)
     for role, engine in engines_of(config, device).items():
         count = bounds[role][0] if role in bounds else 1
-        resources = _engine_resources(config, engine)
+        span = _workers_shared(config, engine) if role == POLICY else 1
+        resources = compute if span > 1 else _engine_resources(config, engine)
         roles.append(
-            ResourceDemand(name=role, count=count, resources=resources, nodes=engine.nodes)
+            ResourceDemand(
+                name=role, count=count, resources=resources, nodes=engine.nodes, span=span
+            )
         )
     if config.reward_model is not None:
         roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
@@ -123,7 +126,7 @@ def cpus_at_most(config: CommonConfig) -> float:
     """The CPUs that a run takes when every pool is as large as it may be."""
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     return sum(
-        largest.get(role.name, role.count) * role.nodes * role.resources.get("CPU", 0)
+        largest.get(role.name, role.count) * role.bundles * role.resources.get("CPU", 0)
         for role in placed_roles(config, "cpu")
     )
 
@@ -131,6 +134,12 @@ def cpus_at_most(config: CommonConfig) -> float:
 def bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
     """Sizes of each pool by its role; empty where the run has no pools."""
     return pool_bounds(config) if isinstance(config, RolloutConfig) else {}
+
+
+def _workers_shared(config: RolloutConfig, engine: EngineConfig) -> int:
+    """Number of learner workers whose GPUs one policy engine shares."""
+    shares = engine.kind == "sglang" and config.shares_gpus(engine.device)
+    return parallelism(engine.server_flags).gpus if shares else 1
 
 
 def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:

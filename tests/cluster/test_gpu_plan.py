@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from cluster.config.on_policy import OpdConfig
+from cluster.placement.device_choice import with_device
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
@@ -117,6 +118,24 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     assert not config.evaluation_engine(config.student, "cuda", "").sleeps
 
 
+def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> None:
+    config = eight(policy_server_flags="--tp-size 2", policy_engines=4)
+    placed = {role.name: role for role in placed_roles(config, "cuda")}
+    policy, learner = placed["policy"], placed["learner"]
+    assert (policy.count, policy.span, policy.needed) == (4, 2, {"CPU": 1, "GPU": 0.5})
+    assert (learner.count, learner.span, learner.needed) == (8, 1, {"CPU": 1, "GPU": 0.5})
+    assert placed["teacher"].span == 1
+    # Half of the weights on each GPU, and as much room as an engine of one GPU has.
+    assert numbers(line(config, "policy"), "weights") == [7.6]
+    assert " of 73.0" in line(config, "policy")
+    plan = describe_layout(config)
+    assert "each policy engine on the GPUs of 2 learner workers" in plan and "CUDA IPC" in plan
+    assert re.search(r"^needs +17 CPU, 12 GPU$", plan, re.MULTILINE)
+    for weights in ("auto", "ipc"):
+        checked, _ = with_device(chz.replace(config, weights=weights, dry_run=True))
+        assert checked.device == "cuda"
+
+
 def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
     teacher = line(eight(), "teacher")
     assert numbers(teacher, "weights") == [15.3]  # 32.8 B in bfloat16, on four
@@ -166,7 +185,12 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"policy_server_flags": "--tp-size 2"}, "an engine of 2 GPUs cannot share"),
+        ({"policy_server_flags": "--tp-size 2"}, "gpus_per_actor=0.5 policy_engines=4"),
+        (
+            {"policy_server_flags": "--tp-size 2", "policy_engines": 4, "policy_engines_max": 5},
+            "policy_engines_max",
+        ),
+        ({"policy_server_flags": "--tp-size 3", "policy_engines": 2}, "learner_workers=8"),
         ({"in_flight": "in_place"}, "use in_flight=continue"),
         ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
         ({"teacher_server_flags": "--nnodes 2"}, "1 GPUs .* are not as many on each node"),

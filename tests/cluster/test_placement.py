@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import ray
@@ -20,6 +21,7 @@ from cluster.placement.connect import join_local
 from cluster.placement.local_head import LocalHead
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
+from cluster.weights.transports import own_place
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.leftovers import living_actors
@@ -116,6 +118,36 @@ def test_colocated_members_of_one_index_share_a_bundle() -> None:
     members = [start(mine, *who) for who in (("policy", 0), ("policy", 1), ("learner", 0))]
     assert len(set(ray.get([member.group.remote() for member in members]))) == 1
     mine.release()
+
+
+def test_a_member_with_a_span_shares_the_bundles_of_as_many_others() -> None:
+    mine = placement(
+        ResourceDemand(name="learner", count=4, resources=ONE),
+        ResourceDemand(name="policy", count=2, resources=ONE, span=2),
+        colocate=("learner", "policy"),
+    )
+    reserve(mine)
+    table = ray.util.placement_group_table()
+    made = [group for group in table.values() if group["state"] == "CREATED"]
+    assert [group["strategy"] for group in made] == ["STRICT_PACK"] * 2, "one a node with two GPUs"
+    assert [group["bundles"] for group in made] == [{0: {"CPU": 2}, 1: {"CPU": 2}}] * 2
+    bundles = {
+        (role, index, part): _bundle_of(mine, role, index, part)
+        for role, count, span in (("learner", 4, 1), ("policy", 2, 2))
+        for index in range(count)
+        for part in range(span)
+    }
+    for worker in range(4):
+        assert bundles["learner", worker, 0] == bundles["policy", worker // 2, worker % 2]
+    assert len(set(bundles.values())) == 4
+    members = [start(mine, *who) for who in (("policy", 1), ("learner", 2), ("learner", 3))]
+    assert len(set(ray.get([member.group.remote() for member in members]))) == 1
+    mine.release()
+
+
+def _bundle_of(mine: Placement, *member: Any) -> tuple[Any, int]:
+    strategy = mine.options(*member)["scheduling_strategy"]
+    return strategy.placement_group.id, strategy.placement_group_bundle_index
 
 
 def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
@@ -241,6 +273,12 @@ def test_bundles_of_one_server_are_on_different_nodes(nodes: list, lacks: bool) 
     assert lacking_of({"policy-0": PlannedGroup.of_one(demand)}, nodes) == ["policy-0"] * lacks
 
 
+def test_bundles_that_one_member_spans_are_on_one_node() -> None:
+    group = PlannedGroup("learner+policy", [{"GPU": 1}] * 2, together=True)
+    assert lacking_of({"0": group}, [{"GPU": 1}] * 2) == ["0"]
+    assert lacking_of({"0": group}, [{"GPU": 1}, {"GPU": 2}]) == []
+
+
 def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
     planned = {
         "learner": PlannedGroup("learner", [{"CPU": 3}]),
@@ -287,13 +325,81 @@ cluster.shutdown()
 """
 
 
+class Seer:
+    """An actor in place of an engine or a learner worker, that says where it computes."""
+
+    def __init__(self, server: object = None) -> None:
+        self.server = server
+
+    async def where(self) -> tuple[str, tuple[str, ...]]:
+        place = own_place(self)
+        return place.node, place.gpus
+
+
+_SHARED_GPUS = """
+import json, ray
+from cluster.hosts.deferred import deferred
+from cluster.hosts.shared_gpus import early_on_all_gpus
+from cluster.placement.placement_groups import Placement
+from cluster.placement.resources import ResourceDemand
+from tests.cluster.test_placement import Seer
+ray.init(address="local", num_cpus=8, num_gpus=6, include_dashboard=False)
+half = {"CPU": 1, "GPU": 0.5}
+mine = Placement(
+    [
+        ResourceDemand(name="learner", count=4, resources=half),
+        ResourceDemand(name="policy", count=2, resources=half, span=2),
+    ],
+    strategy="pack", colocate=("learner", "policy"), name="x",
+)
+mine.reserve(deadline_s=60, say=print, poll=lambda: None)
+kind = ray.remote(deferred(Seer))
+workers = [kind.options(**mine.options("learner", i)).remote() for i in range(4)]
+def engine(index):
+    server = early_on_all_gpus(mine, "policy", index, list)
+    return kind.options(**mine.options("policy", index)).remote(server=server)
+engines = [engine(i) for i in range(2)]
+def where(actors):
+    return ray.get([actor.where.remote() for actor in actors], timeout=120)
+found = {"workers": where(workers), "engines": where(engines)}
+ray.kill(engines[0])
+found["again"] = where([engine(0)])[0]
+print(json.dumps(found))
+mine.release()
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_gpus_sees_those_of_its_two_workers() -> None:
+    """On a node of six GPUs, as far as Ray believes."""
+    found = _printed_by(_SHARED_GPUS)
+    workers, engines = found["workers"], found["engines"]
+    for i, (node, gpus) in enumerate(engines):
+        mates = workers[2 * i : 2 * i + 2]
+        assert {mate for mate, _ in mates} == {node}
+        assert gpus == [gpu for _, (gpu,) in mates] and len(set(gpus)) == 2
+    assert found["again"] == engines[0], "an engine that restarts is there again"
+
+
 @pytest.mark.slow
 def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
     """A cluster of three nodes, in processes of its own. One dies, and a fourth comes."""
+    nodes = _printed_by(_LOSE_A_NODE)
+    before, after = nodes["before"], nodes["after"]
+    assert len(set(before)) == 2, "spread members are on one node"
+    assert after[0] == before[0], "an untouched member moved"
+    assert nodes["others"], "one bundle's loss is not the group's"
+    assert after[1] == nodes["new"]
+    assert nodes["again"] == nodes["new"], "the same options are the same bundle"
+
+
+def _printed_by(script: str) -> Any:
+    """What a cluster of its own prints as JSON."""
     # Where Ray would leave word of this cluster for whoever starts Ray here next.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         ended = subprocess.Popen(
-            [sys.executable, "-c", _LOSE_A_NODE],
+            [sys.executable, "-c", script],
             cwd=REPOSITORY,
             env={**os.environ, "RAY_TMPDIR": directory, "RAY_health_check_period_ms": "500"},
             stdout=subprocess.PIPE,
@@ -307,10 +413,4 @@ def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
             with suppress(ProcessLookupError):
                 os.killpg(ended.pid, signal.SIGKILL)
     assert ended.returncode == 0, stderr
-    nodes = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
-    before, after = nodes["before"], nodes["after"]
-    assert len(set(before)) == 2, "spread members are on one node"
-    assert after[0] == before[0], "an untouched member moved"
-    assert nodes["others"], "one bundle's loss is not the group's"
-    assert after[1] == nodes["new"]
-    assert nodes["again"] == nodes["new"], "the same options are the same bundle"
+    return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
