@@ -21,7 +21,6 @@ from cluster.placement.connect import join_local
 from cluster.placement.local_head import LocalHead
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
-from cluster.weights.transports import own_place
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.leftovers import living_actors
@@ -325,24 +324,13 @@ cluster.shutdown()
 """
 
 
-class Seer:
-    """An actor in place of an engine or a learner worker, that says where it computes."""
-
-    def __init__(self, server: object = None) -> None:
-        self.server = server
-
-    async def where(self) -> tuple[str, tuple[str, ...]]:
-        place = own_place(self)
-        return place.node, place.gpus
-
-
 _SHARED_GPUS = """
 import json, ray
 from cluster.hosts.deferred import deferred
 from cluster.hosts.shared_gpus import early_on_all_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
-from tests.cluster.test_placement import Seer
+from tests.cluster.gpu_seer import Seer
 ray.init(address="local", num_cpus=8, num_gpus=6, include_dashboard=False)
 half = {"CPU": 1, "GPU": 0.5}
 mine = Placement(
@@ -378,7 +366,8 @@ def test_an_engine_of_two_gpus_sees_those_of_its_two_workers() -> None:
     for i, (node, gpus) in enumerate(engines):
         mates = workers[2 * i : 2 * i + 2]
         assert {mate for mate, _ in mates} == {node}
-        assert gpus == [gpu for _, (gpu,) in mates] and len(set(gpus)) == 2
+        assert gpus == ",".join(gpu for _, gpu in mates)
+    assert len({gpu for _, gpu in workers}) == 4
     assert found["again"] == engines[0], "an engine that restarts is there again"
 
 

@@ -1,0 +1,18 @@
+"""A plain class in place of an engine or a learner worker, that imports little."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+
+class Seer:
+    """Says where it computes."""
+
+    def __init__(self, server: object = None) -> None:
+        self.server = server
+
+    async def where(self) -> tuple[str, str]:
+        node = ray.get_runtime_context().get_node_id()
+        return node, os.environ["CUDA_VISIBLE_DEVICES"]
