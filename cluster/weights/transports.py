@@ -222,10 +222,10 @@ def _place(_actor: object) -> Place:
     """The place of the process that this is called in."""
     # Without Ray engines and learner see the same GPUs, and may share them all. With Ray an actor
     # that has GPUs may see more of them than Ray gave it (cluster/hosts/shared_gpus.py).
-    gpus = visible_gpus()
-    if is_connected():
-        gpus = gpus if actor_gpus() else []
-    else:
-        gpus = gpus[: torch.cuda.device_count()]
+    gpus: list[str] = []
+    if not is_connected():
+        gpus = visible_gpus()[: torch.cuda.device_count()]
+    elif actor_gpus():
+        gpus = visible_gpus()
     host = os.uname().nodename
     return Place(node=node_id(), host=host, gpus=tuple(gpus), nccl=nccl_settings())
