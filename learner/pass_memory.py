@@ -44,6 +44,8 @@ class PassMemory:
         scores: bytes of one tensor of attention scores, a pair of tokens; 0 with fused kernels.
         fixed: logits of a chunk of positions; weights and gradients in the precision of
             computation.
+        ending: at the end of the backward pass, when activations are gone: embedding and head
+            whole, their gradients, and the float32 copy that is summed over the workers.
     """
 
     layers: int
@@ -51,6 +53,7 @@ class PassMemory:
     between_layers: int
     scores: int
     fixed: int
+    ending: int = 0
 
     @classmethod
     def of(
@@ -90,8 +93,9 @@ class PassMemory:
         number = 2 if half else 4
         # Autocast copies every weight once. FSDP has two layers whole, and what is in no layer; of
         # one layer also the gradients, and the float32 copy that is summed over the workers.
-        copied = parameters * number * half
+        copied, ending = parameters * number * half, 0
         if workers > 1:
+            ending = 2 * embedding * (2 * number + 4)
             layer = parameters // text.num_hidden_layers
             copied = (2 * embedding + 3 * layer) * number + 4 * layer
         return cls(
@@ -100,6 +104,7 @@ class PassMemory:
             between_layers=hidden * (2 if half and workers > 1 else 4),
             scores=_score_bytes(config, half=half and workers > 1),
             fixed=logits + copied,
+            ending=ending,
         )
 
     def bytes(self, tokens: int, *, checkpointing: bool, row: int | None = None) -> int:
@@ -109,7 +114,7 @@ class PassMemory:
         scores = _SCORES_AT_ONCE + (0 if checkpointing else _SCORES_KEPT * (self.layers - 1))
         pairs = tokens * min(tokens, row or tokens)
         linear = int(tokens * (kept + again) * _PASS_MARGIN)
-        return self.fixed + linear + pairs * scores * self.scores
+        return max(self.fixed + linear + pairs * scores * self.scores, self.ending)
 
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
         """Text that is printed before a run."""

@@ -17,6 +17,7 @@ import getpass
 import multiprocessing.util
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     config.stash[_PARENT] = parent = parent_of_workers()  # pytest-xdist's workers share it
     if parent is not None:
+        # of the modules that it imports, which pytest's own filters do not see
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         parent.start()
 
 

@@ -95,8 +95,9 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 def colocated(config: CommonConfig) -> tuple[str, ...]:
     """The roles whose members share places one by one."""
-    shares = isinstance(config, RolloutConfig) and config.colocate and not config.only_keeps
-    return (LEARNER, POLICY) if shares else ()
+    if not isinstance(config, RolloutConfig) or config.only_keeps or config.rollouts is not None:
+        return ()
+    return (LEARNER, POLICY) if config.colocate else ()
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.supervised import SftConfig
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import (
+    colocated,
     cpus_at_most,
     model_paths,
     placed_roles,
@@ -40,6 +41,11 @@ def test_what_each_role_takes(opd: Opd) -> None:
     assert taken(config, "cuda") == {
         name: (1, {"CPU": 1, "GPU": 0.5}) for name in ("learner", "policy", "teacher")
     }
+
+
+def test_a_run_of_kept_rollouts_has_no_engines_to_share_places_with(opd: Opd) -> None:
+    assert colocated(opd(colocate=True, policy_engines=1)) == ("learner", "policy")
+    assert colocated(opd(colocate=True, rollouts="runs/kept")) == ()
 
 
 def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:

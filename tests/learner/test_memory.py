@@ -248,6 +248,17 @@ def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
     assert 10.3 * GIB + inputs < passes.bytes(16_384, checkpointing=True) < 15 * GIB + inputs
 
 
+def test_embedding_and_head_are_reduced_over_workers_whatever_the_tokens() -> None:
+    """Eight bytes a number of both; peaks of two gloo workers on a CPU were 8.3 bytes."""
+    sharded, alone = (
+        memory_of(QWEN3_8B, "bfloat16", workers, device="cuda", parameters=0) for workers in (4, 1)
+    )
+    both = 2 * 151_936 * 4096
+    assert sharded.bytes(64, checkpointing=True) == 8 * both
+    assert sharded.bytes(16_384, checkpointing=True) > 8 * both
+    assert alone.bytes(64, checkpointing=True) < both
+
+
 def test_an_update_leaves_some_of_a_gpu_free() -> None:
     """30B-A3B: six workers would fill 76.9 of 78.06 GiB."""
     assert [headroom(size * GIB) / GIB for size in (12, 24, 80, 140)] == [0.75, 1.5, 4, 4]
