@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -269,14 +269,7 @@ def test_nobody_is_there() -> None:
 
 
 def test_without_the_library(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *args: Any) -> Any:
-        if name == "openai":
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ConfigError, match=r"pip install 'isotherm\[judge\]'"):
         asyncio.run(judge.check())
 

@@ -98,7 +98,7 @@ def test_this_machine_decides_for_a_run_that_starts_here(
         ({"weights": "ipc", "gpus_per_actor": 1.0}, "weights=ipc with gpus_per_actor=1: policy"),
         (
             {"weights": "ipc", "engines_sleep": False, "policy_server_flags": "--tp-size 2"},
-            "weights=ipc with policy_server_flags=--tp-size 2: policy engines would have GPUs of",
+            "policy_server_flags=--tp-size 2 .* use gpus_per_actor=0.5 policy_engines=4",
         ),
     ],
 )
