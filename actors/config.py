@@ -30,14 +30,15 @@ DtypeChoice = Literal["auto", "float32", "bfloat16"]
 LocalEngine: TypeAlias = "EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine"
 
 
-# Longest a start takes, but for the weights.
+# Upper limit of an actor's start, in seconds, without the loading of the weights.
 START_S = 600.0
 
 
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
-    """The dtype asked for; by default float32 on a CPU and bfloat16 on CUDA. `device` may be auto.
+    """Resolve the dtype: `choice`, or for auto float32 on a CPU and bfloat16 on CUDA.
 
-    Half precision is what served kernels are made for; on a CPU it is slower, and less exact.
+    SGLang's kernels are made for half precision. On a CPU it is slower and less exact. `device`
+    may be auto.
     """
     if choice != "auto":
         return choice
@@ -47,11 +48,11 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
 
 
 def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
-    """The engine asked for; by default SGLang where it is installed and runs on a GPU, else the
-    embedded one, which is faster on a CPU (README, Engines). `device` may be auto.
+    """Resolve the kind of engine: `choice`, or for auto SGLang if it is installed and runs on a
+    GPU, else the embedded engine, which is faster on a CPU (README, Engines). `device` may be auto.
 
     Raises:
-        ConfigError: SGLang was asked for and is not installed.
+        ConfigError: `choice` is sglang, and SGLang is not installed.
     """
     if choice == "sglang":
         require_sglang()
@@ -64,14 +65,17 @@ def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
 
 
 def engine_note(choice: EngineChoice, kind: EngineKind) -> str:
-    """Line that says why engine=auto passes an installed SGLang over; else empty."""
+    """Message that explains why engine=auto skips an installed SGLang, or an empty string."""
     if choice != "auto" or kind == "sglang" or not sglang_installed():
         return ""
     return "engine=auto: embedded, faster without a GPU; engine=sglang takes SGLang"
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Size of a checkpoint's files, by the hub's index where they are not here; 0: nobody tells."""
+    """Size of a checkpoint's weight files in bytes, or 0 if it is unknown.
+
+    For files that are not on this machine the size comes from the hub's index.
+    """
     from actors.hub import size_on_hub  # torch, which settings do without
     from distill.models.loading import weight_files
 
@@ -120,7 +124,7 @@ class EngineChoices(DecodingSettings):
 
 @chz.chz
 class ServerFlags:
-    """SGLang's command line, where all engines have the same."""
+    """SGLang command-line flags, if all engines use the same ones."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -165,7 +169,7 @@ class ServerSettings:
             raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
 
     def start_deadline_of(self, model: str | None) -> float:
-        """Longest an actor that loads this model may take to start; None: it loads none."""
+        """Deadline in seconds for the start of an actor that loads `model` (None: no model)."""
         if self.start_deadline_s is not None:
             return self.start_deadline_s
         return START_S + (0 if model is None else loading_s(checkpoint_bytes(model)))
@@ -173,7 +177,7 @@ class ServerSettings:
 
 @chz.chz
 class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings):
-    """Settings of one engine. There is no temperature here: every request brings its own."""
+    """Settings of one engine. They contain no temperature: it is a field of every request."""
 
     kind: EngineKind = chz.field(
         doc="sglang: a server of its own; embedded: transformers in the actor's own process"
@@ -218,7 +222,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
     @property
     def external(self) -> bool:
-        """True if the engine is a server that somebody else runs."""
+        """True if the engine is a server that the run did not start."""
         return is_url(self.model)
 
     @property
@@ -228,12 +232,12 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
     @property
     def shares_gpu(self) -> bool:
-        """True if others have a part of its server's GPU."""
+        """True if other processes use a part of the server's GPU."""
         return self.gpu_share < 1 or self.gpu_beside > 0
 
     @property
     def engine_class(self) -> type[LocalEngine]:
-        """The plain class to build, here or inside an actor, with `arguments()`."""
+        """Plain engine class to construct with `arguments()`, in this process or in an actor."""
         if self.external:
             from actors.sglang.external import ExternalSglangEngine
 
@@ -248,11 +252,11 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
     @property
     def nodes(self) -> int:
-        """Nodes over which its server is spread."""
+        """Number of nodes that the engine's server spans."""
         return parallelism(self.server_flags).nodes if self.hosted else 1
 
     def build(self) -> LocalEngine:
-        """The engine, in this process."""
+        """Construct the engine in this process."""
         return self.engine_class(**self.arguments())
 
     def arguments(self) -> dict[str, Any]:
@@ -273,7 +277,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
         }
 
     def server_arguments(self) -> dict[str, Any]:
-        """Those of its server, which each node of the server starts with."""
+        """Arguments of the SGLang server; each node of the server starts with the same ones."""
         return self._model_arguments | {
             "flags": self.server_flags,
             "gpu_share": self.gpu_share,
@@ -297,7 +301,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
 @asynccontextmanager
 async def running_engines(*configs: EngineConfig) -> AsyncIterator[list[LocalEngine]]:
-    """Engines in this process, started side by side and ended together."""
+    """Context manager for engines in this process: start them in parallel, close them on exit."""
     engines = [config.build() for config in configs]
     try:
         yield engines

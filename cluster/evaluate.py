@@ -94,10 +94,10 @@ class EvaluateConfig(
             raise ConfigError(f"limit={self.limit} must be at least 1")
 
     def files(self) -> Mapping[str, str | None]:
-        """The sources of prompts, by name; the environment's name where it reads none.
+        """Prompt sources by name; the environment's name with None if it reads no prompts.
 
         Raises:
-            ConfigError: there is none, or one is written twice, or with a weight.
+            ConfigError: there is no source, or one is given twice or with a weight.
         """
         if not self.env.reads_prompts:
             if self.prompts is not None:
@@ -114,7 +114,7 @@ class EvaluateConfig(
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> None:
-    """Prints a table; writes `out` if asked to."""
+    """Print a table of metrics; write `out` if it is set."""
     from distill.models.loading import context_length, ends_of, load_config, vocab_size
 
     tokenizer = load_tokenizer(config.model)
@@ -187,7 +187,7 @@ async def _measure(
 
 
 def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
-    """What environments may ask besides the model: the reward model, loaded here."""
+    """Load the models that environments may call besides the evaluated one: the reward model."""
     if config.reward_model is None:
         return {}
     from actors.embedded.reward_model import EmbeddedRewardModel
@@ -201,7 +201,7 @@ def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _table(config: EvaluateConfig, results: Results) -> Table:
-    """A row a metric, a column a data set."""
+    """Table with a row per metric and a column per data set."""
     decoder = config.eval_sampling()
     how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
     table = Table(

@@ -42,22 +42,21 @@ _USAGE = f"""{__doc__}
   blame=N      rank so many; 0
   others       settings of the run's recipe (python -m cluster.train recipe=NAME --help)
 """
-# What a step measures of itself is the same only on the machine that measured; these are no part of
-# what is computed.
+# Metrics that a step measures, and does not compute: they differ between machines.
 _MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s", "rollout/ahead_share")
-# Of a run whose learner had several workers: how far a tensor's norm may be off, relative; and the
-# share of the norm of all below which a tensor's is no measure.
+# For a run whose learner had several workers: the allowed relative gap of a tensor's norm, and the
+# smallest norm that a gap is relative to, as a share of the norm of all tensors.
 _ALLOWED, _LEAST = 0.01, 1e-3
 # Characters of a text that are shown.
 _SHOWN = 60
 
 
 def replay(arguments: list[str], console: Console) -> None:
-    """Does the step again; prints what became of it.
+    """Repeat the step, and print the result.
 
     Raises:
         ConfigError: the step, or one between, was not kept; or a setting is wrong.
-        RunFailed: the step is not as it was.
+        RunFailed: the repeated step differs from the original.
     """
     if HELP in arguments:
         raise HelpAsked(_USAGE)
@@ -99,7 +98,7 @@ def _agreement(step: int, tensors: int, workers: int, differing: int, largest: f
 
 
 class Replay:
-    """One step of one run."""
+    """Replay of one step of a run."""
 
     def __init__(self, out: Path, step: int, console: Console) -> None:
         from cluster.config.rollout_checks import check_rollout
@@ -141,7 +140,7 @@ class Replay:
                 self._blame(self.loop(self.config, before, scratch), blame)
 
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
-        """The learner's loop, whose groups are those that were kept and whose pushes go nowhere."""
+        """Build the learner's loop on the kept groups, with pushes that do nothing."""
         from cluster.hosts.learner_actor import policy_loop, publish_nowhere
         from cluster.run_files.replay_log import KeptGroups
         from distill.models.loading import resolve_device
@@ -161,14 +160,14 @@ class Replay:
         )
 
     def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:
-        """Raises RunFailed if gradient and weights after `step` are not those of the run."""
+        """Raise RunFailed if gradient or weights after `step` differ from those of the run."""
         was = self._kept.outcome(step)
         why = self._why_not_compared(step, was)
         if why or was is None:
             if final:
                 self._say(why)
             return
-        workers = was.get("workers", 1)  # an earlier release kept those of one alone
+        workers = was.get("workers", 1)  # absent in logs of earlier releases: one worker
         largest = differing = 0.0
         here = loop.learner.fingerprints()
         for what in ("gradient", "weights"):
@@ -189,7 +188,7 @@ class Replay:
             self._say(_agreement(step, len(was["weights"]), workers, int(differing), largest))
 
     def _why_not_compared(self, step: int, was: Mapping[str, Any] | None) -> str:
-        """Why there is nothing to compare with; "" if there is."""
+        """Reason why the step cannot be compared with the run's; "" if it can."""
         if was is None:
             return f"step {step} never ended in the run; here it does"
         if "weights" not in was:
@@ -236,7 +235,7 @@ class Replay:
         self._tell_links([row for rows in found.values() for row in rows])
 
     def _tell_links(self, rows: Sequence[Blamed]) -> None:
-        """Where they stand on the page of cluster.report, if the run kept their groups for it."""
+        """Print links to these places on cluster.report's page, if the run kept their groups."""
         from cluster.run_files.rollouts import read_rollouts
 
         kept = read_rollouts(self._directory.rollouts)

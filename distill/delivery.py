@@ -1,8 +1,8 @@
-"""The set of prompt groups that some weights were trained on: the state behind exactly once.
+"""The set of prompt groups that some weights were trained on: the state for exactly-once training.
 
-A group id is the prompt's position in the run's seeded stream. Steps take groups about in order of
-id, and set aside those that could not be made; so a watermark, the set-aside ids below it and the
-few trained ids above it say all.
+A group id is the prompt's position in the run's seeded stream. Steps take groups approximately in
+order of id, and set aside those that could not be made. A watermark, the set-aside ids below it and
+the few trained ids above it therefore describe the whole set.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, Literal
 from distill.errors import CheckpointError
 from distill.outlines import GroupOutline
 
-# Which groups a step takes (cluster/queue/step_rules.py), and what becomes of those that cannot be
+# Rule for the groups that a step takes (cluster/queue/step_rules.py), and for those that cannot be
 # trained in time.
 StepRuleName = Literal["in_order", "due_first"]
 Overdue = Literal["wait", "late", "again"]
-# Why groups are set aside that are not at fault: a step has passed over them.
+# Reason for setting aside a group without a fault, which a step has passed over.
 CONSTANT_REWARD = "all members have the same reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Leave to work on one group.
+    """Permission to work on one group.
 
     Attributes:
         group_id: the prompt's position in the run's stream.
-        attempt: 1, 2, ... of this group in this epoch.
-        epoch: counts the starts of the run and the learner's returns to a checkpoint; what belongs
-            to an older one is dropped.
+        attempt: number of the attempt at this group in this epoch, from 1.
+        epoch: counts the starts of the run and the learner's returns to a checkpoint; results of an
+            older epoch are dropped.
     """
 
     group_id: int
@@ -41,15 +41,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Taken:
-    """A step's groups in order of id, by their outlines.
+    """Outlines of a step's groups, in order of id.
 
     Attributes:
-        set_aside: ids that are accounted for with them, and were not trained: why not.
-        overdue: groups that are older than the run's `max_staleness`.
-        begun_again: how often its groups were begun again in all, since they were overdue.
-        replaced: groups of constant reward that the step passes over, and that reward.
+        set_aside: ids accounted for with these groups but not trained, with the reasons.
+        overdue: number of groups that are older than the run's `max_staleness`.
+        begun_again: total number of restarts of its groups because they were overdue.
+        replaced: reward of each group of constant reward that the step passes over, by group id.
         start_max: weight versions since the first lease of the group that was leased first; None:
-            nobody knows.
+            unknown.
     """
 
     groups_P: list[GroupOutline]
@@ -63,8 +63,8 @@ class Taken:
 class TrainedGroups:
     """The prompt groups that a set of weights accounts for. Immutable.
 
-    Every id below `watermark` was trained, but for those set aside; and so were those in `above`.
-    `group_id in trained` is true of the trained ones, and `len(trained)` counts them.
+    Every id below `watermark` was trained, except those set aside, and so were those in `above`.
+    `group_id in trained` is True for the trained ids, and `len(trained)` counts them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainedGroups:
         """
         Args:
             set_aside: the reason of each id below `watermark` that was not trained.
-            above: trained ids above `watermark`, which is not accounted for itself.
+            above: trained ids above `watermark`; `watermark` itself is not accounted for.
         """
         self._watermark = watermark
         self._set_aside = dict(sorted((set_aside or {}).items()))
@@ -112,21 +112,22 @@ class TrainedGroups:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainedGroups) and self.to_json() == other.to_json()
 
-    __hash__ = None  # type: ignore[assignment]  # as of a set
+    __hash__ = None  # type: ignore[assignment]  # unhashable, like a set
 
     def __repr__(self) -> str:
         above = f", above={sorted(self._above)}" if self._above else ""
         return f"TrainedGroups(watermark={self._watermark}, set_aside={self._set_aside}{above})"
 
     def after(self, group_ids: Collection[int], set_aside: Mapping[int, str]) -> TrainedGroups:
-        """What weights account for that were trained on `group_ids` besides.
+        """State after training on `group_ids` as well.
 
         Args:
             set_aside: reasons of groups that will not be trained. Those that the watermark passes
-                are accounted for; it stands after a trained group, and does not pass the others.
+                are accounted for. The watermark stops after a trained group, and does not pass the
+                set-aside groups behind it.
 
         Raises:
-            AssertionError: a group is accounted for already, or is set aside at the same time.
+            AssertionError: a group is already accounted for, or is set aside as well.
         """
         for group_id in group_ids:
             known = group_id in self or group_id < self._watermark or group_id in set_aside
@@ -142,7 +143,7 @@ class TrainedGroups:
         return TrainedGroups(end, self._set_aside | passed, [i for i in trained if i >= end])
 
     def since(self, earlier: TrainedGroups) -> list[int]:
-        """Ids that are trained here and were not in `earlier`, in order."""
+        """Ids that are trained here but not in `earlier`, in order."""
         newer = range(earlier.watermark, self._watermark)
         ids = {i for i in newer if i not in self._set_aside} | self._above
         return sorted(i for i in ids if i not in earlier)
@@ -154,7 +155,11 @@ class TrainedGroups:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainedGroups:
-        """Raises CheckpointError if `value` is not what `to_json` writes."""
+        """Inverse of `to_json`.
+
+        Raises:
+            CheckpointError: `value` was not written by `to_json`.
+        """
         try:
             watermark = int(value["watermark"])
             set_aside = {int(group_id): reason for group_id, reason in value["set_aside"].items()}

@@ -1,10 +1,10 @@
-"""A share of a run's groups: of each step's block as many as add up to it, chosen by a seed.
+"""A share of a run's groups, chosen by a seed within each step's block of groups.
 
     group id   0 ... groups_per_step - 1 | the next block | ...
-    chosen     some places of it         | others         | ...
+    chosen     some of these             | others         | ...
 
-A pure function of the id, so that every attempt at a group, on any worker and after any resume, is
-the same kind of group.
+The choice is a pure function of the id, so that every attempt at a group, on any worker and after
+any resume, gives the same kind of group.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShare:
-    """Which groups are of a share.
+    """Membership test for a share of the groups: `group_id in share`.
 
     Attributes:
-        share: in [0, 1]; over all blocks as near to it as whole groups add up to.
-        groups_per_step: of a block.
-        seed: chooses the places of each block; several numbers for a choice of its own.
-        first: no earlier group is of it, and the blocks begin here.
+        share: fraction of the groups, in [0, 1]; met over all blocks as closely as whole groups
+            allow.
+        groups_per_step: number of groups in a block.
+        seed: seeds the choice within each block; several numbers give an independent choice.
+        first: id at which the blocks begin; no earlier group belongs to the share.
     """
 
     share: float
@@ -39,7 +40,7 @@ class GroupShare:
 
 @lru_cache(maxsize=32)
 def _chosen(block: int, size: int, share: float, seed: tuple[int, ...]) -> frozenset[int]:
-    """The places of a block that are of the share; over all blocks they add up to it."""
+    """Positions in a block that belong to the share; over all blocks their number adds up to it."""
     before, after = (floor(number * size * share + 1e-9) for number in (block, block + 1))
     order = np.random.default_rng((*seed, block)).permutation(size)
     return frozenset(order[: after - before].tolist())

@@ -1,9 +1,9 @@
-"""Outlines of sampled groups: what a step needs to know of them besides their tokens.
+"""Outlines of sampled groups: everything that a step needs of them except their tokens.
 
-Whoever samples a group makes its outline (`distill.objective.tallies`), a hundredth of its size and
-less. Which rows run together, on which of the learner's workers, what rewards are worth within
-their group, and the metrics of what was sampled all follow from it; the tokens themselves go to
-those workers only that train them.
+The sampler of a group makes its outline (`distill.objective.tallies`), which has at most a
+hundredth of the group's size. The outline determines which rows run together and on which of the
+learner's workers, the advantages of rewards within the group, and the metrics of the samples. The
+tokens go only to the workers that train them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
 
 
 class Place(NamedTuple):
-    """A trajectory's: its group, and its number there."""
+    """Identifies a trajectory: its group id and its index within the group."""
 
     group_id: int
     member: int
 
 
 class RowPlace(NamedTuple):
-    """A training row's, which is a segment's: its trajectory, and its number there."""
+    """Identifies a training row, which is a segment: its trajectory, and its index within it."""
 
     group_id: int
     member: int
@@ -36,35 +36,35 @@ class RowPlace(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Trajectories that were asked for, and of groups that are not there any more why."""
+    """Requested trajectories, and the reason for each group that is no longer available."""
 
     found: Mapping[Place, Trajectory]
     lost: Mapping[int, str]
 
 
 class TrajectorySource(Protocol):
-    """Where a learner's worker finds the trajectories of groups that were taken."""
+    """Source from which a learner's worker fetches the trajectories of taken groups."""
 
     def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
-        """Raises on a deadline.
+        """Fetch trajectories. Raises on a deadline.
 
         Args:
-            ahead: their groups may be taken later. Until the next call for some that were taken,
-                that included, what is the same trajectory is the same object.
+            ahead: the groups may be taken later. Up to and including the next call for groups
+                that were taken, the same trajectory is the same object.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOutline:
-    """Sizes of a segment, and digests by which equal contexts are known.
+    """Sizes of a segment, and digests that identify equal contexts.
 
     Attributes:
-        tokens: all of them.
-        num_actions: those that were sampled.
-        first_action: index of the first of those.
-        context: of the tokens before that.
-        prefix: of the same but for the last, which predicts the first action.
+        tokens: number of all tokens.
+        num_actions: number of sampled tokens.
+        first_action: index of the first sampled token.
+        context: digest of the tokens before `first_action`.
+        prefix: digest of the same tokens without the last, which predicts the first action.
     """
 
     tokens: int
@@ -90,7 +90,7 @@ class TrajectoryOutline:
 
 
 class TurnGap(NamedTuple):
-    """Sum of log p_T - log q_T over the tokens of a turn, and how many those are."""
+    """Sum of log p_T - log q_T over the tokens of turns, and the number of those tokens."""
 
     gap: float
     tokens: int
@@ -101,18 +101,18 @@ class GroupTally:
     """Sums over the action tokens of a group, for the metrics of a step (in nats, float64).
 
     Attributes:
-        tokens: the action tokens.
+        tokens: number of action tokens.
         versions, oldest: sum and minimum of the weight versions that sampled them.
-        teacher_versions: sum of the weight versions of the teacher at each; None of a teacher whose
-            weights never change.
+        teacher_versions: sum over the tokens of the teacher's weight version; None for a teacher
+            whose weights never change.
         repeated: sum over trajectories of `repeated_share`.
-        equal: all members are the same tokens, which chance hardly ever makes of their log-probs.
-        turns: number of them in all trajectories.
-        turn_gaps: of the first turns of every trajectory, by their number.
-        gap, gap_q1: sums of log p_T - log q_T and log p_T - log q_1; None where one was not scored.
+        equal: True if all members are the same tokens, which is very improbable by their log-probs.
+        turns: number of turns in all trajectories.
+        turn_gaps: gaps of the first turns of all trajectories, by turn number.
+        gap, gap_q1: sums of log p_T - log q_T and log p_T - log q_1; None if one was not scored.
         gap_size, largest_gaps: sum of |log p_T - log q_T|, and of its largest hundredth.
-        reference_gap: sum of log p_T - log ref_T; None without.
-        bonus: sum of the rewards of single tokens; None where there are none.
+        reference_gap: sum of log p_T - log ref_T; None without a reference.
+        bonus: sum of the rewards of single tokens; None if there are none.
     """
 
     tokens: int
@@ -149,15 +149,15 @@ class GroupOutline:
 
     @property
     def places(self) -> list[Place]:
-        """Of its trajectories."""
+        """IDs of the group's trajectories."""
         return [Place(self.group_id, member) for member in range(len(self.trajectories_G))]
 
     def filled_from(self, found: Mapping[Place, Trajectory]) -> TrajectoryGroup:
-        """The group itself, of its trajectories as they were fetched."""
+        """The whole group, from its fetched trajectories."""
         return self.filled(s for place in self.places for s in found[place].segments)
 
     def filled(self, segments: Iterable[Segment]) -> TrajectoryGroup:
-        """The group itself, of the segments of its trajectories in order."""
+        """The whole group, from the segments of its trajectories in order."""
         remaining = iter(segments)
         return TrajectoryGroup(
             group_id=self.group_id,

@@ -1,9 +1,9 @@
-"""Where a response ends: the run's stop tokens, which every part of it reads from here.
+"""Stop tokens of a run: the ids at which a response ends, for all parts of the run.
 
-A student and a teacher may end with different tokens: a base model with `<|endoftext|>`, the model
-that was made of it with `<|im_end|>`. The decision to stop is one event all the same. So where they
-differ, the stop tokens are one outcome of the next token: its log-prob is that of all of them
-together, log sum_s p_T(s), to policy, teacher and learner alike, whichever of them was sampled.
+A student and a teacher may end with different tokens: a base model with `<|endoftext|>`, its
+instruction-tuned version with `<|im_end|>`. The decision to stop is one event nevertheless. If they
+differ, the stop tokens are therefore one outcome of the next token: its log-prob is that of all of
+them together, log sum_s p_T(s), for policy, teacher and learner alike, whichever was sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StopTokens:
     """The ids at which a response ends, sorted.
 
     Attributes:
-        one_event: they are one outcome; else each is a token like any other.
+        one_event: True if the ids are one outcome; otherwise each is a token like any other.
     """
 
     ids: tuple[int, ...]
@@ -37,9 +37,10 @@ class StopTokens:
 
     @classmethod
     def of(cls, ends: Iterable[Collection[int] | None], chosen: Collection[int] = ()) -> StopTokens:
-        """Those `chosen`, or else all at which any of the models ends; None: not known.
+        """Stop tokens of models that end at `ends`, one entry per model; None: unknown.
 
-        They are one event unless every model ends at just these.
+        The ids are those `chosen`, or else all at which any of the models ends. They are one event
+        unless every model ends at exactly these.
         """
         known = list(ends)
         ids = set(chosen) or {id_ for of_one in known for id_ in of_one or ()}
@@ -49,11 +50,11 @@ class StopTokens:
 
     @property
     def event(self) -> tuple[int, ...]:
-        """The tokens that are one outcome; empty where each is its own."""
+        """The ids that form one outcome; empty if each is an outcome of its own."""
         return self.ids if self.one_event else ()
 
     def described(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """For people: the tokens, their ids, and whether they are one event."""
+        """Text for users: the tokens, their ids, and whether they are one event."""
         names = [f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in self.ids]
         return (", ".join(names) or "none") + (", as one event" if self.one_event else "")
 
@@ -63,7 +64,7 @@ class StopTokens:
 
 @chz.chz
 class StopSettings:
-    """Where responses end."""
+    """Settings of the tokens at which responses end."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -79,13 +80,13 @@ class StopSettings:
         """The run's stop tokens; `ends` as `StopTokens.of` takes them.
 
         Raises:
-            ConfigError: something that is no token.
+            ConfigError: an entry of `stop_tokens` is no token.
         """
         return StopTokens.of(ends, parse_stop_tokens(self.stop_tokens, tokenizer))
 
 
 def hits(tokens_N: TokenArray, event: Collection[int]) -> np.ndarray:
-    """True where a token is one of the event's, shape (N,)."""
+    """True where a token belongs to the event, shape (N,)."""
     return np.isin(tokens_N, list(event))
 
 
@@ -93,7 +94,7 @@ def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]
     """Ids of tokens given as text or by id, with commas between them.
 
     Raises:
-        ConfigError: names what is no token.
+        ConfigError: an entry is no token; the message names it.
     """
     vocabulary = tokenizer.get_vocab()
     added = getattr(tokenizer, "added_tokens_decoder", {})

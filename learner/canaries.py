@@ -1,12 +1,13 @@
 """Canaries of the frozen models that a learner's workers hold: copies of teachers, adapters' bases.
 
-    checksums   of every weight, as the worker holds it: of a frozen model they never change, so one
-                number that does is found, whatever it does to any row, and its tensor is named
-    answers     fixed rows through the very pass that the loss takes: a wrong T, or a pass that
-                computes otherwise than it did, leaves the weights as they were
+    checksums   of every weight on the worker: they never change for a frozen model, so a single
+                changed number is detected, whatever its effect on rows, and its tensor is named
+    answers     log-probs of fixed rows by the forward pass of the loss: they reveal a wrong T, or a
+                change of the computation, which leave the weights unchanged
 
-A copy of a teacher is whole on each worker. Of a base that is sharded each has checksums of its
-share, and all run the rows together. Who asks, and when, is for cluster/runtime/canaries.py to say.
+A copy of a teacher is whole on each worker. For a sharded base, each worker computes checksums of
+its shard, and all workers run the rows together. cluster/runtime/canaries.py decides when canaries
+run.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from distill.weights.digests import digest_of, tensor_checksum
 from learner.sharding import local, stored
 from learner.teachers import LocalTeachers
 
-# Tokens whose log-probs are compared at each position, beside its own: of a whole distribution, as
-# estimator=full reads it.
+# Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
+# taken from the whole distribution, as for estimator=full.
 _LISTED = 16
-# Of rows at T, with the listed tokens behind them; or their own tokens' log-probs alone.
+# Log-probs of rows at T, by the row's id: of the row's tokens, and of listed tokens (may be empty).
 Run = Callable[[Sequence[TrainingRow], CanaryRows], Mapping[int, tuple[FloatArray, FloatArray]]]
-# log p_T of batches' trained tokens, an array a row.
+# log p_T of the trained tokens of batches, one array for each row.
 BaseLogprobs = Callable[[Sequence[list[TrainingRow]]], list[list[FloatArray]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyQuestion:
-    """What every worker is asked.
+    """Canary request to every worker.
 
     Attributes:
-        company: an answer is given for each, with so many other rows beside the canaries.
-        base: the model without its adapter is watched as well: it is the reference.
+        company: numbers of other rows in the batch; the canary rows are scored once for each.
+        base: also check the model without its adapter, which is the reference.
     """
 
     temperature: float
@@ -53,13 +54,14 @@ class CopyQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyAnswer:
-    """What a worker says of one frozen model.
+    """A worker's canary results for one frozen model.
 
     Attributes:
-        teacher: its name; None: it is the base of the adapter.
-        digest: of all its weights on this worker.
-        changed: names of tensors that are not what they were when it was first asked.
-        rows: those that were answered.
+        teacher: name of the teacher; None: the base of the adapter.
+        digest: digest of all weights of the model on this worker.
+        changed: names of tensors that have changed since the first request.
+        rows: canary rows that were scored.
+        answers: results, one for each entry of `CopyQuestion.company`.
     """
 
     teacher: str | None
@@ -71,7 +73,7 @@ class CopyAnswer:
 
 
 class FrozenModel:
-    """A frozen model, watched; it remembers the checksums that it had at first."""
+    """A frozen model with its canaries; stores the checksums of the first request."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class FrozenModel:
         self._first: dict[str, str] | None = None
 
     def answer(self, question: CopyQuestion) -> CopyAnswer:
-        """Its checksums, and an answer for each company."""
+        """Compute the checksums, and score the canary rows once for each `question.company`."""
         sums = self._checksums()
         if self._first is None:
             self._first = sums
@@ -136,7 +138,7 @@ class FrozenModel:
 
 
 class Base(NamedTuple):
-    """A model without its adapter; `dtype`: what it computes in."""
+    """A model without its adapter; `dtype` is the compute precision."""
 
     model: PreTrainedModel
     path: str
@@ -147,7 +149,7 @@ class Base(NamedTuple):
 def watched(
     teachers: LocalTeachers | None, base: Base | None, token_budget: int
 ) -> list[FrozenModel]:
-    """The frozen models of a worker: its copies of teachers, and the base of its adapter."""
+    """Frozen models of a worker: its copies of teachers, and the base of its adapter."""
     found = []
     if teachers is not None:
         run = partial(_by_copy, teachers, token_budget)
@@ -169,7 +171,7 @@ def watched(
 
 
 def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
-    """A row at each of the request's temperatures, every token from `start` on trained."""
+    """A row for each of the request's temperatures, with every token from `start` on trained."""
     nothing_T = np.zeros(len(request.tokens_T), np.float32)
     return [
         TrainingRow(

@@ -1,4 +1,4 @@
-"""Settings of the learner. There is no temperature here: it comes with the data."""
+"""Settings of the learner. They contain no temperature: it is a field of the data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
 
-if TYPE_CHECKING:  # settings are told without torch
+if TYPE_CHECKING:  # settings must not import torch
     from learner.checkpoint import Checkpoint
 
 Precision = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
 
-# Padded tokens per micro-batch by device. A CPU likes its caches: 4096 was a quarter faster than
-# 16384 for a model of 1 M parameters; a GPU likes large kernels.
+# Padded tokens per micro-batch by device. On a CPU, small batches fit the caches: 4096 was 25 %
+# faster than 16384 for a model of 1 M parameters. GPUs are faster with large kernels.
 TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
-# A step of AdamW moves every trained number by about lr. An adapter's change is a product of two
-# small ones, of which engines in bfloat16 see nothing until it passes half a step of their grid.
+# A step of AdamW changes every trained number by about lr. An adapter's change is a product of two
+# small numbers, which bfloat16 engines round away until it exceeds half of their spacing.
 FULL_LR, LORA_LR = 1e-5, 1e-4
 # lora_targets: every Linear but the vocabulary projection.
 ALL_LINEAR = "all-linear"
@@ -30,9 +30,9 @@ ALL_LINEAR = "all-linear"
 
 @chz.chz
 class LoraSettings:
-    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets; or none.
+    """Settings of a LoRA adapter: a new one, or an existing one with its own rank, alpha, targets.
 
-    An adapter is trained where lora_rank or lora_adapter is given.
+    An adapter is trained if lora_rank or lora_adapter is set.
     """
 
     section: ClassVar[Section] = Section.OPTIMIZER
@@ -136,7 +136,7 @@ class OptimizerSettings(LoraSettings):
 
 @chz.chz
 class OptimizerConfig(OptimizerSettings):
-    """`OptimizerSettings`, and what no run sets."""
+    """`OptimizerSettings`, and constants that are not settings of a run."""
 
     beta1: float = chz.field(default=0.9, doc="AdamW's first-moment decay")
     beta2: float = chz.field(default=0.95, doc="AdamW's second-moment decay")
@@ -150,11 +150,11 @@ class OptimizerConfig(OptimizerSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRule:
-    """How a teacher that moves follows the weights (`learner.shadow`): one of the two is set.
+    """Update rule of an EMA or lagged teacher (`learner.shadow`). Exactly one field is set.
 
     Attributes:
-        every: it becomes them at each version that this divides.
-        ema: share of itself that it keeps at each step.
+        every: lagged teacher: copy the weights at each version that is divisible by this.
+        ema: EMA teacher: the decay, that is, the fraction of the teacher that each step keeps.
     """
 
     every: int = 0
@@ -164,7 +164,7 @@ class ShadowRule:
         assert (self.every > 0) != (self.ema is not None)
 
     def version(self, version: int) -> int:
-        """The newest weights in it, once those of `version` are trained."""
+        """Version of the newest weights in the teacher when the learner is at `version`."""
         return version - version % self.every if self.every else version
 
     def moves_at(self, version: int) -> bool:
@@ -173,7 +173,7 @@ class ShadowRule:
 
 @chz.chz
 class LearnerSettings(OptimizerSettings, ThreadSettings):
-    """Training of the learner, whatever the model and the device."""
+    """Training settings that do not depend on the model and the device."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
@@ -243,9 +243,9 @@ class DropoutSettings:
 
 @chz.chz
 class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
-    """A learner: `LearnerSettings` on a model and a device.
+    """Configuration of a learner: `LearnerSettings` with a model and a device.
 
-    With dropout, no loss may compare with a sampler's or a reference's log-probs.
+    With dropout, a loss must not compare log-probs with those of a sampler or a reference.
     """
 
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
@@ -292,9 +292,9 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
             raise ConfigError(f"total_steps={self.total_steps} must be at least 1")
 
     def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
-        """The same from a checkpoint's weights. Under an adapter the base stays the base."""
+        """The configuration to resume from a checkpoint. With an adapter, the base is unchanged."""
         if not self.trains_adapter:
-            # Checkpoints are dropped as newer ones come, and a run's first model is not.
+            # `origin` is a run's first model: checkpoints are deleted as newer ones are written.
             return chz.replace(self, model=checkpoint.model_dir, origin=self.origin or self.model)
         return chz.replace(
             self,

@@ -1,9 +1,9 @@
-"""Weights as they leave the learner: under the names and shapes of the checkpoint it started from.
+"""Export of the learner's weights, with the names and shapes of the checkpoint it started from.
 
-    check_export(path)                    refuses what no server could read, before a run starts
-    names = Names.of(model, path)         of the leader's model, before an adapter or shards
-    Exported(model, names, plain, ...)    a tensor for each of the checkpoint's
-    carried_over(model, names, path)      what the checkpoint has besides, for `final/`
+    check_export(path)                    rejects models that no server could read, before a run
+    names = Names.of(model, path)         for the leader's model, before an adapter or sharding
+    Exported(model, names, plain, ...)    one tensor for each tensor of the checkpoint
+    carried_over(model, names, path)      other tensors of the checkpoint, for `final/`
 
 See `distill.models.checkpoint_names` for the conversions, which are transformers' own.
 """
@@ -49,18 +49,18 @@ def check_export(
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
     fresh: Collection[str] = (),
 ) -> None:
-    """Refuses a model whose weights would be pushed and saved under names that no server reads.
+    """Reject a model whose weights would be pushed and saved under names that no server reads.
 
-    A checkpoint whose headers cannot be read here passes: pytorch_model.bin, or a hub name that
-    nobody has loaded on this machine.
+    A checkpoint whose headers cannot be read on this machine passes: pytorch_model.bin, or a hub
+    name that has not been downloaded.
 
     Args:
-        meta_model: makes the model that is trained, without its values.
-        fresh: names of tensors that the checkpoint need not have.
+        meta_model: constructs the model that is trained, on the meta device.
+        fresh: names of tensors that may be missing from the checkpoint.
 
     Raises:
         CheckpointError: there is no such model at `path`.
-        ConfigError: with the first tensor that differs on either side, or the config's field.
+        ConfigError: a tensor or a field of the config differs; the message names the first one.
     """
     if not weight_files(path):
         return
@@ -69,7 +69,7 @@ def check_export(
     there = tensor_shapes(path)
     taken = follow_checkpoint(model, there)
     aliases = _tied_names(model)
-    # A checkpoint of the base model alone has its names without this, and servers read either.
+    # A checkpoint of the base model has names without this prefix, and servers read both forms.
     prefix = f"{model.base_model_prefix}."
     for unit in units_of(model, _shapes(model)):
         for name, shape in unit.stored.items():
@@ -81,10 +81,11 @@ def check_export(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The checkpoint's names of a model's tensors; the same on every worker.
+    """Names of a model's tensors in the checkpoint; the same on every worker.
 
     Attributes:
-        exact: in the checkpoint's names, those that are never rounded.
+        units: conversion units between the model's and the checkpoint's tensors.
+        exact: names, in the checkpoint, of tensors that are never rounded.
     """
 
     units: Sequence[Unit]
@@ -92,16 +93,16 @@ class Names:
 
     @classmethod
     def of(cls, model: PreTrainedModel, path: str) -> Names:
-        """Of a model as it was loaded from `path`."""
+        """Names for a model that was loaded from `path` and not changed since."""
         units = units_of(model, _shapes(model))
         there = tensor_layouts(path) if weight_files(path) else {}
         return cls(units=units, exact=exact_names(model, units, there))
 
 
 class Exported:
-    """Units of a model, made one after another, and each only once for all of its tensors.
+    """Exported tensors of a model. Each unit is converted once for all of its tensors.
 
-    The tensors of one unit wait here until they are asked for, or the weights change (`forget`).
+    The tensors of the last unit are cached until they are read, or the weights change (`forget`).
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Exported:
     ) -> None:
         """
         Args:
-            plain: every stored tensor of the model, by its name there.
-            leads: others gather with the leader, and keep nothing.
+            plain: every stored tensor of the model, by its name in the model.
+            leads: True on the leader. Other workers take part in gathering, and keep nothing.
         """
         self._model, self._plain, self._leads = model, plain, leads
         self._keeps = leads
@@ -125,13 +126,13 @@ class Exported:
                 self.weights[name] = LazyTensor(layout=layout, make=make, exact=exact)
 
     def keep(self, kept: bool) -> None:
-        """Says whether this worker has a use for what it gathers; as it began, the leader has."""
+        """Set whether this worker keeps gathered tensors. The leader always does."""
         if (kept := kept or self._leads) != self._keeps:
             self.forget()
             self._keeps = kept
 
     def forget(self) -> None:
-        """Drops what was made of weights that are about to change."""
+        """Drop cached tensors. Call it before the weights change."""
         self._held = None
 
     def _make(self, unit: Unit, name: str, dtype: torch.dtype | None) -> Tensor:
@@ -139,7 +140,7 @@ class Exported:
             of, precision, tensors = self._held
             if of is unit and precision == dtype and name in tensors:
                 return tensors.pop(name)
-        self._held = None  # before there are others beside it
+        self._held = None  # first, so that two units are never in memory together
         self._held = (unit, dtype, self._convert(unit, dtype))
         return self._held[2].pop(name)
 
@@ -153,7 +154,7 @@ class Exported:
 
 
 def carried_over(model: PreTrainedModel, names: Names, path: str) -> list[TensorLayout]:
-    """Tensors of the checkpoint at `path` that the model's class passes over (MTP layers, say)."""
+    """Tensors of the checkpoint at `path` that the model's class ignores, such as MTP layers."""
     if not weight_files(path):
         return []
     there = tensor_layouts(path)
@@ -163,7 +164,7 @@ def carried_over(model: PreTrainedModel, names: Names, path: str) -> list[Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """Some tensors of a checkpoint on disk, as `Weights`."""
+    """Tensors of a checkpoint on disk, as `Weights`."""
 
     path: str
     layouts: Sequence[TensorLayout]
@@ -178,7 +179,7 @@ class StoredWeights:
 def _check_config(path: str, model: PreTrainedModel) -> None:
     """Raise ConfigError if a checkpoint's config would name another architecture than `path` does.
 
-    A reward model has a name of its own.
+    The architecture of a reward model is not compared: its class has another name.
     """
     origin, saved = load_config(path), checkpoint_config(model.config, path)
     fields = ("model_type",) if score_head(model) else ("model_type", "architectures")
@@ -197,7 +198,7 @@ def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """Every name of each tensor that is stored under one of them, by that one."""
+    """All names of each tensor, by the first name, under which it is stored."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
         names[id(tensor)].append(name)
@@ -212,7 +213,10 @@ def _explain(
     there: Mapping[str, Shape],
     other: str | None,
 ) -> str:
-    """`other` is a tensor of the checkpoint that the model does not take."""
+    """Error message for a tensor whose name or shape differs.
+
+    `other` is a tensor of the checkpoint that the model does not load.
+    """
     counterpart = name if name in there else other
     what = "nothing else" if counterpart is None else f"{counterpart} {there[counterpart]}"
     return (

@@ -1,7 +1,7 @@
-"""Fingerprints of a learner's tensors, the same however they are shared out among its workers.
+"""Fingerprints of a learner's tensors, independent of how they are sharded over its workers.
 
-The sum of a tensor's bits, and of its squares, is that of its shards' sums: bits are exactly equal
-on any number of workers that hold equal tensors.
+The sum of a tensor's bits, and of its squares, is the total of the sums of its shards. The sum of
+bits is exactly equal for any number of workers that hold equal tensors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from learner.sharding import local
 
-# (sum of its bits as 32-bit numbers, norm) of a tensor; of a share of one, its squares' sum.
+# (sum of the bits as 32-bit integers, norm) of a tensor; for a shard, (sum, sum of squares).
 Fingerprint = tuple[int, float]
-# By name, of each trained tensor's `gradient` and `weights`, in the model's order.
+# Keys: `gradient` and `weights`, then names of trained tensors, in the model's order.
 Fingerprints = Mapping[str, Mapping[str, Fingerprint]]
 
 
 def shares(model: nn.Module, rank: int) -> Fingerprints:
-    """Those of what this worker holds. A tensor that all hold whole is counted by the first."""
+    """Fingerprints of this worker's shards.
+
+    A tensor that is not sharded, so that every worker holds it whole, is counted on rank 0 only.
+    """
     found: dict[str, dict[str, Fingerprint]] = {"gradient": {}, "weights": {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or (rank and not isinstance(parameter, DTensor)):
@@ -39,7 +42,7 @@ def _of(tensor: torch.Tensor) -> Fingerprint:
 
 
 def of_all(of_workers: Sequence[Fingerprints]) -> dict[str, dict[str, Fingerprint]]:
-    """Those of the whole tensors, of the shares of all workers."""
+    """Combine the shard fingerprints of all workers into fingerprints of the whole tensors."""
     found: dict[str, dict[str, Fingerprint]] = {}
     for what in ("gradient", "weights"):
         names = dict.fromkeys(name for one in of_workers for name in one[what])

@@ -1,7 +1,7 @@
-"""The learner's own log-probs, or scores: one forward pass over a batch, for trained tokens only.
+"""Forward pass of the learner over a batch: log-probs of the trained tokens only, or scores.
 
-The samples of a group continue one prompt. Where that saves enough, the prompt is run once for all
-of them, forward and backward: their gradients meet in its keys and values.
+The samples of a group have a common prompt. If that saves enough, the prompt is run once for all of
+them, forward and backward: their gradients accumulate in its keys and values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from learner.sharding import Root
 class Forward:
     """`Batch` -> log p_T and entropy of its trained tokens, at each row's own temperature.
 
-    Of a reward model, which has no vocabulary projection: the score of each row.
+    For a reward model, which has no vocabulary projection: the score of each row.
     """
 
     def __init__(
@@ -55,25 +55,24 @@ class Forward:
         event: Event = (),
         replay: RoutingReplay | None = None,
     ) -> None:
-        """Takes the model over: its attention function is switched, run it through this only.
+        """Replace the model's attention function. Run the model only through this object then.
 
         Args:
-            dtype: what matrix products are computed in, by torch's autocast; None: in that of the
-                weights. Log-probs are float32 in any case.
-            gradient_checkpointing: layers keep their inputs alone, and run again in the backward
+            dtype: autocast dtype of matrix products; None: the dtype of the weights. Log-probs are
+                float32 in any case.
+            gradient_checkpointing: layers keep only their inputs, and run again in the backward
                 pass.
-            dropout: in training, the model has the dropout and the router noise that its config
-                names. By default it has none: log-probs are those of the policy that sampled.
-            root: of a sharded model, which is used inside it.
-            shares: what `shares_prefixes` said of the model before it was sharded: inside FSDP a
-                pass that raises would leave a layer as it is between FSDP's hooks. None: probed
-                here.
-            packs: rows follow one another unpadded, in one row.
+            dropout: train with the dropout and the router noise of the model's config. By default
+                there is none, so that log-probs are those of the policy that sampled.
+            root: FSDP root of a sharded model; the model is used inside its forward.
+            shares: result of `shares_prefixes` before the model was sharded: inside FSDP, a forward
+                pass that raises would leave a layer unsharded. None: probe here.
+            packs: rows are concatenated without padding into one row.
             event: tokens that are one outcome in all statistics (`distill.stops`).
-            replay: has the model's routers choose the experts that rows bring along.
+            replay: makes the model's routers choose the experts that the rows contain.
 
         Raises:
-            ConfigError: its logits cannot be reproduced, or it cannot pack.
+            ConfigError: the model's logits cannot be reproduced, or packing is not supported.
         """
         assert shares is not None or root is None, "a model is probed before it is sharded"
         model.eval()
@@ -84,7 +83,7 @@ class Forward:
         if self._score is None:
             self._head = self._run(lambda: VocabularyHead(model, event))
         shares = shares_prefixes(model) if shares is None else shares
-        # Our attention has no dropout; a model that trains with any keeps its own.
+        # `SharedPrefixModel` has no attention dropout; models trained with noise keep their own.
         noisy = dropout and train_time_noise(model.config)
         self._model = SharedPrefixModel(model) if shares and not noisy else PlainModel(model)
         if packs and isinstance(self._model, PlainModel):
@@ -93,7 +92,8 @@ class Forward:
                 "let packed rows see one another; use packing=False"
             )
         self.packs, self._replay = packs, replay
-        # Of the last pass's tokens, as layers saw them: those that are no padding. None: all.
+        # Mask of the last pass's tokens that are not padding, in the order of the layers' inputs.
+        # None: there is no padding.
         self.real_tokens: Tensor | None = None
         self._causal_lm, self._dropout = model, dropout
         self._autocast = partial(
@@ -104,8 +104,11 @@ class Forward:
         self.training_mode()
 
     def training_mode(self) -> None:
-        """Sets the mode of a step: evaluation mode, but for what has to be in training mode:
-        adapters' dropout, which is a setting of their own, and layers that are checkpointed."""
+        """Set the modules' mode for a training step.
+
+        Without `dropout` this is evaluation mode, except for adapters' dropout, which has its own
+        setting, and for layers with gradient checkpointing, which need training mode.
+        """
         self._causal_lm.train(self._dropout)
         for module in () if self._dropout else self._causal_lm.modules():
             if isinstance(module, LoraLayer):
@@ -122,7 +125,7 @@ class Forward:
 
     @property
     def most_mask(self) -> int:
-        """Largest attention mask, as `BatchShape` takes it."""
+        """Largest attention mask in elements, for `BatchShape`."""
         return self._model.most_mask
 
     def __call__(
@@ -148,13 +151,14 @@ class Forward:
 
     @torch.no_grad()
     def distribution_of(self, batch: Batch, *, kept: bool) -> Callable[[slice], Tensor]:
-        """log p_T of slices of the batch's trained tokens, (n, V), without noise or gradient.
+        """Return a function: slice of the batch's trained tokens -> log p_T, shape (n, V).
 
-        The model runs once over the batch, to its hidden states. The distributions are made of them
-        a few positions at a time, in a later pass of this model.
+        There is no dropout and no gradient. The model runs once over the batch, up to its hidden
+        states. The distributions are computed from them a few positions at a time, during a later
+        pass of this model.
 
         Args:
-            kept: by then the weights are others, so those of the projection are copied.
+            kept: copy the trained weights of the projection, because they change before that pass.
         """
         head, temperature_N = self.head, batch.temperature_N
 
@@ -177,9 +181,9 @@ class Forward:
         return kept_until_backward(log_p, elements)
 
     def scores(self, batch: Batch) -> Tensor:
-        """A reward model's scores, fp32 (rows,), before each row's last trained token.
+        """Scores of a reward model, fp32 (rows,), read before each row's last trained token.
 
-        That is a token of no meaning behind the row (`distill.data.preferences.scored_row`).
+        That token is a placeholder appended to the row (`distill.data.preferences.scored_row`).
         """
         score = self._score
         assert score is not None, "a language model has no score"
@@ -188,7 +192,7 @@ class Forward:
             last_B = batch.sum_by_row(torch.ones_like(batch.temperature_N)).long().cumsum(0) - 1
             hidden_BH = self.hidden(batch).index_select(0, last_B)
             with torch.autocast(hidden_BH.device.type, enabled=False):
-                # FSDP warns of what is a view, such as a column of the head's output.
+                # Not the head's forward: FSDP warns of views, such as a column of its output.
                 scores_B = hidden_BH.float() @ score.weight[0].float()
             return scores_B if score.bias is None else scores_B + score.bias[0].float()
 
@@ -218,17 +222,18 @@ class Forward:
             self._replay.begin(blocks, padded=padded)
 
     def _packed(self, rows_B: Sequence[TrainingRow]) -> Tensor:
-        """Hidden states that predict the trained tokens, of rows one after another."""
+        """Hidden states that predict the trained tokens, shape (N, H), from packed rows."""
         assert isinstance(self._model, SharedPrefixModel)
         self.real_tokens = None
         self._route([(row, slice(None)) for row in rows_B], padded=False)
         hidden_LH = self._model.hidden_packed([row.tokens_T for row in rows_B])
         trained_L = np.concatenate([row.loss_mask_T for row in rows_B])
-        position_N = torch.from_numpy(trained_L.nonzero()[0] - 1)  # a row's first is never trained
+        # A row's first token is never trained, so no position is in the preceding row.
+        position_N = torch.from_numpy(trained_L.nonzero()[0] - 1)
         return hidden_LH.index_select(0, position_N.to(hidden_LH.device))
 
     def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor:
-        """Hidden states that predict the trained tokens; each prefix is run once."""
+        """Hidden states that predict the trained tokens, shape (N, H); each prefix is run once."""
         assert isinstance(self._model, SharedPrefixModel)
         place_of_prefix: dict[bytes, int] = {}
         prefixes, prefix_of_row, suffixes, positions = [], [], [], []
@@ -240,7 +245,7 @@ class Forward:
             place = place_of_prefix.setdefault(prefix_T.tobytes(), len(prefixes))
             if place == len(prefixes):
                 prefixes.append(prefix_T)
-                once.append((row, slice(0, end)))  # as the first row that has it was routed
+                once.append((row, slice(0, end)))  # replays the routing of the prefix's first row
             prefix_of_row.append(place)
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
@@ -264,16 +269,19 @@ class Forward:
 
 
 def _real(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """(N * longest,): True of the tokens of right-padded rows."""
+    """Mask of the tokens of right-padded rows that are not padding, shape (N * longest,)."""
     position_T = torch.arange(max(lengths), device=device)
     return (position_T < torch.tensor(lengths, device=device)[:, None]).flatten()
 
 
 class LossFunction(Protocol):
-    """Runs the forward pass over a micro-batch."""
+    """Computes a loss on a micro-batch, including the forward pass."""
 
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts, /
     ) -> tuple[Tensor, Metrics]:
-        """Its share of the step's loss, and metrics as `distill.objective.losses` has them."""
+        """Return the micro-batch's share of the step's loss, and its metrics.
+
+        `distill.objective.losses` describes the form of the metrics.
+        """
         ...

@@ -1,14 +1,14 @@
-"""Weights that several workers begin with: read a tensor at a time, and handed out as shards.
+"""Initial weights of several workers: the leader reads them tensor by tensor, and sends shards.
 
-    initial = InitialWeights(config, group)         the model: shapes, and memory that is untouched
+    initial = InitialWeights(config, group)         the model: shapes, and uninitialised memory
     initial.probe()                                 on the leader
     add_lora(initial.model, config), ...            the model's own Linears stay in it
-    shard(initial.model, group, dtype, initial)     its values arrive in `fill`
+    shard(initial.model, group, dtype, initial)     calls `fill`, which sets the values
 
-The leader reads the checkpoint, a unit of conversion at a time (a tensor, or a layer's experts),
-and sends each worker its shard of it. So main memory holds shards, and on the leader one unit more.
-A checkpoint that cannot be read by tensors (pytorch_model.bin, or quantised) is held whole by the
-leader until it is sharded.
+The leader reads the checkpoint one conversion unit at a time (a tensor, or a layer's experts), and
+sends each worker its shard. So main memory holds the shards, and on the leader one more unit. A
+checkpoint that cannot be read tensor by tensor (pytorch_model.bin, or quantised) is held whole by
+the leader until it is sharded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from learner.sharding import hand_out, layers_of
 
 
 class InitialWeights:
-    """The model that workers begin with, and values of it that are still in its checkpoint.
+    """The initial model of the workers, with values that are read from the checkpoint in `fill`.
 
     Attributes:
-        model: on every worker.
+        model: the model; present on every worker.
 
     Raises:
-        CheckpointError: missing, corrupt or incomplete weights.
+        CheckpointError: the weights are missing, corrupt or incomplete.
         ConfigError: the leader's host lacks the main memory to read them.
     """
 
@@ -52,11 +52,11 @@ class InitialWeights:
             self.model = self._whole()
         plan = self._plan() if group.rank == 0 else None
         self._dtypes: dict[str, torch.dtype] = group.agree(plan)
-        # Parameters are replaced when they are sharded, and modules renamed by an adapter.
+        # Modules, not parameters or names: sharding replaces parameters, adapters rename modules.
         self._places = {name: _place(self.model, name) for name in self._dtypes}
 
     def probe(self) -> bool:
-        """Result of `shares_prefixes`, on the leader alone: others have no values."""
+        """Result of `shares_prefixes`. Leader only: other workers have no values."""
         if self._values is None:
             return shares_prefixes(self.model.eval())
         return shares_prefixes(self._shallow(self._values))
@@ -94,7 +94,7 @@ class InitialWeights:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Read the headers, and what is not sharded: buffers."""
+        """Read the checkpoint's headers, and the buffers, which are not sharded."""
         fresh = () if self._config.reward_padding is None else (HEAD_WEIGHT,)
         self._values = values = CheckpointValues(self.model, self._config.model, fresh)
         needed = values.bytes_of(_probed(self.model))  # more than any unit takes
@@ -105,7 +105,7 @@ class InitialWeights:
             buffers[name].copy_(tensor)
 
     def _plan(self) -> dict[str, torch.dtype]:
-        """Precisions of the parameters that are handed out, by name, in the order of reading."""
+        """Dtypes of the parameters that the leader sends, by name, in the order of reading."""
         if self._values is None:
             return {}
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -114,9 +114,9 @@ class InitialWeights:
 
     @torch.no_grad()
     def _shallow(self, values: CheckpointValues) -> PreTrainedModel:
-        """The model with values in the first layer of each kind; other layers add nothing.
+        """Copy of the model with values in the first layer of each kind and zeros in the others.
 
-        Their weights are zeros, one tensor for all weights of a shape.
+        Weights of zeros share one tensor for each shape.
         """
         model = self._outline()
         allocate(model)
@@ -154,7 +154,10 @@ def _probed(model: PreTrainedModel) -> set[str]:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """All that a layer computes by, but for the values of its weights and its own number."""
+    """Hashable description of a layer: its modules, their settings, and the weights' shapes.
+
+    Layers are of the same kind if they differ only in their index and the values of their weights.
+    """
     modules = []
     for name, module in layer.named_modules():
         settings = [

@@ -1,4 +1,4 @@
-"""One model, its optimizer, and the optimizer step. Knows nothing of where rows come from."""
+"""One model, its optimizer, and the optimizer step, independent of the source of rows."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.state_files import TrainerState, read_trainer, write_trainer
 from learner.worker import LearnerWorker
 
-# Micro-batches by worker, and of each whether it counts.
+# Micro-batches by worker, each with True if it counts (False: a repeated one that fills a round).
 Dealt: TypeAlias = Sequence[Sequence[tuple[list[Any], bool]]]
-# A worker's share of a step's tokens, times what padding may take.
+# Candidate token budgets, as multiples of a worker's share of the step's tokens: room for padding.
 _SLACKS = (1.0, 1.1, 1.25, 1.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Rows under one loss. An optimizer step has one, or several: distillation beside SFT, say.
+    """Rows with one loss. An optimizer step has one or several parts, such as distillation and SFT.
 
     Attributes:
-        rows_D: rows; or outlines of rows of rollouts, which workers make (`learner.rollouts`).
-        rows_per_unit: rows that follow one another and stay in one micro-batch: 2 for pairs.
-        coef: what its loss is multiplied by.
-        dealt: its micro-batches by worker, as `deal` has them; None: not dealt yet.
+        rows_D: rows; or outlines of rows of rollouts, which workers build (`learner.rollouts`).
+        rows_per_unit: number of consecutive rows that stay in one micro-batch: 2 for pairs.
+        coef: factor of the loss.
+        dealt: micro-batches by worker, as `deal` returns them; None: not dealt yet.
     """
 
     rows_D: Sequence[TrainingRow] | Sequence[RowOutline]
@@ -75,11 +75,12 @@ class Part:
 
 
 class Learner:
-    """Applies losses to rows. Leads the workers that hold the model, or is the only one.
+    """Trains a model with losses on rows. Leads the workers that hold the model, or is the only
+    worker.
 
     Raises:
-        CheckpointError: the starting checkpoint cannot be loaded.
-        ConfigError: it does not fit into memory.
+        CheckpointError: the initial checkpoint cannot be loaded.
+        ConfigError: the model does not fit into memory.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class Learner:
         """
         Args:
             dump_dir: receives the rows of a step that turned non-finite.
-            losses: those that steps will name, in the same order on every worker; a learner alone
-                takes any.
-            membership: the leader's; None: there are no other workers.
+            losses: losses that steps will use, in the same order on every worker; a learner with
+                one worker accepts other losses as well.
+            membership: the leader's membership in the worker group; None: there are no other
+                workers.
         """
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._ordering = threading.RLock()
@@ -114,24 +116,24 @@ class Learner:
 
     @property
     def progress(self) -> Progress:
-        """Of the worker in this process."""
+        """Progress counter of the worker in this process."""
         return self._worker.progress
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model as this process holds it: all of it, or its share."""
+        """The model in this process: whole, or sharded."""
         return self._worker.model
 
     def step(self, *parts: Part) -> dict[str, float]:
         """One optimizer step over all rows, accumulated in micro-batches under the token budget.
 
         Returns `train/*` metrics, and those of the parts' losses; `time/forward`, `time/backward`
-        and `time/optimizer`, seconds; and `train/tflops_per_s`, of all workers together: what the
-        model needs (learner.flops), not what was computed.
+        and `time/optimizer`, in seconds; and `train/tflops_per_s` of all workers together, from the
+        operations that the model requires (learner.flops), not those that were executed.
 
         Raises:
-            NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
-                before the step, and the offending rows are in `dump_dir`.
+            NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are
+                unchanged, and the rows are in `dump_dir`.
         """
         parts = tuple(map(self.dealt, parts))
         orders: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
@@ -156,12 +158,12 @@ class Learner:
             "train/grad_norm": shares[0].grad_norm,
             "train/lr": shares[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
-            # of the micro-batches before shared contexts are taken out of them
+            # counted before shared contexts are deduplicated
             "train/padding_share": 1 - sum(map(len, rows_D)) / sum(s.in_full for s in shapes),
         }
 
     def evaluate(self, part: Part) -> dict[str, float]:
-        """Metrics of the part's loss on its rows, `train/loss` among them; nothing is trained."""
+        """Metrics of the part's loss on its rows, including `train/loss`, without training."""
         made: dict[str, float] = {}
         for metrics in self.on_each("evaluate", self._micro_batches(part)):
             add_metrics(made, metrics)
@@ -176,8 +178,8 @@ class Learner:
         Returns the loss's metrics, `train/loss` (times `coef`), `time/forward`, `time/backward`.
 
         Raises:
-            NonFiniteError: a loss is NaN or infinite. Everything that has accumulated is dropped,
-                and the offending rows are in `dump_dir`.
+            NonFiniteError: a loss is NaN or infinite. The whole accumulated gradient is dropped,
+                and the rows are in `dump_dir`.
         """
         orders = self._micro_batches(part)
         shares: list[PassShare] = self.on_each("forward_backward", orders)
@@ -187,16 +189,16 @@ class Learner:
         return finish_metrics(_summed(shares))
 
     def zero_grad(self) -> None:
-        """Drops the gradient that `forward_backward` has accumulated."""
+        """Drop the gradient that `forward_backward` has accumulated."""
         self.on_all("zero_grad")
 
     def optim_step(self, divisor: float = 1.0) -> dict[str, float]:
-        """One optimizer update by the accumulated gradient over `divisor`; drops the gradient.
+        """One optimizer update with the accumulated gradient / `divisor`; drops the gradient.
 
         Returns `train/grad_norm` (of the quotient), `train/lr` and `time/optimizer`.
 
         Raises:
-            NonFiniteError: the gradient norm is NaN or infinite. The weights are as before.
+            NonFiniteError: the gradient norm is NaN or infinite. The weights are unchanged.
         """
         shares: list[UpdateShare] = self.on_all("optim_step", divisor)
         if not math.isfinite(norm := shares[0].grad_norm):
@@ -211,15 +213,15 @@ class Learner:
         }
 
     def skip_update(self) -> None:
-        """Skips an update that the schedule counts: nothing but the lr changes."""
+        """Skip an update that the schedule counts: only the learning rate changes."""
         self.on_all("skip_update")
 
     def rest(self) -> None:
-        """Releases the memory of gradients, and of what was computed, until the next pass."""
+        """Release the memory of gradients and of cached blocks until the next pass."""
         self.on_all("rest")
 
     def dealt(self, part: Part) -> Part:
-        """The part with its micro-batches dealt to the workers, as a step would deal them."""
+        """The part, with its micro-batches assigned to workers as in a step."""
         if part.dealt is not None:
             return part
         return replace(part, dealt=self._dealt(self._split(part.rows_D, part.rows_per_unit)))
@@ -249,8 +251,11 @@ class Learner:
         return deal(batches, self._group.size, self._worker.most_mask, self._worker.packs)
 
     def _split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
-        """Micro-batches under the token budget; of several ways to cut, one that keeps all workers
-        busy."""
+        """Split rows into micro-batches under the token budget.
+
+        With several workers, smaller budgets are tried as well. The one with the fewest tokens on
+        the workers' critical path is used, which keeps all workers busy.
+        """
         workers, most_mask, packs = self._group.size, self._worker.most_mask, self._worker.packs
 
         def split(budget: int) -> list[list[Row]]:
@@ -272,43 +277,47 @@ class Learner:
         return losses.index(loss)
 
     def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """Every worker's answer to the order, by rank; each has an argument of its own.
+        """Call a method on every worker, each with its own argument; return the results by rank.
 
-        One order at a time: transports of one push gather in threads of their own.
+        Calls are serialised by a lock: the transports of a push gather weights in several threads.
         """
         with self._ordering:
             self._group.send([Order(method, argument) for argument in arguments])
             return self._group.collect(self._worker.carry_out(method, arguments[0]))
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
-        """The same, all with one argument."""
+        """Call a method on every worker with the same argument; return the results by rank."""
         return self.on_each(method, [argument] * self._group.size)
 
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
-        """Says where the leader, as a worker, finds rollouts; the other workers are told where they
-        are built."""
+        """Set the source of rollouts of the leader's worker.
+
+        Other workers get theirs where they are constructed.
+        """
         self._worker.take_rollouts_from(source, loss)
 
     def fetch_ahead(self, shares: Sequence[Shares]) -> None:
-        """Tells each worker what to fetch beside its orders; returns once the leader has its own.
-        Called in a thread."""
+        """Make each worker prefetch its shares, concurrently with its orders.
+
+        Returns once the leader has fetched its own. Call it in a thread.
+        """
         self._group.send_ahead(shares)
         self._worker.fetch_ahead(shares[0])
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens under the present weights, one array per row."""
+        """log p_T of each row's trained tokens under the current weights, one array per row."""
         return self._logprobs("logprobs", rows_D)
 
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """The same by the model without its adapter: a reference that takes no memory."""
+        """`logprobs` by the model without its adapter: a reference that needs no extra memory."""
         return self._logprobs("base_logprobs", rows_D)
 
     def fingerprints(self) -> Fingerprints:
-        """Of every trained tensor's weights, and of its gradient as long as it is there."""
+        """Fingerprints of every trained tensor's weights, and of its gradient while it exists."""
         return of_all(self.on_all("fingerprints"))
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
-        """What every worker's frozen models answer, by rank (`learner.canaries`)."""
+        """Canary results of every worker's frozen models, by rank (`learner.canaries`)."""
         return self.on_all("canary", question)
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
@@ -321,29 +330,29 @@ class Learner:
         return [by_row[id(row)] for row in rows_D]
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
-        """The present weights as the checkpoint names them; the next step changes them.
+        """Current weights under the checkpoint's names. They are read lazily: a step changes them.
 
-        Rounded to `dtype` if one is given, but for what is kept in float32 (`learner.export`).
+        Rounded to `dtype` if one is given, except tensors that stay exact (`learner.export`).
         """
         return _LearnerWeights(self, dtype)
 
     def lender_places(self) -> list[LenderPlace]:
-        """Where each worker's memory is, by rank, for engines that read weights there."""
+        """Location of each worker's memory, by rank, for engines that read weights from it."""
         return self.on_all("lender_place")
 
     @property
     def own_teacher(self) -> ShadowRule | None:
-        """How a teacher follows these weights (`learner.shadow`); None: there is none."""
+        """Update rule of the EMA or lagged teacher (`learner.shadow`), or None without one."""
         return self._worker.own_teacher
 
     def follow(self, version: int) -> None:
-        """Has that teacher follow; call it after each step, with the version that it has made."""
+        """Update the EMA or lagged teacher. Call it after each step, with the new version."""
         if self.own_teacher is not None:
             self.on_all("follow", version)
 
     @contextmanager
     def as_teacher(self) -> Iterator[None]:
-        """Within it the weights, and log-probs, are those of the teacher that follows."""
+        """Context manager in which weights and log-probs are those of the EMA or lagged teacher."""
         self.on_all("swap_teacher")
         try:
             yield
@@ -352,14 +361,15 @@ class Learner:
 
     @property
     def lost_share(self) -> float | None:
-        """Share of an adapter's change that rounding took from the weights that were gathered last
+        """Fraction of an adapter's change that was lost to rounding in the last gathered weights
         (`learner.lora.RoundedUpdate`); None without an adapter."""
         return None if self._worker.lora is None else self._worker.rounded.lost_share
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the weights as a Hugging Face checkpoint to `model/` (an adapter merged, and by
-        itself to `adapter/`), and all else that the next step depends on. Any number of workers can
-        go on from it.
+        """Write a checkpoint of the weights and the training state.
+
+        The weights are written as a Hugging Face checkpoint to `model/`. An adapter is merged into
+        it, and also written to `adapter/`. Any number of workers can resume from the checkpoint.
 
         Raises:
             CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
@@ -371,10 +381,10 @@ class Learner:
         write_trainer(path, self._trainer_state())
 
     def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
-        """Copies what `save` writes into main memory: 12 bytes a trained number, of which each
-        worker holds its share of 8, and the leader 4 of every weight.
+        """Copy the state that `save` writes into main memory.
 
-        The copy must be written or dropped before another is made.
+        The copy takes 12 bytes for each trained number: 8 of moments, sharded over the workers, and
+        4 of weights, on the leader. It must be written or dropped before the next copy.
         """
         write_adapter = None
         if (lora := self._worker.lora) is not None:
@@ -388,7 +398,7 @@ class Learner:
         )
 
     def has_room_for_copy(self) -> bool:
-        """True if `copied` takes at most half of what is free in any host's main memory."""
+        """True if `copied` needs at most half of the free main memory on every host."""
         costs: list[CopyCost] = self.on_all("copy_cost")
         needed = Counter({costs[0].host: total_bytes(self.weights())})
         for cost in costs:
@@ -404,12 +414,11 @@ class Learner:
         )
 
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
+        """Write the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
 
-        With what the first checkpoint has besides them: layers that servers use and the model's
-        class passes over.
+        Includes tensors of the initial checkpoint that the model's class ignores, but servers use.
 
-        Raises: as `save` does.
+        Raises: as `save`.
         """
         self._export(tokenizer, model_dir, self.weights())
 
@@ -421,8 +430,9 @@ class Learner:
         save_weights(model_dir, joined(weights, self._worker.carried_over()))
 
     def load_trainer_state(self, path: Path) -> None:
-        """Restores all that `save` wrote there, besides the weights; of what `learner.fork` wrote,
-        the moments.
+        """Restore the state that `save` wrote to `path`, except for the weights.
+
+        A checkpoint that `learner.fork` wrote contains only the moments.
 
         Raises:
             CheckpointError: it cannot be read, or was written for another model.
@@ -432,9 +442,9 @@ class Learner:
             self.on_all("load_optimizer", str(path / "optimizer"))
         if state.schedule is not None:
             self.on_all("set_schedule", state.schedule)
-        if state.schedule is not None and self.own_teacher is not None:  # of a fork: as it begins
+        if state.schedule is not None and self.own_teacher is not None:  # a fork starts a new one
             self.on_all("load_teacher", str(path / "optimizer"))
-        # Workers that the checkpoint knows nothing of draw as they began.
+        # Workers that are not in the checkpoint keep their initial RNG state.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(state.rng))
         self.on_each("set_rng_state", [*state.rng, *missing][: self._group.size])
 
@@ -457,7 +467,7 @@ class Learner:
                 raise self._non_finite(f"the loss is {loss}", self._made(rows))
 
     def _made(self, rows: Sequence[Sequence[TrainingRow | RowPlace]]) -> list[TrainingRow]:
-        """Rows by worker, those of rollouts from the worker that made them."""
+        """Rows of all workers; rows of rollouts come from the worker that built them."""
         return [row for mine in self.on_each("made_rows", rows) for row in mine]
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
@@ -477,7 +487,7 @@ class Learner:
 
 
 def _summed(shares: Sequence[PassShare]) -> dict[str, float]:
-    """All workers' metrics; seconds are the slowest worker's, for which the others wait."""
+    """Metrics summed over workers; times are the slowest worker's, for which the others wait."""
     made: dict[str, float] = {}
     for share in shares:
         add_metrics(made, share.metrics)
@@ -487,9 +497,9 @@ def _summed(shares: Sequence[PassShare]) -> dict[str, float]:
 
 
 class _LearnerWeights:
-    """The `Weights` of a learner: gathered from its workers, portion by portion.
+    """`Weights` of a learner, gathered from its workers in portions.
 
-    They are `Lends`, too: each worker can lend what it has gathered.
+    Implements `Lends` as well: each worker can lend the tensors that it has gathered.
     """
 
     def __init__(self, learner: Learner, dtype: torch.dtype | None) -> None:

@@ -1,14 +1,14 @@
 """The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
-    hold      waits for: their trajectories     unblocked by: the object stores that have them,
-                                                or had, where they were fetched ahead
+    hold      waits for: their trajectories     unblocked by: the object stores (immediately, if
+                                                they were prefetched)
     sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
-The loop is given a source of groups and a `publish` callable. It knows neither queue nor engine.
-A `publish` may return before that, once it needs the weights no more.
-Groups come as outlines; their tokens, and the rows made of them, are with the learner's workers
+The loop takes a source of groups and a `publish` callable, and is independent of queue and engines.
+A `publish` may return before the acknowledgements, once it no longer reads the weights.
+Groups arrive as outlines; their tokens, and the rows built from them, are on the learner's workers
 (`learner.rollouts`).
 """
 
@@ -51,34 +51,35 @@ from learner.trace import NO_TRACE, Stages, Tracing
 
 
 class GroupSource(TrajectorySource, Protocol):
-    """Source of a step's groups: the next ones beside those that are trained."""
+    """Source of the groups of the next step."""
 
     def take(self, trained: TrainedGroups) -> Taken:
-        """Blocks until all are there; raises on a deadline, or when the source is closed.
+        """Block until all groups of the next step are available, and return them.
 
-        Asked again before anything was trained, it gives the same.
+        Raises on a deadline, or if the source is closed. Returns the same groups again if nothing
+        was trained since the last call.
         """
         ...
 
     def lose(self, ids: Collection[int], reason: str) -> None:
-        """Trajectories of these groups, which were taken, are lost: others are to be made."""
+        """Report taken groups whose trajectories are lost, so that they are sampled again."""
         ...
 
 
-# Hands weights of a version, and what they account for, to every policy engine; returns `push/*`
-# metrics once all of them acknowledged, or once the weights may change.
+# Pushes weights, their version, and the groups that they account for to every policy engine.
+# Returns `push/*` metrics once all engines have acknowledged, or once the weights may change.
 Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
 
 
-# Hands the teacher that follows, with the newest version in it, to its engines.
+# Pushes the weights of the EMA or lagged teacher, and their newest version, to its engines.
 Teach = Callable[[Weights, int], Mapping[str, float]]
 
 
 class Keep(Protocol):
-    """Keeps some of the rollouts for people to look at."""
+    """Stores samples of the rollouts for inspection."""
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Collection[int]:
-        """Those of the groups that a step trained on which are to be kept."""
+        """Choose the groups to keep among those that a step trained on."""
         ...
 
     def keep(
@@ -88,27 +89,28 @@ class Keep(Protocol):
         rows_D: Sequence[TrainingRow],
         tables: Sequence[TokenTable | None],
     ) -> None:
-        """Those, their rows (see `rows_by_group`), and the tokens of the whole step."""
+        """Store chosen groups, their rows (see `rows_by_group`), and tables of all tokens of the
+        step."""
         ...
 
 
 class Record(Protocol):
-    """Keeps what steps need to be done again."""
+    """Stores the inputs of steps, so that they can be replayed."""
 
     def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
-        """What `step` is about to train on: as it was taken, and the groups whole."""
+        """Record the input of `step` before it trains: the taken outlines, and the whole groups."""
         ...
 
     def trained(
         self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
-        """What became of it, on so many workers."""
+        """Record the result of `step`, and the number of learner workers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedMix:
-    """Supervised rows beside the rollouts: a batch in every update, its loss times `coef`."""
+    """Supervised rows in addition to rollouts: one batch per update, its loss times `coef`."""
 
     stream: RowStream
     coef: float
@@ -142,15 +144,15 @@ class PolicyLoop:
         """
         Args:
             background: as `CheckpointWriter` takes it.
-            sleep: has engines that hold this version, and share the learner's GPUs, release them
-                until the next `publish`, before which the learner releases what it can.
-            push_dtype: what weights are rounded to for the engines; None: they get all of them.
-            teach: of a learner whose own teacher follows it, where that has engines.
+            sleep: makes engines that share the learner's GPUs, and hold this version, release their
+                memory until the next `publish`, before which the learner releases its own.
+            push_dtype: dtype that pushed weights are rounded to; None: not rounded.
+            teach: pushes the learner's EMA or lagged teacher to its engines, if it has any.
             base_is_reference: the learner's model without its adapter is the reference policy.
-            keep: is shown what each step trained on, once it has been; None: nobody is.
-            record: is told of each step before it and after it; None: nobody is.
-            foresee: says what the next step would take, to be fetched while this one is trained;
-                None: nothing is fetched ahead.
+            keep: receives the groups of each step after training; None: disabled.
+            record: called before and after each step; None: disabled.
+            foresee: returns the groups that the next step would take, which are prefetched while
+                this one trains; None: no prefetching.
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
@@ -165,7 +167,7 @@ class PolicyLoop:
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
         self._foresight = None
         if foresee is not None:
-            # How rows are dealt to several workers, and such advantages, depend on all groups.
+            # These advantages, and the assignment of rows to several workers, need all groups.
             together = loss.objective.baseline == "global" or bool(loss.objective.advantage)
             self._foresight = Foresight(
                 foresee, self.rollouts.fetch_ahead, whole=together or learner.workers > 1
@@ -179,17 +181,18 @@ class PolicyLoop:
 
     @property
     def teachers(self) -> LocalTeachers | None:
-        """The teachers in this process, if the objective needs any here."""
+        """Teachers in this process, if the objective needs them here."""
         return self.loss.teachers
 
     def publish(self, *, anew: bool = True) -> Mapping[str, float]:
-        """Hands the present weights to the engines, as version `step_count`.
+        """Push the current weights to the engines, as version `step_count`.
 
-        First those of the teacher that follows to its own, or what begins with these weights could
-        be scored by older ones.
+        The weights of the EMA or lagged teacher are pushed first: otherwise samples of the new
+        version could be scored by an older teacher.
 
         Args:
-            anew: its engines may hold anything; False: what was handed to them last.
+            anew: push the teacher in any case, because its engines may hold other weights. False:
+                they hold those of the last push, so push only if the teacher has changed.
         """
         if self._sleep is not None:
             self.learner.rest()
@@ -208,20 +211,20 @@ class PolicyLoop:
             return self._teach(*self.teacher_weights())
 
     def teacher_weights(self) -> tuple[Weights, int]:
-        """The weights of the teacher that follows, within `Learner.as_teacher`; their version."""
+        """Weights of the EMA or lagged teacher, and their version. Call in `Learner.as_teacher`."""
         rule = self.learner.own_teacher
         assert rule is not None
         return self.learner.weights(self._push_dtype), rule.version(self.step_count)
 
     def weights(self) -> tuple[Weights, int]:
-        """The present weights as engines get them, and their version."""
+        """Current weights, rounded as for engines, and their version."""
         return self.learner.weights(self._push_dtype), self.step_count
 
     def step(self, waited_s: float = 0.0) -> dict[str, float]:
-        """Takes one step's groups, trains on them once, publishes; returns the step's metrics.
+        """Take one step's groups, train on them once, and publish; return the step's metrics.
 
         Args:
-            waited_s: for how long this step's groups have been waited for already.
+            waited_s: seconds that the caller has already waited for this step's groups.
         """
         with self._trace.around(self.step_count + 1):
             return self._step(waited_s)
@@ -265,7 +268,8 @@ class PolicyLoop:
         }
 
     def _take(self) -> tuple[Taken, StepPlan]:
-        """The step's groups, once every worker has those that it trains on."""
+        """Take the step's groups, and wait until every worker has the trajectories that it trains
+        on."""
         while True:
             taken = self._source.take(self._trained)
             if self._foresight is not None:
@@ -282,10 +286,10 @@ class PolicyLoop:
             self._source.lose(list(lost), "; ".join(sorted(set(lost.values()))))
 
     def _learn(self, plan: StepPlan) -> dict[str, float]:
-        """The step's optimizer updates: one, or `num_substeps` on a part of the groups each.
+        """Run the step's optimizer updates: one, or `num_substeps`, each on a part of the groups.
 
-        One that has neither groups (filtered out, or fewer than updates) nor supervised rows is
-        skipped: the weights stay, and the schedule goes on.
+        An update without groups (all filtered out, or fewer groups than updates) and without
+        supervised rows is skipped: the weights are unchanged, and the schedule advances.
         """
         metrics: dict[str, float] = {"train/groups": len(plan.groups_P)}
         with self._stages("rows"):
@@ -315,16 +319,16 @@ class PolicyLoop:
             self._keep.keep(step, kept.groups_P, kept.rows_D, kept.tables)
 
     def save(self) -> Checkpoint:
-        """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""
+        """Write a checkpoint of the current state: weights, optimizer, RNG, trained groups."""
         return self.writer.save(self.step_count, self._trained.to_json())
 
     def begin_save(self) -> Checkpoint | None:
-        """Begins one of this very state: see `CheckpointWriter.begin`."""
+        """Begin a checkpoint of the current state: see `CheckpointWriter.begin`."""
         return self.writer.begin(self.step_count, self._trained.to_json())
 
 
 def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
-    """Which groups a step took, and what `trained` accounts for with them."""
+    """Metrics of the groups that a step took, and of the groups that `trained` accounts for."""
     aside = trained.set_aside.values()
     age = {} if taken.start_max is None else {"staleness/start_max": taken.start_max}
     return {
@@ -340,10 +344,10 @@ def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
 
 
 def _replaced_metrics(taken: Taken) -> dict[str, float]:
-    """Number of groups that the step passed over, and the mean reward with theirs.
+    """Number of groups that were replaced, and the mean reward including theirs.
 
-    That is the policy's reward on the prompts as they come; `reward/mean` is that of the groups it
-    was trained on.
+    `reward/mean_of_all` is the policy's mean reward on all sampled prompts; `reward/mean` is that
+    of the groups that were trained on.
     """
     metrics: dict[str, float] = {"groups/replaced": len(taken.replaced)}
     if taken.replaced:
@@ -353,6 +357,6 @@ def _replaced_metrics(taken: Taken) -> dict[str, float]:
 
 
 def mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
-    """Cross-entropy beside the policy loss, whose metrics keep their names."""
+    """Cross-entropy in addition to the policy loss; its metric is renamed to `sft/nll`."""
     loss, metrics = cross_entropy_loss(forward, batch, counts)
     return loss, {"sft/nll": metrics["train/nll"]}

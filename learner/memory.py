@@ -1,7 +1,7 @@
-"""Memory estimate of a learner before its model is loaded: too large is an error, not an OOM kill.
+"""Memory estimate of a learner before its model is loaded: an error in place of an OOM kill.
 
-Weights, gradients and moments are counted from the checkpoint's headers (`estimate_memory`);
-passes, from its config (`learner.pass_memory`).
+Weights, gradients and moments are computed from the checkpoint's headers (`estimate_memory`);
+passes from its config (`learner.pass_memory`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from distill.weights.shared_memory import block_bytes
 
 
 class Holding(NamedTuple):
-    """Bytes held per parameter; activations come on top and follow token_budget."""
+    """Bytes held per parameter, without activations, which depend on token_budget."""
 
     bytes_per_parameter: int
     what: str
 
 
-# Of those, AdamW's two moments.
+# Bytes per parameter of AdamW's two moments.
 MOMENTS = 8
 TRAINED = Holding(4 + 4 + MOMENTS, "weights, gradients and AdamW in fp32")
 TRAINED_AND_TEACHER = Holding(
     TRAINED.bytes_per_parameter + 4, "weights, a teacher that follows, gradients and AdamW in fp32"
 )
-# The base of an adapter, which is small beside it.
+# The base of an adapter. The adapter itself is small, and is neglected.
 FROZEN = Holding(4, "frozen weights in fp32")
 
 
 def holding_of(*, adapter: bool, followed: bool) -> Holding:
-    """What a learner holds; `followed`: a teacher follows its weights (`learner.shadow`)."""
+    """Bytes per parameter of a learner.
+
+    `followed`: it also holds an EMA or lagged teacher (`learner.shadow`).
+    """
     if adapter:
         return FROZEN
     return TRAINED_AND_TEACHER if followed else TRAINED
@@ -48,7 +51,7 @@ def holding_of(*, adapter: bool, followed: bool) -> Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of a model that the learner holds."""
+    """Memory estimate for a model in the learner."""
 
     parameters: int
     holding: Holding
@@ -65,7 +68,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
-    """Estimate from the shapes of the model's tensors; None where they are not known."""
+    """Estimate from the shapes of the model's tensors; None if they are unknown."""
     shapes = known_shapes(model)
     if shapes is None:
         return None
@@ -75,8 +78,8 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
 def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
     """Shapes of the model's tensors by name, from the headers of its safetensors files.
 
-    Those of a model on the hub whose files are not here follow from its config. None: there is
-    neither.
+    For a model on the hub whose files are not on this machine, the shapes follow from its config.
+    None if neither is available.
     """
     if weight_files(model):
         return tensor_shapes(model)
@@ -87,14 +90,16 @@ def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
 def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
     try:
         tensors = meta_causal_lm(name).named_parameters()
-    except CheckpointError:  # the hub does not answer, or it is no causal language model
+    except CheckpointError:  # the hub is unreachable, or it is not a causal language model
         return None
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def largest_bucket(model: str, dtype: torch.dtype, bucket_bytes: int) -> int:
-    """Bytes of the largest bucket of a push in this precision; where no file says what there is,
-    of a bucket that is full."""
+    """Bytes of the largest bucket of a push in this dtype.
+
+    If the checkpoint has no files on this machine: bytes of a full bucket.
+    """
     if not weight_files(model):
         return bucket_bytes
     layouts = [layout.rounded_to(dtype) for layout in tensor_layouts(model).values()]
@@ -104,7 +109,7 @@ def largest_bucket(model: str, dtype: torch.dtype, bucket_bytes: int) -> int:
 def check_fits(
     model: str, device: str, holding: Holding = TRAINED, share: float = 1.0, beside: int = 0
 ) -> None:
-    """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`.
+    """Raise ConfigError if a share of the learner's `model` exceeds the free memory of `device`.
 
     `beside`: see `room_bytes`.
     """
@@ -131,11 +136,11 @@ def check_offload_fits(model: str, workers: int, workers_here: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
-    """Bytes that one learner worker takes of its GPU, besides passes (`PassMemory`).
+    """GPU memory of one learner worker in bytes, without passes (`PassMemory`).
 
     Attributes:
-        weights, gradients, moments: its share of them.
-        offloads: the moments are there for the optimizer's own step only, when no pass is.
+        weights, gradients, moments: bytes of the worker's shards.
+        offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
     """
 
     weights: int
@@ -153,10 +158,10 @@ class WorkerMemory:
         offloads: bool,
         followed: bool = False,
     ) -> WorkerMemory:
-        """An adapter's gradients and moments are small beside its frozen base.
+        """Memory of a worker in fp32. An adapter's gradients and moments are small, and neglected.
 
         Args:
-            followed: a teacher follows the weights, which is as large as what is trained.
+            followed: there is an EMA or lagged teacher, which is as large as the trained weights.
         """
         share = -(-4 * parameters // workers)
         trained = 0 if adapter else share
@@ -165,21 +170,21 @@ class WorkerMemory:
 
     @property
     def resting(self) -> int:
-        """Between two steps: weights, and moments that are not in main memory."""
+        """Bytes between two steps: weights, and moments that are not in main memory."""
         return CONTEXT_BYTES + self.weights + (0 if self.offloads else self.moments)
 
     @property
     def beside_passes(self) -> int:
-        """While a pass runs."""
+        """Bytes while a pass runs, without the pass itself."""
         return self.resting + self.gradients
 
     @property
     def updating(self) -> int:
-        """In the optimizer's step."""
+        """Bytes during the optimizer's step."""
         return CONTEXT_BYTES + self.weights + self.gradients + self.moments
 
     def require_room(self, room: int, what: str) -> None:
-        """Raises ConfigError if its largest moment, but for passes, does not fit into `room`."""
+        """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
         if self.updating > room:
             raise ConfigError(
                 f"{what} in the learner does not fit: weights, gradients and moments take "
@@ -189,8 +194,11 @@ class WorkerMemory:
 
 
 def room_bytes(device: str, beside: int) -> int:
-    """Memory that a learner may fill: what is free; or, of a GPU of which `beside` bytes are
-    another's, all the rest, whatever that other holds at the moment."""
+    """Memory in bytes that a learner may fill: the free memory of the device.
+
+    On a GPU where `beside` bytes belong to another process, it is all the rest of the GPU, whatever
+    the other process holds at the moment.
+    """
     if not device.startswith("cuda"):
         return free_bytes(device)
     total = gpu_bytes() if beside else None
@@ -200,7 +208,7 @@ def room_bytes(device: str, beside: int) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can be had now: of the GPU, or of the machine within its container's limit."""
+    """Free memory in bytes: of the GPU, or of the machine within its container's limit."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     return free_main_memory()

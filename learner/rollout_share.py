@@ -1,8 +1,8 @@
-"""A learner worker's share of a step's rollouts: fetched where they are, and made into rows.
+"""A learner worker's share of a step's rollouts: fetches trajectories, and builds rows from them.
 
-Everything per token is here, on the worker that trains it. What a row needs of others goes between
-the workers as sums; whole arrays do only where segments of one trajectory are dealt to several
-workers, and the learner itself is their reference.
+Per-token data stays on the worker that trains it. Workers exchange sums for rows that depend on
+other rows. They exchange whole arrays only if segments of one trajectory are assigned to several
+workers, and the learner itself is the reference.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from distill.outlines import Place, RowPlace, TrajectorySource
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
 
-# log p_T of each row's trained tokens. All workers ask together, each for rows of its own.
+# Returns log p_T of each row's trained tokens. Collective: each worker calls it with its own rows.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
 class TrajectoryShare(NamedTuple):
-    """A trajectory some of whose rows a worker runs.
+    """A trajectory of which a worker trains at least one row.
 
     Attributes:
-        advantage, coef: as `trajectory_terms` takes them.
-        trained: its segments whose rows count here; the others count on another worker.
-        shared: another worker has it as well.
-        by_teacher: the teacher sampled it.
+        advantage, coef: arguments of `trajectory_terms`.
+        trained: numbers of the segments that this worker trains; other workers train the rest.
+        shared: another worker has the trajectory as well.
+        by_teacher: the teacher sampled the trajectory.
     """
 
     place: Place
@@ -55,11 +55,11 @@ class TrajectoryShare(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """A worker's shares of a step, or of what may be the step after it.
+    """A worker's shares of a step, or of groups prefetched for the next step.
 
     Attributes:
-        turn: counts the steps that were held, and those held again: a step's own, or for what is
-            fetched ahead that of the step which is held meanwhile.
+        turn: counter of `hold` calls. It is the step's own number, or, for a prefetch, that of the
+            step that is held meanwhile.
     """
 
     turn: int
@@ -67,9 +67,14 @@ class Shares(NamedTuple):
 
 
 class Built(NamedTuple):
-    """Of the rows that a worker has made: advantages of what the policy sampled; the step's mean of
-    log p_T - log ref_T, if there is a reference's term; of how many trajectories; and how many of
-    those had been fetched ahead."""
+    """Statistics of the rows that a worker has built.
+
+    Attributes:
+        advantages: statistics of the advantages of the policy's samples.
+        mean_kl: the step's mean of log p_T - log ref_T; None without a reference term.
+        trajectories: number of trajectories.
+        ahead: number of trajectories that were prefetched.
+    """
 
     advantages: AdvantageStats | None
     mean_kl: float | None
@@ -78,14 +83,14 @@ class Built(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """What a worker has of a trajectory before its step; no rows if those need the whole step."""
+    """A prefetched trajectory and its rows; no rows if they depend on the whole step."""
 
     share: TrajectoryShare
     trajectory: Trajectory
     rows: Sequence[TrainingRow]
 
     def rows_for(self, share: TrajectoryShare) -> Sequence[TrainingRow]:
-        """The rows, if they were made with these terms."""
+        """The prefetched rows, if `share` has the terms that they were built with; else none."""
         mine = self.share
         alike = (mine.teacher, mine.advantage, mine.coef) == (
             share.teacher,
@@ -96,7 +101,7 @@ class _Ahead(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """A row, and the segment that it was made of."""
+    """A row, and the segment that it was built from."""
 
     place: RowPlace
     segment: Segment
@@ -104,8 +109,11 @@ class KeptRow(NamedTuple):
 
 
 class RolloutShare:
-    """One worker's share of the rollouts of a step, from `hold` to the next `hold`; and, beside
-    it, what was fetched ahead for the next, which counts only where it is what is then held."""
+    """One worker's share of the rollouts of a step, from `hold` to the next `hold`.
+
+    It also stores the trajectories that were prefetched for the next step. They are used only if
+    the next `hold` holds the same objects.
+    """
 
     def __init__(
         self,
@@ -120,14 +128,14 @@ class RolloutShare:
         self._trajectories: dict[Place, Trajectory] = {}
         self._rows: dict[RowPlace, TrainingRow] = {}
         self._turn = 0
-        self._held_ahead: Mapping[Place, _Ahead] = {}  # of this step
-        self._ahead: dict[Place, _Ahead] = {}  # of the next
+        self._held_ahead: Mapping[Place, _Ahead] = {}  # for this step
+        self._ahead: dict[Place, _Ahead] = {}  # for the next step
         self._fetching = threading.Lock()
 
     def hold(self, step: Shares) -> Mapping[int, str]:
-        """Fetches the trajectories, in place of those of the step before; returns what is lost.
+        """Fetch the trajectories of a step, in place of the previous step's.
 
-        Waits for what is being fetched ahead.
+        Waits for a running prefetch. Returns the reasons of lost groups, by group id.
         """
         with self._fetching:
             self._turn, self._shares = step.turn, step.shares
@@ -143,8 +151,11 @@ class RolloutShare:
         return lost
 
     def fetch_ahead(self, step: Shares) -> None:
-        """Fetches trajectories that the next step may train on, beside those of earlier calls, and
-        makes their rows. In a thread, beside everything else; nothing if it comes too late."""
+        """Prefetch trajectories that the next step may train on, and build their rows.
+
+        They are added to those of earlier calls. Runs in a thread, concurrently with other methods.
+        No-op if the step that `step.turn` names is no longer held.
+        """
         with self._fetching:
             if step.turn != self._turn:
                 return
@@ -156,21 +167,21 @@ class RolloutShare:
                     )
 
     def _rows_ahead(self, share: TrajectoryShare, trajectory: Trajectory) -> Sequence[TrainingRow]:
-        if self._objective.reference_kl_coef:  # the mean of the whole step is in all of them
+        if self._objective.reference_kl_coef:  # all rows depend on the mean of the whole step
             return ()
         return self._rows_of(share, trajectory, 0.0)
 
     def row(self, place: RowPlace) -> TrainingRow:
-        """A row that was built."""
+        """The row at `place`, after `build`."""
         return self._rows[place]
 
     @property
     def any_row(self) -> TrainingRow:
-        """One of them, to run in step with others."""
+        """An arbitrary row, as a filler in collective passes."""
         return next(iter(self._rows.values()))
 
     def add_reference(self, score: Score) -> None:
-        """Scores its segments that the policy sampled by the reference."""
+        """Score the segments that the policy sampled with the reference policy."""
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
         scored: dict[RowPlace, FloatArray] = dict(zip(trained, score(rows), strict=True))
@@ -189,7 +200,7 @@ class RolloutShare:
             self._trajectories[place] = replace(trajectory, segments=segments)
 
     def build(self) -> Built:
-        """Makes the rows of its trajectories."""
+        """Build the rows of the trajectories. Collective if there is a reference term."""
         mean_kl = None
         if self._objective.reference_kl_coef:
             segments = [self._segment(place) for place in self._trained()]
@@ -227,7 +238,7 @@ class RolloutShare:
         return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
 
     def add_proximal(self, score: Score) -> None:
-        """Scores its rows by the weights that the step begins with, for the ratios of updates."""
+        """Score the rows with the weights at the start of the step, for the ratios of updates."""
         trained = self._trained()
         rows = [self._rows[place] for place in trained]
         for place, row, logprobs_N in zip(trained, rows, score(rows), strict=True):
@@ -236,10 +247,11 @@ class RolloutShare:
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
 
     def join(self, places: Sequence[RowPlace], score: Score) -> None:
-        """Tells rows that are sequences together what each needs of the others.
+        """Add to the rows of one sequence the sums of the sequence's other rows.
 
         Args:
-            places: those of an update that it trains; their other rows are among other workers'.
+            places: rows of an update that this worker trains; the other rows of their sequences may
+                be on other workers.
         """
         rows = [self._rows[place] for place in places]
         sums = {
@@ -255,8 +267,10 @@ class RolloutShare:
             self._rows[place] = with_sums_of_others(row, place.segment, sequence, self._objective)
 
     def kept(self, group_ids: Collection[int]) -> tuple[list[KeptRow], list[TokenTable | None]]:
-        """Its rows of these groups; and a table of the tokens of all that the policy sampled, if it
-        has any."""
+        """Rows of these groups on this worker, and a table of the tokens of all its policy samples.
+
+        The list of tables is empty if the worker has no policy samples.
+        """
         trained = self._trained()
         kept = [
             KeptRow(place, self._segment(place), self._rows[place])
@@ -266,7 +280,7 @@ class RolloutShare:
         return kept, [token_table([self._segment(place) for place in trained])] if trained else []
 
     def _trained(self, by_teacher: bool = False) -> list[RowPlace]:
-        """The rows that count here, of the policy's samples or the teacher's, in order."""
+        """Places of the rows that this worker trains, of the policy's or the teacher's samples."""
         return [
             RowPlace(*share.place, n)
             for share in self._shares

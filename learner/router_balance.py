@@ -4,9 +4,9 @@
 
 E experts, f_e the tokens that choose e (each counted once for each of its experts) over all tokens,
 P_e the mean probability that the router gives e; over all tokens and layers (Fedus et al. 2021,
-arXiv:2101.03961, equations 4 to 6). It is the number of experts of a token where all are used
-alike, and larger where some are preferred. transformers computes it
-(`load_balancing_loss_func`), from what its routers are recorded by.
+arXiv:2101.03961, equations 4 to 6). aux equals the number of experts per token if all experts are
+used equally, and is larger otherwise. transformers computes it (`load_balancing_loss_func`) from
+the recorded outputs of its routers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from distill.errors import ConfigError
 
 
 class RouterBalance:
-    """Notes what a model's routers say, and makes the loss of it.
+    """Records the logits of a model's routers, and computes the load-balancing loss from them.
 
     Raises:
-        ConfigError: it has no routers, or transformers knows no such loss of its architecture.
+        ConfigError: the model has no routers, or transformers has no such loss for it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -43,28 +43,28 @@ class RouterBalance:
             router.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        # A layer that is run again in the backward pass says nothing new.
+        # None in the backward pass, where checkpointed layers run again.
         if self._logits is not None:
             self._logits.append(outputs[self._index].float())
 
     def begin(self) -> None:
-        """Notes the next forward pass."""
+        """Start recording the next forward pass."""
         self._logits = []
 
     def take(self, real: Tensor | None) -> Tensor:
-        """The loss of the pass since `begin`; `real` is True of tokens that count, None: all do."""
+        """Loss of the pass since `begin`; `real` masks the tokens that count (None: all)."""
         logits, self._logits = self._logits, None
         assert logits, "no router has run"
         return self._loss(tuple(logits), self._experts, self._top_k, real)
 
 
 def check_balances(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model, on the meta device say, that `RouterBalance` cannot take."""
+    """Raise ConfigError if `RouterBalance` does not support the model, which may be on meta."""
     RouterBalance(model)
 
 
 def _routers(model: PreTrainedModel) -> tuple[int, list[nn.Module]]:
-    """Where a router's outputs have its logits; and the routers, in the order of the layers."""
+    """Index of the logits in a router's outputs, and the routers in the order of the layers."""
     recorder = next(_recorders(model), None)
     if recorder is None:
         return 0, []

@@ -1,7 +1,7 @@
-"""Routing replay: rows run through the experts that the engine sent their tokens to.
+"""Routing replay: rows run through the experts that the engine routed their tokens to.
 
-The learner's routers go on weighing: a weight is the learner's own, of the experts that are given,
-so its gradient reaches the router. Known as R3 (Ma et al. 2025, arXiv:2510.11370).
+The experts are the engine's, but their weights are those of the learner's routers, so the gradient
+reaches the routers. Known as R3 (Ma et al. 2025, arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.losses import OWN_SHARE
 from distill.routing import MixtureShape, unknown_expert
 
-# Tokens of a row that layers see one after another.
+# A row and a slice of its tokens, which are consecutive in the layers' inputs.
 Piece: TypeAlias = tuple[TrainingRow, slice]
 
 MISMATCH = "train/routing_mismatch"
@@ -29,13 +29,13 @@ _UNKNOWN = -1
 
 
 class RoutingReplay:
-    """Has a model's routers choose the experts that the rows of the pass bring along.
+    """Makes a model's routers choose the experts that are recorded in the rows of the pass.
 
-    A layer that is run again in the backward pass, to recompute what it was not to keep, finds the
-    experts of the same pass.
+    A layer that is recomputed in the backward pass (gradient checkpointing) uses the experts of the
+    same pass.
 
     Raises:
-        ConfigError: the model is dense, or its routers are of a class that is not known.
+        ConfigError: the model is dense, or the class of its routers is not supported.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,11 +50,11 @@ class RoutingReplay:
             router.register_forward_hook(partial(self._reroute, layer))
 
     def begin(self, blocks: Sequence[Sequence[Piece]], *, padded: bool) -> None:
-        """Takes the experts of the next pass.
+        """Set the experts of the next pass.
 
         Args:
-            blocks: all tokens of the pass, in the order in which layers see them.
-            padded: the pieces of each block are padded, on the right, to the longest of them.
+            blocks: all tokens of the pass, in the order of the layers' inputs.
+            padded: the pieces of each block are padded on the right to its longest piece.
         """
         self._experts_LNK, self._known, self._differ = None, 0, {}
         if all(row.experts_TLK is None for pieces in blocks for row, _ in pieces):
@@ -98,8 +98,11 @@ class RoutingReplay:
         return logits_NE, weights_of(router, logits_NE, chosen_NK).to(weights_NK.dtype), chosen_NK
 
     def take(self) -> dict[str, Tensor]:
-        """Of the pass since `begin`, the routings (of a token in a layer) in which the learner
-        itself would have chosen others, and how many were given; nothing if none were."""
+        """Mismatch metrics of the pass since `begin`.
+
+        The number of routings (of a token in a layer) for which the learner would have chosen other
+        experts, and the number of routings that were given. Empty if none were given.
+        """
         differ, self._differ = self._differ, None
         if not self._known or not differ:
             return {}
@@ -108,5 +111,5 @@ class RoutingReplay:
 
 
 def check_replays(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model, on the meta device say, that `RoutingReplay` cannot take."""
+    """Raise ConfigError if `RoutingReplay` does not support the model, which may be on meta."""
     routers_of(model)

@@ -1,8 +1,9 @@
-"""One model over several workers: each holds a share of every weight, gradient and moment (FSDP2).
+"""One model over several workers: each holds a shard of every weight, gradient and moment (FSDP2).
 
-A decoder layer is the unit: its weights are made whole right before it runs, forward and backward,
-and let go afterwards; its gradients are summed over the workers as soon as they are there. What is
-in no layer (embedding, last norm, vocabulary projection) is made whole for a micro-batch.
+A decoder layer is the unit: its weights are gathered right before it runs, forward and backward,
+and released afterwards; its gradients are summed over the workers as soon as they are computed.
+Weights outside of layers (embedding, last norm, vocabulary projection) are gathered for a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from learner.process_group import WorkerGroup
 
 
 class PendingValues(Protocol):
-    """Values that are given to a model after it is sharded (`learner.initial_weights`)."""
+    """Values that are set in a model after it is sharded (`learner.initial_weights`)."""
 
     def parameters(self) -> Collection[nn.Parameter]:
         """Parameters of the model that have no values yet."""
         ...
 
     def fill(self, group: WorkerGroup) -> None:
-        """Give each worker its shard of those. All workers call it."""
+        """Set each worker's shard of those parameters. Collective: all workers call it."""
         ...
 
 
 class Root(nn.Module):
-    """Whatever uses the model runs inside this module's forward, where FSDP's hooks are."""
+    """FSDP root module. All uses of the model run inside its forward, so that FSDP's hooks run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -54,14 +55,14 @@ def shard(
     compute_dtype: torch.dtype,
     pending: PendingValues | None = None,
 ) -> Root:
-    """Split a model over the group, a layer at a time; its values are the leader's.
+    """Shard a model over the group, a layer at a time, with the leader's values.
 
-    Without `pending` the leader holds the whole model until then, and the other workers a layer
-    beside their shards. Gradients are sums over the workers, not means: losses are normalised by
-    global counts.
+    Without `pending` the leader holds the whole model until it is sharded, and the other workers
+    one layer besides their shards. Gradients are sums over the workers, not means: losses are
+    normalised by global counts.
 
     Args:
-        pending: values that the leader does not hold yet.
+        pending: values that the leader has not read yet.
     """
     assert group.mesh is not None, "a learner alone is not sharded"
     policy = MixedPrecisionPolicy(
@@ -89,9 +90,10 @@ def shard(
 
 
 def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
-    """Raise CheckpointError on every worker if their tensors differ, which would never be sent.
+    """Raise CheckpointError on every worker if their tensors differ from the leader's.
 
-    Workers other than the leader make the model from its config.
+    Broadcasts of different tensors would hang. Workers other than the leader construct the model
+    from its config.
     """
     ours = [
         (name, tuple(tensor.shape))
@@ -108,10 +110,10 @@ def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each decoder layer by torch.compile when it first runs, for rows of any length.
+    """Compile each decoder layer with torch.compile when it first runs, for rows of any length.
 
-    Before `shard`. Attention stays as it is: a pass that holds keys and values of every layer would
-    be compiled anew for each of them.
+    Call it before `shard`. Attention stays eager: a pass that holds the keys and values of every
+    layer would be recompiled for each layer.
     """
     keep_attention_eager()
     for layer in layers_of(model):
@@ -119,7 +121,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Units of sharding: the decoder's layers, which Hugging Face marks as not to be split."""
+    """Units of sharding: the decoder's layers, which transformers lists in `_no_split_modules`."""
     kinds = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     assert found, f"{type(model).__name__} names no layers to shard"
@@ -135,11 +137,11 @@ def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
 def hand_out(
     whole: Tensor | None, dtype: torch.dtype, parameter: Tensor, group: WorkerGroup
 ) -> None:
-    """Copy the leader's whole tensor into a sharded parameter; each worker gets its shard alone.
+    """Copy the leader's whole tensor into a sharded parameter; each worker receives its shard only.
 
     Args:
-        whole: in main memory; None on other workers.
-        dtype: its precision.
+        whole: the tensor in main memory; None on other workers.
+        dtype: dtype of `whole`.
     """
     own = local(parameter)
     if whole is None:
@@ -161,33 +163,33 @@ def hand_out(
 
 
 def reshard(root: Root) -> None:
-    """Keeps the shares alone: the weights that optimizer and checkpoints know."""
+    """Release gathered weights, and keep the shards, which optimizer and checkpoints use."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. Every worker must ask for it."""
+    """The whole of a tensor that may be sharded. Collective: every worker must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`whole`, in another precision: rounded first, so that as much less passes the network."""
+    """`whole` in another dtype. The shards are rounded first, to reduce network traffic."""
     return whole(tensor if dtype is None else tensor.to(dtype))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This worker's shard of the tensor."""
+    """Shard of the tensor on this worker."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyTensor:
-    """A tensor that is yet to be made, and of which `make(dtype)` allocates no more than it must.
+    """A tensor that is computed on demand by `make(dtype)`, with minimal allocation.
 
-    It reads the weights as they are when it is called. Where they are sharded it is a collective:
-    every rank calls it, for the same tensors in the same order. `exact`: it is never rounded.
+    `make` reads the current weights. If they are sharded, it is a collective: every rank calls it,
+    for the same tensors in the same order. `exact`: the tensor is never rounded.
     """
 
     layout: TensorLayout
@@ -195,7 +197,7 @@ class LazyTensor:
     exact: bool = False
 
     def layout_in(self, dtype: torch.dtype | None) -> TensorLayout:
-        """Layout of what `in_precision(dtype)` gives."""
+        """Layout of the tensor that `in_precision(dtype)` returns."""
         return self.layout if dtype is None or self.exact else self.layout.rounded_to(dtype)
 
     def in_precision(self, dtype: torch.dtype | None) -> Tensor:
@@ -204,10 +206,10 @@ class LazyTensor:
 
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model once, by its name; a tied lm_head is left to its embedding."""
+    """Iterate over the model's tensors by name, each once: a tied lm_head is omitted."""
     seen: set[int] = set()
-    # The parameters themselves, which are the same object where they are tied: empty shards of
-    # different parameters would have one address.
+    # Compares parameter objects, which are identical if tied. Addresses would not do: empty shards
+    # of different parameters have the same one.
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in seen:
             seen.add(id(weight))

@@ -1,11 +1,11 @@
-"""A learner's state, copied into main memory, so that it can be written while training goes on.
+"""Copy of a learner's state in main memory, so that it can be written while training continues.
 
-Each worker copies its own share of AdamW's moments, the leader the weights as well. The moments are
-written by all workers together, on threads of their own and by a process group of their own, since
-the next step's collectives run meanwhile.
+Each worker copies its own shard of AdamW's moments, and the leader the weights as well. All workers
+write the moments together, in separate threads and with a separate process group, because the next
+step's collectives run meanwhile.
 
-    leader's thread      write -> where? ----> moments -> model, adapter, schedule, RNG
-    followers' threads            waits for: where   unblocked by: the leader's `write` or `drop`
+    leader's thread      write -> path ------> moments -> model, adapter, schedule, RNG
+    followers' threads            waits for: path    unblocked by: the leader's `write` or `drop`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from learner.state_files import TrainerState, write_tensors, write_trainer
 
 
 class CopyCost(NamedTuple):
-    """What a copy takes of a host's memory: this worker's moments, and what is free there."""
+    """Size of a copy of this worker's moments, and free main memory of its host, in bytes."""
 
     host: str
     bytes: int
@@ -32,14 +32,16 @@ class CopyCost(NamedTuple):
 
 
 class MomentsCopy:
-    """A worker's share of AdamW's moments. Each worker calls `write` once, on a thread."""
+    """A worker's shard of AdamW's moments. Each worker calls `write` once, in a thread."""
 
     def __init__(self, state: Mapping[str, Tensor], group: WorkerGroup) -> None:
         self._state = {name: _in_memory(tensor) for name, tensor in state.items()}
         self._group = group
 
     def write(self, path: str | None = None) -> None:
-        """Writes the copy where the leader says, with all others, and drops it; None: nowhere.
+        """Write the copy to the leader's `path`, together with all workers, and drop it.
+
+        The leader passes the path, or None to drop the copy only; other workers pass nothing.
 
         Raises:
             CheckpointError: a worker could not write.
@@ -53,11 +55,11 @@ class MomentsCopy:
 
 
 class StateCopy:
-    """All that a checkpoint holds. Written once, on any thread, or dropped.
+    """Copy of the complete state of a checkpoint. It is written once, in any thread, or dropped.
 
     Args:
-        write_model: writes weights, as a Hugging Face checkpoint with its tokenizer.
-        write_adapter: None if there is none.
+        write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
+        write_adapter: writes the adapter; None if there is none.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class StateCopy:
         self._begun = False
 
     def write(self, path: Path) -> None:
-        """Writes it as `Learner.save` writes the state itself.
+        """Write the copy in the format of `Learner.save`.
 
-        Raises: as that does.
+        Raises: as `Learner.save`.
         """
         self._begun = True
         self._moments.write(str(path / "optimizer"))  # first: the other workers wait for it
@@ -86,7 +88,7 @@ class StateCopy:
         write_trainer(path, self._trainer)
 
     def drop(self) -> None:
-        """Frees the memory, on every worker. Nothing can be written any more."""
+        """Free the memory on every worker. The copy cannot be written afterwards."""
         if not self._begun:
             self._begun = True
             self._moments.write(None)
@@ -107,5 +109,5 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _in_memory(tensor: Tensor) -> Tensor:
     copy = local(tensor.detach()).to("cpu", copy=True)
-    # Not from_local, which moves the share to the devices of the mesh.
+    # Not from_local, which moves the shard to the devices of the mesh.
     return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore

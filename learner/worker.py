@@ -1,8 +1,8 @@
-"""One worker of a learner: its share of model and optimizer, and the orders that it carries out.
+"""One worker of a learner: its shard of model and optimizer, and the orders that it executes.
 
-A learner alone has one worker, which holds all. What an order computes together with other workers
-(a layer's weights, a gradient's sum) they compute in the same sequence, so each of them gets
-equally many micro-batches, and each order goes to all.
+A learner without other workers has one worker, which holds everything. The collectives of an order
+(gathering a layer's weights, summing a gradient) run in the same sequence on all workers, so each
+worker gets the same number of micro-batches, and each order goes to all workers.
 """
 
 from __future__ import annotations
@@ -80,19 +80,19 @@ from learner.state_copy import CopyCost, MomentsCopy
 from learner.state_files import write_tensors
 from learner.trace import Stages
 
-# Of a micro-batch's trained tokens among all of its part: what train/router_aux is a mean by.
+# A micro-batch's fraction of its part's trained tokens: the weight in the mean train/router_aux.
 ROUTER_SHARE = f"train/router_aux{OWN_SHARE}"
-# Optimizer updates between two of which a micro-batch is also run as the learner would route it.
+# Every so many optimizer updates, one micro-batch also runs without routing replay.
 UNREPLAYED_EVERY = 10
 _UNREPLAYED = "train/logprob_gap_unreplayed"
 
 
 class LearnerWorker:
-    """A share of a model and its optimizer. Weights, gradients and moments are fp32.
+    """A shard of a model and its optimizer. Weights, gradients and moments are fp32.
 
     Raises:
-        CheckpointError: the starting checkpoint cannot be loaded.
-        ConfigError: it does not fit into memory.
+        CheckpointError: the initial checkpoint cannot be loaded.
+        ConfigError: the model does not fit into memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LearnerWorker:
     ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed + group.rank)
-        self.progress = Progress()  # by forward passes, backward passes and orders
+        self.progress = Progress()  # counts forward passes, backward passes and orders
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._rollout_share: RolloutShare | None = None
@@ -166,21 +166,21 @@ class LearnerWorker:
 
     @property
     def most_mask(self) -> int:
-        """Largest mask of its model, as `distill.objective.batching.BatchShape` takes it."""
+        """Largest attention mask in elements, for `distill.objective.batching.BatchShape`."""
         return self._forward.most_mask
 
     @property
     def origin(self) -> str:
-        """The checkpoint that training began with."""
+        """Path of the checkpoint that training started from."""
         return self._config.origin or self._config.model
 
     @property
     def packs(self) -> bool:
-        """True if rows run packed, as `distill.objective.batching.BatchShape` takes it."""
+        """True if rows run packed, for `distill.objective.batching.BatchShape`."""
         return self._forward.packs
 
     def carry_out(self, method: str, argument: Any) -> Any:
-        """The answer to an order."""
+        """Execute an order and return its result."""
         answer = getattr(self, method)(argument)
         self.progress.mark()
         return answer
@@ -192,7 +192,7 @@ class LearnerWorker:
         return load_causal_lm(path, dtype=torch.float32, device=self.device)
 
     def _files(self) -> ModelFiles:
-        """Files that checkpoints have beside the weights."""
+        """Files of checkpoints other than the weights."""
         path, stops = self._config.model, self._config.stops
         generation = None
         if self.model.can_generate():
@@ -201,9 +201,9 @@ class LearnerWorker:
         return ModelFiles(config=config, generation=generation, origin=self.origin)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
-        """Accumulates the gradients of its micro-batches, and updates its share of the weights.
+        """Accumulate the gradients of the micro-batches, and update this worker's shard.
 
-        Where any worker's loss, or the gradient, is not finite, no worker touches its weights.
+        If any worker's loss, or the gradient, is not finite, no worker changes its weights.
         """
         self.zero_grad(None)
         unreplayed = self._gap_without_replay(micro_batches)
@@ -218,13 +218,13 @@ class LearnerWorker:
         )
 
     def zero_grad(self, _: None) -> None:
-        """Drops the gradients that have accumulated."""
+        """Drop the accumulated gradients."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulates = False
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
-        """Adds the gradients of its micro-batches to those that have accumulated since a step."""
-        if not self._accumulates:  # a step leaves its own
+        """Add the gradients of the micro-batches to those accumulated since the last step."""
+        if not self._accumulates:  # `step` does not clear its gradients
             self.zero_grad(None)
             self._accumulates = True
         return self._pass(micro_batches)
@@ -249,7 +249,7 @@ class LearnerWorker:
         return PassShare(metrics=dict(made), non_finite=non_finite, seconds=self._stages.take())
 
     def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The micro-batch's loss; with its share, by trained tokens, of that of the routers."""
+        """Loss of the micro-batch, including its share (by trained tokens) of the router loss."""
         loss = self._taught(self.losses[micro.loss], batch)
         if self._balance is not None:
             self._balance.begin()
@@ -264,14 +264,17 @@ class LearnerWorker:
         return made + self._config.router_aux_coef * aux, metrics | noted
 
     def _taught(self, loss: LossFunction, batch: Batch) -> LossFunction:
-        """The loss, with the batch's distribution by this model where that is its teacher."""
+        """The loss function, with the learner's own teacher distribution if the loss needs it."""
         if not isinstance(loss, PolicyObjectiveLoss) or not loss.asks_own_teacher:
             return loss
         return partial(loss, distribution=self._own_teacher.distribution_of(batch))
 
     def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Of the first micro-batch, and of some updates only: the mean of |log p - log p of the
-        sampler| where the learner's routers choose for themselves."""
+        """Metric of routing replay: log-prob gap to the sampler without replay.
+
+        The mean of |log p - log p of the sampler| over the first micro-batch, with the experts that
+        the learner's routers choose. Computed every `UNREPLAYED_EVERY` updates; otherwise empty.
+        """
         if self._replay is None or self.schedule.last_epoch % UNREPLAYED_EVERY:
             return {}
         first = micro_batches[0]
@@ -285,16 +288,16 @@ class LearnerWorker:
         return {_UNREPLAYED: float(gap_N.sum()), _UNREPLAYED + OWN_SHARE: len(gap_N)}
 
     def optim_step(self, divisor: float) -> UpdateShare:
-        """Updates its share of the weights by what has accumulated, divided by `divisor`; drops it.
+        """Update this worker's shard with the accumulated gradient / `divisor`; drop the gradient.
 
-        Where the gradient is not finite, no worker touches its weights.
+        If the gradient is not finite, no worker changes its weights.
         """
         updated = self._optim_step(divisor, True)
         self.zero_grad(None)
         return updated
 
     def _optim_step(self, divisor: float, finite: bool) -> UpdateShare:
-        """`finite`: all of this worker's losses were."""
+        """Clip the gradient and update. `finite`: all of this worker's losses were finite."""
         with self._stages("optimizer"):
             if divisor != 1:
                 for parameter in self.model.parameters():
@@ -310,13 +313,13 @@ class LearnerWorker:
         return UpdateShare(grad_norm=grad_norm, lr=lr, seconds=self._stages.take())
 
     def rest(self, _: None) -> None:
-        """Leaves its device's memory to others, but for weights and moments that stay there."""
+        """Release the device's memory, except for weights and moments that stay on the device."""
         self.zero_grad(None)
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
     def _update(self) -> None:
-        """An update by gradients that are finite on every worker."""
+        """Update with gradients that are finite on every worker."""
         assert_optimizes(self.optimizer, self.model)
         self._exported.forget()
         with self._update_check(self.optimizer, self.model):
@@ -325,7 +328,7 @@ class LearnerWorker:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Metrics of its micro-batches, `train/loss` among them; trains nothing."""
+        """Metrics of the micro-batches, including `train/loss`, without training."""
         self.model.eval()
         made: dict[str, float] = defaultdict(float)
         for micro in micro_batches:
@@ -342,7 +345,7 @@ class LearnerWorker:
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
-        """log p_T of each row's trained tokens under the present weights, batch by batch."""
+        """log p_T of each row's trained tokens under the current weights, by batch and row."""
         self.model.eval()
         made = []
         for rows_B in batches:
@@ -355,17 +358,17 @@ class LearnerWorker:
         return made
 
     def base_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
-        """The same by the model without its adapter."""
+        """`logprobs` by the model without its adapter."""
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
             return self.logprobs(batches)
 
     def fingerprints(self, _: None) -> Fingerprints:
-        """Of its share of gradient and weights."""
+        """Fingerprints of this worker's shards of gradient and weights."""
         return shares(self.model, self._group.rank)
 
     def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
-        """What the frozen models that it holds answer: its copies of teachers, and its base."""
+        """Canary results of this worker's frozen models: copies of teachers, and the base."""
         if self._watched is None:
             losses = (loss for loss in self.losses if isinstance(loss, PolicyObjectiveLoss))
             base = Base(self.model, self.origin, self._config.dtype, self.base_logprobs)
@@ -377,11 +380,11 @@ class LearnerWorker:
         return [model.answer(question) for model in self._watched]
 
     def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
-        """The rows, those of rollouts as it has made them."""
+        """Rows, with places of rollouts replaced by the rows that this worker has built."""
         return [self._rollouts.row(r) if isinstance(r, RowPlace) else r for r in rows]
 
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
-        """Says where this worker finds rollouts, and what their rows are for."""
+        """Set the source of rollouts, and the loss that their rows are built for."""
         self._rollout_share = RolloutShare(source, loss.objective, loss.stop_event, self._group)
         if self._group.rank > 0:
             listen_ahead(self.fetch_ahead, self._group)
@@ -392,40 +395,43 @@ class LearnerWorker:
         return self._rollout_share
 
     def hold_rollouts(self, step: Shares) -> Mapping[int, str]:
-        """Fetches its share of a step's rollouts; returns the groups that are lost, and why."""
+        """Fetch this worker's share of a step's rollouts; return reasons of lost groups by id."""
         return self._rollouts.hold(step)
 
     def fetch_ahead(self, step: Shares) -> None:
-        """Fetches its share of what the next step may train on; beside its orders."""
+        """Prefetch this worker's share of the next step's rollouts, concurrently with orders."""
         self._rollouts.fetch_ahead(step)
 
     def add_reference(self, _: None) -> None:
-        """Scores its share by the model without its adapter."""
+        """Score this worker's share with the model without its adapter, as the reference."""
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
             self._rollouts.add_reference(self._score)
 
     def build_rows(self, _: None) -> Built:
-        """Makes the rows of its share."""
+        """Build the rows of this worker's share."""
         return self._rollouts.build()
 
     def add_proximal(self, _: None) -> None:
-        """Scores them by the present weights, for the ratios of several updates."""
+        """Score the rows with the current weights, for the ratios of several updates."""
         self._rollouts.add_proximal(self._score)
 
     def join_rows(self, places: Sequence[RowPlace]) -> None:
-        """Scores these by the present weights, and tells rows of one sequence of each other."""
+        """Score rows with the current weights, and exchange sums between rows of one sequence."""
         self._rollouts.join(places, self._score)
 
     def kept_rollouts(
         self, group_ids: Collection[int]
     ) -> tuple[list[KeptRow], list[TokenTable | None]]:
-        """Its rows of these groups, for people to look at."""
+        """Rows of these groups on this worker, and a table of all its tokens, for inspection."""
         return self._rollouts.kept(group_ids)
 
     def _score(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens, while other workers score rows of theirs; one that
-        has fewer micro-batches repeats a row."""
+        """log p_T of each row's trained tokens.
+
+        Collective: every worker calls it with its own rows. A worker with fewer micro-batches than
+        others repeats a row.
+        """
         budget, packs = self.passes.token_budget, self.packs
         batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
         missing = self._group.most(len(batches)) - len(batches)
@@ -439,23 +445,23 @@ class LearnerWorker:
         return [by_row[id(row)] for row in rows]
 
     def _reshard_root(self) -> None:
-        """Reshards FSDP2's root parameters after a forward without gradients, which leaves them."""
+        """Reshard FSDP2's root parameters, which a forward without gradients leaves gathered."""
         if self._root is not None:
             reshard(self._root)
 
     def gather(self, portion: Portion) -> dict[str, Tensor]:
-        """Gathers these weights whole; on the leader only, for they do not travel as an answer."""
+        """Gather weights whole. Only the leader returns them; other workers return nothing."""
         made = {name: self.weights[name].in_precision(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
 
     def lender_place(self, _: None) -> LenderPlace:
-        """Where what it lends is."""
+        """Location of the memory that this worker lends."""
         return LenderPlace.own(self.device)
 
     def lend(self, portion: LentPortion) -> list[LentBucket]:
-        """Gathers these weights into a bucket of its own: a handle for each of its readers.
+        """Gather weights into a bucket, and return one handle for each of this worker's readers.
 
-        A worker without readers gathers with the others, and keeps nothing.
+        A worker without readers takes part in gathering, and keeps nothing.
         """
         readers = portion.readers[self._group.rank]
         self._exported.keep(bool(readers))
@@ -469,32 +475,32 @@ class LearnerWorker:
         return []
 
     def take_back(self, _: None) -> None:
-        """Gives back the memory of the bucket that it has lent."""
+        """Free the memory of the lent bucket."""
         self._exported.keep(False)
         self._lender.take_back()
 
     def carried_over(self) -> StoredWeights:
-        """What the first checkpoint has besides; the leader reads it."""
+        """Tensors of the initial checkpoint that the model does not have. Leader only."""
         layouts = carried_over(self.model, self.names, self.origin)
         return StoredWeights(path=self.origin, layouts=layouts)
 
     def first_non_finite(self, _: None) -> str | None:
-        """The name of the first tensor with a NaN or an infinity in this worker's share."""
+        """Name of the first tensor with a NaN or an infinity in this worker's shards, or None."""
         tensors = self.model.state_dict().items()
         return first_non_finite({name: local(tensor) for name, tensor in tensors})
 
     def follow(self, version: int) -> None:
-        """Has the teacher that moves follow the weights, which are of this version now."""
+        """Update the EMA or lagged teacher with the weights, which are now of this version."""
         self._followed_by.follow(version)
 
     def swap_teacher(self, _: None) -> None:
-        """Exchanges the weights with those of the teacher that moves, and back the next time."""
+        """Swap the weights with those of the EMA or lagged teacher; call it again to undo."""
         self._exported.forget()
         self._followed_by.swap()
 
     @property
     def own_teacher(self) -> ShadowRule | None:
-        """How a teacher follows its weights; None: there is none."""
+        """Update rule of the EMA or lagged teacher, or None without one."""
         return self._config.shadow
 
     @property
@@ -503,30 +509,34 @@ class LearnerWorker:
         return self._shadow
 
     def load_teacher(self, path: str) -> None:
-        """Raises CheckpointError if it was written for another model, or cannot be read."""
+        """Load the EMA or lagged teacher from a checkpoint.
+
+        Raises:
+            CheckpointError: it was written for another model, or cannot be read.
+        """
         load_shadow(path, self._followed_by.state(), self._group.collectives)
 
     def gather_adapter(self, _: None) -> dict[str, Tensor]:
-        """The adapter, whole, under the names that peft saves; on the leader only."""
+        """Gather the adapter whole, under peft's names. Only the leader returns it."""
         assert self.lora is not None
         made = adapter_tensors(self.lora)
         return made if self._group.rank == 0 else {}
 
     def save_optimizer(self, path: str) -> None:
-        """Writes its share of AdamW's moments, and of the teacher that moves."""
+        """Write this worker's shards of AdamW's moments, and of the EMA or lagged teacher."""
         write_tensors(path, self._state, self._group.collectives)
 
     @property
     def _state(self) -> dict[str, Tensor]:
-        """What checkpoints have of this worker besides the weights."""
+        """Tensors of this worker in checkpoints besides the weights."""
         state = moments(self.model, self.optimizer)
         return state if self._shadow is None else {**state, **self._shadow.state()}
 
     def copy_moments(self, _: None) -> MomentsCopy | None:
-        """Copies what `save_optimizer` writes, and returns that on the leader.
+        """Copy the tensors that `save_optimizer` writes, and return the copy on the leader.
 
-        A follower writes it beside its orders. What becomes of that the leader learns, too: they
-        are written by all, or by none.
+        Other workers write theirs in a thread, concurrently with orders. Writing is collective: it
+        succeeds or fails on all workers, so the leader sees any failure.
         """
         copy = MomentsCopy(self._state, self._group)
         if self._group.rank == 0:
@@ -535,50 +545,54 @@ class LearnerWorker:
         return None
 
     def copy_cost(self, _: None) -> CopyCost:
-        """What `copy_moments` would take."""
+        """Memory that `copy_moments` would need."""
         shares = map(local, self._state.values())
         return CopyCost(socket.gethostname(), sum(s.nbytes for s in shares), free_bytes("cpu"))
 
     def load_optimizer(self, path: str) -> None:
-        """Raises CheckpointError if they were written for another model, or cannot be read."""
+        """Load this worker's shards of AdamW's moments from a checkpoint.
+
+        Raises:
+            CheckpointError: they were written for another model, or cannot be read.
+        """
         load_moments(path, self.model, self.optimizer, self._group.collectives)
         if self._config.offload_optimizer:
             put_away(self.optimizer)
 
     def rng_state(self, _: None) -> dict[str, Tensor]:
-        """States of the generators that this worker's dropout draws from, by kind of device."""
+        """States of this worker's random generators (used by dropout), by device type."""
         states = {"cpu": torch.get_rng_state()}
         if self.device.startswith("cuda"):
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Restores those; a kind that is not there keeps its own."""
+        """Restore the states of `rng_state`; a missing device type keeps its current state."""
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
         if "cuda" in states and self.device.startswith("cuda"):
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     def skip_update(self, _: None) -> None:
-        """Goes on in the course of the learning rate."""
-        with warnings.catch_warnings():  # of a schedule that is ahead of its optimizer, as this is
+        """Advance the learning-rate schedule without an update."""
+        with warnings.catch_warnings():  # torch warns of a schedule ahead of its optimizer
             warnings.simplefilter("ignore", UserWarning)
             self.schedule.step()
 
     def set_schedule(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of the learning-rate schedule."""
+        """Restore the state of the learning-rate schedule."""
         self.schedule.load_state_dict(dict(state))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
 
 
 def _share(group: WorkerGroup, device: str) -> float:
-    """Share of a model's bytes that goes into one memory: a GPU's, or that of a host's workers."""
+    """Fraction of a model's bytes in one memory: a GPU's, or a host's for all of its workers."""
     return (1 if device.startswith("cuda") else group.workers_here()) / group.size
 
 
 def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
-    """Loop of a worker that is not rank 0: receives an order, carries it out, answers."""
+    """Loop of a worker other than rank 0: receive an order, execute it, send the result."""
     while True:
         order = group.receive()
         group.answer(worker.carry_out(order.method, order.argument))

@@ -1,10 +1,10 @@
 """The reward model of a run: a transformers model in its actor's process, on one compute thread.
 
-    rewards        encodes conversations, leaves them in a queue, and waits for their scores
-    pump           one task, alive while there is work: takes all that waits, a batch at a time
+    rewards        encodes conversations, queues them, and waits for their scores
+    pump           one task, active while the queue has rows: scores them batch by batch
     compute thread owns the model
 
-Requests that come while a batch runs are the next batch: one scorer serves all rollout workers.
+Requests that arrive while a batch runs form the next batch: one scorer serves all rollout workers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from distill.rewards.model_reward import Conversation
 from distill.types import TokenArray
 from distill.weights.digests import digest_of, tensor_checksum
 
-# Requests of one group arrive a little apart; an idle model waits so long for the others.
+# Delay of the first batch on an idle model: requests of one group arrive a little apart.
 _GATHER_S = 0.002
-# Rows of canaries, their longest, and what they are drawn from.
+# Number of canary rows, length of the longest in tokens, and the seed that they are drawn with.
 _CANARIES, _LONGEST, _SEED = 4, 24, 19
 
 
 @dataclass(frozen=True, slots=True)
 class RewardAnswer:
-    """What it says of itself: `digest` of its weights, and `scores` of its canaries, each time that
-    they were asked for."""
+    """Canary results of a reward model.
+
+    Attributes:
+        digest: digest of the model's weights.
+        scores: scores of the canary rows, one list for each requested batch company.
+    """
 
     model: str
     dtype: str
@@ -45,7 +49,7 @@ class RewardAnswer:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A row that waits for its score."""
+    """A queued row and the future of its score."""
 
     tokens_T: TokenArray
     future: asyncio.Future[float]
@@ -54,15 +58,15 @@ class _Waiting:
 class EmbeddedRewardModel:
     """A `RewardScorer` (distill/rewards/model_reward.py) inside the caller's process.
 
-    A score is a function of the weights and the conversation, up to float rounding: rows are padded
-    behind their end, where a causal model looks at nothing.
+    A score depends on the weights and the conversation only, up to float rounding: rows are padded
+    on the right, where causal attention ignores the padding.
 
     Args:
         model_path: Hugging Face checkpoint directory of a reward model.
         dtype: torch dtype of the decoder; the head is float32, and so are scores.
-        device: `auto`, or what torch calls it.
-        token_budget: most tokens, padding included, in one forward pass.
-        threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
+        device: `auto`, or the name of a torch device.
+        token_budget: maximum number of tokens, padding included, in one forward pass.
+        threads: torch's CPU threads, a setting of the whole process; None leaves it unchanged.
 
     Raises:
         CheckpointError: there is no reward model at `model_path`, or it cannot be loaded.
@@ -85,7 +89,7 @@ class EmbeddedRewardModel:
         self._device = resolve_device(device)
         self._model: Any = load_reward_model(model_path, dtype=torch_dtype, device=self._device)
         self._model.eval()
-        # Half precision tells scores near 8 apart by 0.03: the head alone is not worth it.
+        # In half precision, scores near 8 are 0.03 apart; a head in that dtype would save little.
         head = score_head(self._model)
         assert head is not None, "load_reward_model loads no other model"
         head.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
@@ -97,10 +101,11 @@ class EmbeddedRewardModel:
         self._scored = 0
 
     async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
-        """The score of each conversation, in order.
+        """Return the score of each conversation, in order.
 
         Raises:
-            DataError: one that the tokenizer, the chat template or the context does not take.
+            DataError: the tokenizer or the chat template rejects a conversation, or it exceeds the
+                context length.
             EngineError: a score is not finite.
         """
         loop = asyncio.get_running_loop()
@@ -110,7 +115,7 @@ class EmbeddedRewardModel:
         return await self._scores_of(rows)
 
     async def _scores_of(self, rows: Sequence[TokenArray]) -> list[float]:
-        """The scores of rows, once a batch has had room for each."""
+        """Queue rows and return their scores."""
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(tokens_T, loop.create_future()) for tokens_T in rows]
         self._queue += waiting
@@ -119,10 +124,11 @@ class EmbeddedRewardModel:
         return list(await asyncio.gather(*(row.future for row in waiting)))
 
     async def canary(self, company: Sequence[int] = (0,)) -> RewardAnswer:
-        """Scores of fixed rows, in the batches of whatever waits, and a digest of the weights.
+        """Score fixed rows, batched with the queued requests, and compute a digest of the weights.
 
         Args:
-            company: the rows are scored once for each, with so many others of random tokens.
+            company: numbers of additional rows of random tokens; the fixed rows are scored once
+                with each number of them.
 
         Raises:
             EngineError: a score is not finite.
@@ -136,7 +142,7 @@ class EmbeddedRewardModel:
         return RewardAnswer(self._path, self._dtype, digest, scores)
 
     def _canaries(self, number: int, seed: int) -> list[TokenArray]:
-        """Rows of random tokens, none of which is padding: that ends a row."""
+        """Rows of random tokens without the padding token, which would end a row."""
         random = np.random.default_rng([_SEED, seed])
         ids_V = np.arange(vocab_size(self._model.config), dtype=np.int32)
         if self._padding is not None:
@@ -155,7 +161,7 @@ class EmbeddedRewardModel:
         return self._scored
 
     async def queue_length(self) -> int:
-        """Rows that wait."""
+        """Number of queued rows."""
         return len(self._queue)
 
     async def close(self) -> None:
@@ -171,7 +177,7 @@ class EmbeddedRewardModel:
             try:
                 rows = [row.tokens_T for row in batch]
                 scores = await loop.run_in_executor(self._thread, self._score, rows)
-            except Exception as error:  # of one batch; those that wait have theirs before them
+            except Exception as error:  # fails this batch only; queued rows are still scored
                 for row in batch:
                     _fail(row, error)
                 continue
@@ -183,8 +189,8 @@ class EmbeddedRewardModel:
                     _fail(row, EngineError(f"the reward model {self._path} gives {score}"))
 
     def _take(self) -> list[_Waiting]:
-        """The next batch of like lengths: from the shortest on, as many as the budget takes."""
-        self._queue = [row for row in self._queue if not row.future.done()]  # given up by its asker
+        """Take the next batch from the queue: the shortest rows, as many as the budget allows."""
+        self._queue = [row for row in self._queue if not row.future.done()]  # drop cancelled rows
         self._queue.sort(key=lambda row: len(row.tokens_T))
         most = 1
         if self._padding is not None:
@@ -196,8 +202,8 @@ class EmbeddedRewardModel:
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[TokenArray]) -> list[float]:
-        """Scores of rows, where the checkpoint's own class reads them."""
-        padding = 0 if self._padding is None else self._padding  # of one row there is none
+        """Scores of rows, at the position that the checkpoint's own class reads."""
+        padding = 0 if self._padding is None else self._padding  # a batch of one row has none
         width = max(map(len, rows))
         tokens_NT = np.full((len(rows), width), padding, np.int64)
         mask_NT = np.zeros((len(rows), width), np.int64)

@@ -1,13 +1,14 @@
-"""What other models do for trajectories: a teacher scores or samples them, a reference scores.
+"""Scoring of trajectories by a teacher and a reference policy, and sampling by a teacher.
 
-    teacher      log q_T of each token, q_1's for the bias meter, and of others at each action: the
-                 policy's likeliest where they are known, its own if wanted;
-                 with the segment's `teacher_context_T` in place of the prompt, where it has one
-    reference    log-probs of each token; after what the policy itself saw
+    teacher      log q_T of each token, log q_1 for the bias meter, and at each action log-probs of
+                 other tokens: the policy's likeliest if they are known, and optionally the
+                 teacher's own likeliest;
+                 if the segment has a `teacher_context_T`, it replaces the prompt
+    reference    log-probs of each token, given the context that the policy saw
 
-Each segment is scored at the segment's own temperature; there is no other place to take it from.
-`Scorer` scores a trajectory as soon as it has ended, while others of its group go on.
-`TeacherSampler` is a teacher in the policy's place.
+Each segment is scored at its own temperature (`Segment.temperature`).
+`Scorer` scores a trajectory when it ends, while other trajectories of the group continue.
+`TeacherSampler` is a teacher that samples in place of the policy.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from distill.privileged import in_context
 from distill.sampling import UNSCALED
 from distill.types import FloatArray, Segment, TokenArray, TopLogprobs, TrajectoryGroup
 
-# Trajectories that end within so short a time, in seconds, are scored together: a model computes
-# the prompt that they share once.
+# Trajectories that end within this time, in seconds, are scored together: the model then computes
+# their common prompt once.
 _TOGETHER_S = 0.02
 
-# What a model adds to one segment: fields of `Segment` by name.
+# Fields of `Segment` that a model adds to one segment, by name.
 _Fields = Mapping[str, Any]
 
 
 def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
-    """The teacher of a group that names `name`; an only teacher has every group, whatever it names.
+    """The teacher called `name`. A single teacher is returned for any name.
 
     Raises:
-        ConfigError: there are several, and none of that name; or there are none.
+        ConfigError: there are no teachers, or several and none of that name.
     """
     if not teachers:
         raise ConfigError("there is no teacher to score with; give one")
@@ -57,10 +58,11 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
 async def score_group(
     teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0
 ) -> TrajectoryGroup:
-    """The same group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
+    """The group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
 
-    With `policy_top_ids_NK`, or `top_k` above 0, also `teacher_top`: at those ids, and at so many
-    of the teacher's likeliest others. The ids are then dropped: they are part of it.
+    With `policy_top_ids_NK`, or `top_k` above 0, segments also get `teacher_top`: log-probs at
+    those ids, and at the teacher's `top_k` likeliest other tokens. `policy_top_ids_NK` is then
+    dropped, because `teacher_top` contains the ids.
 
     Raises:
         EngineError: the teacher answered with the wrong number of log-probs.
@@ -71,7 +73,7 @@ async def score_group(
 async def _score(
     segments: Sequence[Segment], teacher: Engine | None, reference: Engine | None, top_k: int
 ) -> list[_Fields]:
-    """What both say of each segment, in order; at the same time."""
+    """Fields of each segment from the teacher and the reference, which score concurrently."""
     wanted: list[Coroutine[Any, Any, list[_Fields]]] = []
     if teacher is not None:
         wanted.append(_by_teacher(teacher, segments, top_k))
@@ -81,7 +83,7 @@ async def _score(
         async with asyncio.TaskGroup() as tasks:
             found = [tasks.create_task(one) for one in wanted]
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the other was cancelled by the first
+        raise failures.exceptions[0] from None  # the failure of one cancels the other
     made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
     for task in found:
         for fields, more in zip(made, task.result(), strict=True):
@@ -97,11 +99,11 @@ async def score_again(
     policy_top_k: int,
     top_k: int,
 ) -> TrajectoryGroup:
-    """The same group, scored anew by whoever answers now.
+    """Score a group again with these engines, and return it with the new log-probs.
 
     Args:
-        policy_top_k: the first so many of its listed tokens are the policy's own; those of the
-            teacher are asked for again.
+        policy_top_k: number of leading ids in `teacher_top` that are the policy's likeliest. They
+            are scored again; the teacher's own likeliest tokens are requested anew.
     """
     segments = [_unscored(segment, policy_top_k) for segment in group.segments()]
     return _filled(group, await _score(segments, teacher, reference, top_k))
@@ -114,11 +116,11 @@ def _unscored(segment: Segment, policy_top_k: int) -> Segment:
 
 
 class Scorer:
-    """Scores a group's trajectories as they end; those that end together by one request.
+    """Scores a group's trajectories as they end; those that end together share one request.
 
-    Fills in what `score_group` does and `reference_logprobs_T`, both at the same time; without a
-    teacher the first is left out, without a reference the second. Runs in the `tasks` of whoever
-    rolls the group out: an error of either ends the other.
+    Fills in the fields of `score_group` and `reference_logprobs_T`, concurrently. Without a teacher
+    the former are omitted, without a reference the latter. The scoring tasks run in `tasks`, the
+    task group of the rollout: an error in scoring cancels the rollout, and the reverse.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Scorer:
         self._fields: dict[int, _Fields] = {}
 
     def ended(self, segments: Sequence[Segment]) -> None:
-        """A trajectory, by its segments, has ended."""
+        """Queue the segments of a trajectory that has ended for scoring."""
         if self._teacher is None and self._reference is None:
             return
         if not self._waiting:
@@ -151,22 +153,23 @@ class Scorer:
         self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}
 
     def no_more(self) -> None:
-        """All have ended: those that wait for others wait no longer."""
+        """Score the queued segments immediately: all trajectories have ended."""
         self._all_ended.set()
 
     def filled(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group of those trajectories, scored; once the tasks have ended."""
+        """The group with scores on its segments. Call it after the scoring tasks have ended."""
         if self._teacher is None and self._reference is None:
             return group
         return _filled(group, [self._fields[id(segment)] for segment in group.segments()])
 
 
 class TeacherSampler:
-    """A teacher that samples one group's episodes, after its privileged context where it has one.
+    """A teacher that samples one group's episodes, given its privileged context if there is one.
 
     Args:
-        context_T: what it sees in place of an episode's first observation; None: the same.
-        vocab_size: the student's. A larger teacher's padding may be sampled, if hardly ever.
+        context_T: tokens that replace an episode's first observation; None: no replacement.
+        vocab_size: vocabulary size of the student. A teacher with a larger vocabulary can, though
+            rarely, sample one of its padding ids.
     """
 
     def __init__(self, teacher: Engine, context_T: TokenArray | None, vocab_size: int) -> None:
@@ -175,7 +178,11 @@ class TeacherSampler:
         self._engines: set[int] = set()
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """Raises DataError for a token that the student does not have."""
+        """Sample from the teacher.
+
+        Raises:
+            DataError: a sampled token is outside the student's vocabulary.
+        """
         shown = replace(request, prompt_tokens_T=self._shown(request.prompt_tokens_T), known=0)
         samples = await self._teacher.generate(shown)
         for sample in samples:
@@ -185,8 +192,12 @@ class TeacherSampler:
         return samples
 
     def _shown(self, prompt_T: TokenArray) -> TokenArray:
-        """What the student would see, with the context in place of the first observation: the one
-        that these tokens begin with, or they are one themselves."""
+        """Prompt for the teacher: the student's prompt with the context in place of the first
+        observation.
+
+        The first observation is an earlier prompt that these tokens begin with. If there is none,
+        the prompt is itself a first observation.
+        """
         if self._context_T is None:
             return prompt_T
         for first_T in self._firsts:
@@ -196,8 +207,11 @@ class TeacherSampler:
         return self._context_T
 
     def signed(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group as what it is, with the engines that sampled it as its scorers: their log-probs
-        are the teacher's, and stand between the same canaries."""
+        """The group, marked as sampled by the teacher.
+
+        The engines that sampled it are recorded as its scorers: their log-probs are the teacher's,
+        and the same canaries check them.
+        """
         engines = tuple(sorted(self._engines))
         fields = [{"scored_by": engines} for _ in group.segments()]
         return replace(_filled(group, fields), by_teacher=True)
@@ -225,7 +239,7 @@ async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) 
 
 
 def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
-    """The scored tokens are the segment's; the prompt before them may be the teacher's own."""
+    """Scoring request for a segment, with the teacher's own context if the segment has one."""
     tokens_T, start = segment.tokens_T, segment.first_action
     if (context_T := segment.teacher_context_T) is not None:
         tokens_T = in_context(tokens_T, context_T, segment.teacher_replaces)
@@ -240,8 +254,11 @@ def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
 
 
 def _at_every_position(segment: Segment) -> TokenArray | None:
-    """The policy's likeliest ids at all positions that are scored; where nothing was sampled, those
-    of the first action, which are dropped with the position."""
+    """The policy's likeliest ids at every scored position, shape (N, K).
+
+    Positions without a sampled token get the ids of the first action; they are dropped later,
+    together with the position.
+    """
     ids_NK = segment.policy_top_ids_NK
     if ids_NK is None:
         return None

@@ -1,10 +1,11 @@
-"""A model behind an OpenAI-compatible endpoint, which answers in words.
+"""Client of a model behind an OpenAI-compatible endpoint, which returns text.
 
-    .../v1, .../v1/chat/completions    sees chats; a text is what the user says
-    .../v1/completions                 goes on from texts
+    .../v1, .../v1/chat/completions    takes chats; a plain text becomes a user message
+    .../v1/completions                 continues texts
 
-What may pass (no connection, timeouts, 408, 409, 429, 5xx) is tried again, after as long as the
-server asks for; what will not (a refused key, no such model, a refused prompt) fails at once.
+Transient failures (no connection, timeouts, 408, 409, 429, 5xx) are retried after the server's
+Retry-After, or with exponential back-off. Permanent ones (a rejected key, an unknown model, a
+rejected prompt) fail immediately.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # an extra, and slow to import
     from openai import AsyncOpenAI
 
 API_KEY_VARIABLE = "ISOTHERM_ENDPOINT_API_KEY"
-# The library insists on a key; servers without keys ignore it.
+# The library requires a key; servers without keys ignore it.
 NO_KEY = "none"
 _COMPLETIONS, _CHAT = "/completions", "/chat/completions"
 _MAY_PASS = (408, 409, 429)
@@ -37,7 +38,7 @@ _FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
 _LARGEST_ANSWER = 64 << 20
-# Some models refuse the first, and say that they take the second.
+# Some models reject the first name, with an error that mentions the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ Shown = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response, and whether the model ended it by itself."""
+    """A response; `ended` is True if the model ended it before the token limit."""
 
     text: str
     ended: bool
@@ -55,13 +56,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long an answer is waited for.
+    """Time and retry limits for one answer.
 
     Attributes:
-        attempt_s: longest that one attempt may take.
-        all_s: longest that all attempts of one answer may take, pauses included.
-        attempts: most of them; None: as many as there is time for.
-        useless: answers of which nothing can be made, after which the next would be another.
+        attempt_s: time limit of one attempt, in seconds.
+        all_s: time limit of all attempts of one answer, pauses included, in seconds.
+        attempts: maximum number of attempts; None: limited by `all_s` only.
+        useless: number of unusable answers (`UselessAnswer`) after which the request fails.
     """
 
     attempt_s: float
@@ -72,15 +73,16 @@ class Patience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAddress:
-    """Where a model answers in words, by the settings that say so.
+    """Address of a text model: its URL and name, with the settings that define them.
 
     Attributes:
-        url: http(s)://host[:port], with the path where the API is, if that is not /v1.
-        name: the model's, there.
-        url_setting, name_setting: what the user calls the two.
+        url: http(s)://host[:port], with the path of the API if that is not /v1.
+        name: name of the model at the endpoint.
+        url_setting, name_setting: names of the settings that hold the two, for error messages.
 
     Raises:
-        ConfigError: the url is no address, or holds what would be printed; the name is blank.
+        ConfigError: the URL is not an address, or contains a user, a password or a query, which
+            would be printed; or the name is blank.
     """
 
     url: str
@@ -98,7 +100,7 @@ class EndpointAddress:
 
     @property
     def completes(self) -> bool:
-        """True if it goes on from texts; else it answers chats."""
+        """True if the endpoint continues texts; False if it answers chats."""
         path = urlsplit(self.url).path.rstrip("/")
         return path.endswith(_COMPLETIONS) and not path.endswith(_CHAT)
 
@@ -112,8 +114,8 @@ class EndpointAddress:
 
 
 def check_url(setting: str, url: str, key_variable: str) -> None:
-    """Raises ConfigError unless it is http(s)://host[:port][/path] and nothing more."""
-    if "@" in url or "?" in url or "#" in url:  # before the address is printed anywhere
+    """Raise ConfigError unless `url` has the form http(s)://host[:port][/path]."""
+    if "@" in url or "?" in url or "#" in url:  # first: other errors print the address
         raise ConfigError(
             f"{setting} holds a user, a password or a query, which would stand in config.json; "
             f"give the server's key in {key_variable}, and write http://host:port/v1"
@@ -123,10 +125,10 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
 
 
 def read_key(variable: str) -> str:
-    """The key in an environment variable; empty without one.
+    """Read an API key from an environment variable; an empty string if it is not set.
 
     Raises:
-        ConfigError: it is none that a header can carry, which an error would show.
+        ConfigError: the key cannot be sent in a header; the library's error would print it.
     """
     key = os.environ.get(variable, "").strip()
     if key and not (key.isascii() and key.isprintable()):
@@ -135,22 +137,22 @@ def read_key(variable: str) -> str:
 
 
 def in_a_line(error: BaseException, key: str) -> str:
-    """An error's words, in a line, without the key."""
+    """Format an error's message as one line, shortened, with the key replaced by ***."""
     words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
     words = " ".join(words.split())
     return (words.replace(key, "***") if key else words)[:_SHOWN]
 
 
 class EndpointRefused(EngineError):
-    """An endpoint that would answer the same again: a key, a model or a prompt it does not take."""
+    """A permanent failure: the endpoint rejects the key, the model or the prompt."""
 
 
 class UselessAnswer(EngineError):
-    """An answer of which nothing can be made: without a text, or ended by a filter."""
+    """An unusable answer: it has no text, or was ended by a filter."""
 
 
 class _MayPass(EngineError):
-    """A failure after which another attempt may do; the server asks to wait for so long."""
+    """A transient failure; `wait_s` is the pause that the server requests before a retry."""
 
     def __init__(self, words: str, wait_s: float | None = None) -> None:
         super().__init__(words)
@@ -161,16 +163,16 @@ class _MayPass(EngineError):
 async def text_endpoint(
     address: EndpointAddress, *, patience: Patience, max_concurrent: int
 ) -> AsyncIterator[TextEndpoint]:
-    """An endpoint for as long as the block lasts; its key is in ISOTHERM_ENDPOINT_API_KEY.
+    """Context manager for an open endpoint; the key is read from ISOTHERM_ENDPOINT_API_KEY.
 
     Raises:
-        ConfigError: the library `openai` is not installed, or the key is none.
+        ConfigError: the library `openai` is not installed, or the key is invalid.
     """
     async with open_client(
         f"{address.url_setting}={address.url}",
         address.base_url,
         API_KEY_VARIABLE,
-        timeout_s=None,  # an attempt's is ours: the library's is of each wait alone
+        timeout_s=None,  # `_ask` limits each attempt; the library's timeout limits single reads
         retries=0,
     ) as client:
         yield TextEndpoint(client, address, patience, asyncio.Semaphore(max_concurrent))
@@ -179,14 +181,16 @@ async def text_endpoint(
 def open_client(
     who: str, base_url: str, key_variable: str, *, timeout_s: float | None, retries: int
 ) -> AsyncOpenAI:
-    """A client of an OpenAI-compatible endpoint: it follows no redirect, which would take prompts
-    to another host, and reads no answer without an end.
+    """Create a client of an OpenAI-compatible endpoint.
+
+    The client follows no redirects, which would send prompts to another host, and limits the size
+    of answers.
 
     Args:
-        who: the setting that names the endpoint, for the error.
+        who: the setting that names the endpoint, for error messages.
 
     Raises:
-        ConfigError: the library `openai` is not installed, or the key is none.
+        ConfigError: the library `openai` is not installed, or the key is invalid.
     """
     require_library("openai", who, "isotherm[judge]")
     import openai
@@ -196,17 +200,17 @@ def open_client(
         api_key=read_key(key_variable) or NO_KEY,
         timeout=timeout_s,
         max_retries=retries,
-        # The library's own closes itself in whatever loop runs when it is collected.
+        # The library's default client is closed by the garbage collector, in any running loop.
         http_client=openai.DefaultAsyncHttpxClient(
             follow_redirects=False,
-            headers={"Accept-Encoding": "identity"},  # the bound is on what is decoded
+            headers={"Accept-Encoding": "identity"},  # `_bound` counts bytes before decompression
             event_hooks={"response": [_bound]},
         ),
     )
 
 
 async def _bound(response: httpx.Response) -> None:
-    """Has a response's body end with an error beyond the bound."""
+    """Make the body of a response raise DecodingError beyond `_LARGEST_ANSWER` bytes."""
     import httpx
 
     if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -231,7 +235,7 @@ async def _bound(response: httpx.Response) -> None:
 
 
 class TextEndpoint:
-    """See `text_endpoint`."""
+    """An open endpoint; see `text_endpoint`."""
 
     def __init__(
         self,
@@ -249,12 +253,13 @@ class TextEndpoint:
         sampling: Sampling,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Answer:
-        """One response to a text or a chat.
+        """Request one response to a text or a chat.
 
         Raises:
-            EndpointRefused: it takes no such request, and says why.
-            UselessAnswer: it answers, again and again, with nothing to learn from.
-            EngineError: it does not answer in time, in its own words.
+            EndpointRefused: the endpoint rejects the request; the message includes its reason.
+            UselessAnswer: `Patience.useless` answers were unusable.
+            EngineError: there was no answer within the limits of `Patience`; the message includes
+                the last failure.
         """
         asked, troubles = self._asked(shown, sampling, tools), ["it is still at the first"]
         async with self._places:
@@ -322,8 +327,8 @@ class TextEndpoint:
             raise _MayPass(
                 f"{self._address} did not answer within {self._patience.attempt_s:g} s"
             ) from None
-        except (openai.OpenAIError, ValueError) as error:  # a page that is no JSON, too
-            raise self._complaint(error) from None  # its own words may repeat the key
+        except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
+            raise self._complaint(error) from None  # the original message may contain the key
         return self._read(made)
 
     def _complaint(self, error: Exception) -> EngineError:
@@ -332,7 +337,7 @@ class TextEndpoint:
         key = read_key(API_KEY_VARIABLE)
         said = in_a_line(error, key)
         status = error.status_code if isinstance(error, openai.APIStatusError) else None
-        if status in _REFUSED_KEY:  # without its words: some repeat the key
+        if status in _REFUSED_KEY:  # without the server's message: some repeat the key
             return EndpointRefused(
                 f"{self._address} refuses the key (HTTP {status}; {API_KEY_VARIABLE} is "
                 f"{'set' if key else 'not set'}); give the server's own in it, wherever responses "
@@ -348,7 +353,7 @@ class TextEndpoint:
         return _MayPass(f"{self._address} does not answer: {said}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
-        choices = getattr(made, "choices", None)  # a proxy's page is a string
+        choices = getattr(made, "choices", None)  # a proxy's error page is a string
         if not isinstance(choices, list) or not choices:
             raise _MayPass(
                 f"{self._address} answered with no choice; the API may have another path than "
@@ -374,7 +379,7 @@ class TextEndpoint:
 
 
 def _retry_after(error: Exception) -> float | None:
-    """Seconds that a server asks for before the next attempt; None: it does not say."""
+    """Pause before the next attempt from the Retry-After headers, in seconds, or None."""
     headers: Mapping[str, str] = getattr(getattr(error, "response", None), "headers", {})
     for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
@@ -385,7 +390,10 @@ def _retry_after(error: Exception) -> float | None:
 
 
 async def together(*asked: Coroutine[Any, Any, T]) -> list[T]:
-    """All their results, in order; the first failure cancels the others."""
+    """Run coroutines concurrently and return their results in order.
+
+    The first failure cancels the others and is raised.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             under_way = [tasks.create_task(each) for each in asked]

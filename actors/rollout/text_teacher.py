@@ -1,7 +1,7 @@
-"""A teacher that samples in words: an endpoint's texts, as samples of the student's tokens.
+"""A text-only teacher: texts from an endpoint, converted into samples of the student's tokens.
 
-It has no log-probs and no weights that anybody knows, so it scores nothing; what it says is learnt
-by cross-entropy (`distill.teacher_samples`), which needs neither.
+The teacher's log-probs and weights are unknown, so it cannot score. Its samples are trained on by
+cross-entropy (`distill.teacher_samples`), which needs neither.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from distill.types import TrajectoryGroup
 
 T = TypeVar("T")
 
-# An attempt that takes longer is made anew, where the run has the patience.
+# Limit of one attempt in seconds. A slower one is repeated while the deadline allows it.
 _ATTEMPT_S = 600.0
-# Requests under way at once, of one rollout worker.
+# Maximum number of concurrent requests of one rollout worker.
 _MOST_AT_ONCE = 32
 _TICK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTeacher:
-    """A teacher's endpoint, and how its texts become tokens. It pickles."""
+    """A teacher's endpoint and the encoder of its texts. Instances can be pickled."""
 
     address: EndpointAddress
     encoder: ExampleEncoder
@@ -44,7 +44,11 @@ class TextTeacher:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[OpenTextTeacher]:
-        """Raises ConfigError: see `text_endpoint`."""
+        """Context manager for an open connection to the teacher.
+
+        Raises:
+            ConfigError: see `text_endpoint`.
+        """
         patience = Patience(
             attempt_s=min(_ATTEMPT_S, self.deadline_s / 2), all_s=self.deadline_s / 2
         )
@@ -55,21 +59,21 @@ class TextTeacher:
 
 
 class OpenTextTeacher:
-    """See `TextTeacher.opened`."""
+    """A text-only teacher with an open connection; see `TextTeacher.opened`."""
 
     def __init__(self, endpoint: TextEndpoint, encoder: ExampleEncoder) -> None:
         self._endpoint, self._encoder = endpoint, encoder
 
     def sampler(self, prompt: Prompt, alive: Callable[[], None]) -> TextSampler:
-        """A sampler of responses to one prompt; `alive` is called while it waits for them."""
+        """A sampler of responses to one prompt; `alive` is called periodically during the wait."""
         return TextSampler(self._endpoint, self._encoder, prompt, alive)
 
 
 class TextSampler:
-    """Samples of responses to one prompt, whatever tokens of it are shown.
+    """Sampler of responses to one prompt; the prompt tokens of a request are ignored.
 
-    An answer is waited for as long as its endpoint's patience lasts, and that it is waited for is
-    all that is known of it meanwhile.
+    A wait ends when the endpoint's `Patience` is exhausted. An answer shows no progress before it
+    is complete, so the calls of `alive` report only that the wait continues.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class TextSampler:
         self._prompt, self._alive = prompt, alive
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """Raises what `TextEndpoint.answer` and `written_sample` do."""
+        """Sample responses. Raises the errors of `TextEndpoint.answer` and `written_sample`."""
         sampled = (self._sample(request) for _ in range(request.num_samples))
         return await _ticking(together(*sampled), self._alive)
 
@@ -100,12 +104,12 @@ class TextSampler:
 
     @staticmethod
     def signed(group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group as what it is."""
+        """The group, marked as sampled by the teacher, as text."""
         return replace(group, by_teacher=True, as_text=True)
 
 
 async def _ticking(waited_for: Coroutine[Any, Any, T], tick: Callable[[], None]) -> T:
-    """Its result; `tick` is called every few seconds until it is there."""
+    """Await a coroutine and return its result, calling `tick` every `_TICK_S` seconds meanwhile."""
     task = asyncio.ensure_future(waited_for)
     try:
         while not task.done():

@@ -1,14 +1,15 @@
-"""A trial of user code before a run: an environment or a reward, on one problem, with no model.
+"""Trial of user code before a run: an environment or a reward, on one problem, without a model.
 
-It runs in a child process, which such code may end, hang or fill; the parent says what came of it.
+The trial runs in a child process, because user code may exit, hang or exhaust memory. The parent
+reports the result.
 
     parent                                                       child
     tried(trial, timeout_s)  -- sys.path; the trial, pickled -->  trial()
-                             <-- what went wrong, or nothing ---
+                             <-- the error, or None ------------
 
-A trial is a callable that pickles: `RewardTrial`; `EpisodeTrial`, in which every turn of every
-member of the group has the same tokens; or `Trials`, several of them in one process. No model is
-there besides that policy: an environment that asks one has been tried as far as it can be.
+A trial is a callable that can be pickled: `RewardTrial`; `EpisodeTrial`, in which every turn of
+every member of the group has the same tokens; or `Trials`, several of them in one process. That
+fixed policy is the only model: a trial ends, as passed, when an environment calls another model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from distill.sampling import EvalSampling
 from distill.sandbox.bounded_calls import child_command, die_with_parent
 from distill.types import StopReason, TokenArray
 
-# Of what a child that crashed has printed.
+# Characters of a crashed child's output that an error message shows.
 _LAST_WORDS = 200
 
 
@@ -48,7 +49,7 @@ class NotTried(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTrial:
-    """A reward, called with a response and an answer."""
+    """Trial of a reward function with a response and an answer."""
 
     reward: RewardFunction
     response: str
@@ -60,11 +61,11 @@ class RewardTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeTrial:
-    """The episodes of a group.
+    """Trial of the episodes of a group.
 
     Attributes:
-        said_T: the tokens of every turn, the last one of which ends it.
-        models: the names of those that environments may ask, besides the policy.
+        said_T: the tokens of every turn; the last token ends the turn.
+        models: names of the models, besides the policy, that environments may sample from.
     """
 
     builder: EnvGroupBuilder
@@ -82,17 +83,18 @@ class EpisodeTrial:
         try:
             asyncio.run(play_group(_Says(self.said_T), builder, sampling, group_id=0, seed=0))
         except BaseException:
-            if not asked:  # else it came so far
+            if not asked:  # else the environment reached its first call of a model: it passes
                 raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Several trials, one after the other; the first that raises ends them, and is named.
+    """Several trials in sequence. The first failure stops them; its message includes the label.
 
     Attributes:
-        trials: by label, which stands behind the error in the message.
-        enough_s: no trial begins later than this after the first, for user code may be slow.
+        trials: trials by label; the label is appended to the error message.
+        enough_s: seconds after the start of the first trial from which on no further trial starts,
+            because user code may be slow.
     """
 
     trials: Mapping[str, Callable[[], None]]
@@ -106,7 +108,7 @@ class Trials:
 
 
 class _Says:
-    """A policy that always says the same."""
+    """A policy that always returns the same tokens."""
 
     def __init__(self, said_T: TokenArray) -> None:
         self._said_T = said_T
@@ -124,7 +126,7 @@ class _Says:
 
 
 class _NoModel:
-    """Stands where a model will be."""
+    """Placeholder for a model: records the access to any attribute, and raises RuntimeError."""
 
     def __init__(self, name: str, asked: list[str]) -> None:
         self.__name, self.__asked = name, asked
@@ -136,7 +138,7 @@ class _NoModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Modelless(EnvGroupBuilder):
-    """A group whose environments are given these models and no others."""
+    """Wraps a group builder; its environments get `models` in place of the run's models."""
 
     inner: EnvGroupBuilder
     models: Mapping[str, Any]
@@ -151,27 +153,29 @@ class _Modelless(EnvGroupBuilder):
 
 
 def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
-    """What the trial raised, in words that name the file and the line; None: nothing.
+    """Run the trial in a child process and describe its error, with file and line.
+
+    Returns None if the trial raised nothing.
 
     Raises:
-        NotTried: it cannot be pickled, or not be found by another process.
-        TimeoutError: it took longer.
+        NotTried: the trial cannot be pickled, or cannot be imported by another process.
+        TimeoutError: the trial took longer than `timeout_s`.
     """
     try:
         sent = pickle.dumps(trial)
-    except Exception as error:  # of several types; pickling runs the code of what is pickled
+    except Exception as error:  # of any type: pickling runs user code
         raise NotTried(f"it cannot be pickled: {error}") from error
     with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as printed:
         given.write(sent)
         given.seek(0)
-        # Files, not pipes: what user code starts may hold them open for as long as it likes.
+        # Files, not pipes: processes that user code starts may hold a pipe open indefinitely.
         child = subprocess.Popen(
             child_command(__name__),
             stdin=given,
             stdout=answer,
             stderr=printed,
             start_new_session=True,
-            # No terminal is there: breakpoints are passed over.
+            # Breakpoints are skipped: the child has no terminal.
             env={**os.environ, "PYTHONBREAKPOINT": "0"},
         )
         try:
@@ -179,7 +183,7 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
         finally:
-            with suppress(ProcessLookupError):  # it has ended, and left nobody behind
+            with suppress(ProcessLookupError):  # the child has exited and left no processes
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         answer.seek(0)
@@ -203,19 +207,19 @@ def _last_words(printed: bytes) -> str:
 
 
 def main() -> None:
-    """The child's end: standard output is the answer's; what user code prints goes to stderr."""
+    """Entry point of the child: writes the result to stdout; output of user code goes to stderr."""
     die_with_parent()
     answer = os.dup(1)
     os.dup2(2, 1)
     lost = wrong = None
     try:
         trial = pickle.load(sys.stdin.buffer)
-    except Exception as error:  # a module that is not to be found, for one
+    except Exception as error:  # a module that cannot be imported, for example
         lost = described(error)
     else:
         wrong = _wrong(trial)
     os.write(answer, json.dumps({"lost": lost, "wrong": wrong}).encode())
-    os._exit(0)  # threads of a user's keep no process
+    os._exit(0)  # user threads must not keep the process alive
 
 
 def _wrong(trial: Callable[[], None]) -> str | None:
@@ -223,6 +227,6 @@ def _wrong(trial: Callable[[], None]) -> str | None:
         trial()
     except IsothermError as error:
         return str(error)
-    except BaseException as error:  # it is the user's: it may raise anything
+    except BaseException as error:  # user code may raise anything
         return described(error)
     return None

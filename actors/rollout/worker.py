@@ -6,10 +6,10 @@
                          as soon as it has ended
     put       waits for: room in the queue     unblocked by: the learner's take
 
-A group of `teacher_samples` is sampled by its teacher instead, by an engine of it or in words by an
-endpoint, and scored by nobody.
-Many groups are under way at once; each is a task of its own. A group that fails is reported with
-its reason and leased again, by whoever has room; the worker goes on.
+A group of `teacher_samples` is sampled by its teacher instead, through the teacher's engine or, as
+text, through an endpoint. It is not scored.
+Many groups run concurrently, each as one task. A group that fails is reported with the reason and
+is leased again by any worker with free capacity; the worker continues.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from distill.types import Segment, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# How long environments of a group that was given up may take to close, seconds.
+# Time in seconds for the environments of a cancelled group to close.
 _CLOSE_S = 60.0
 
-# Where a group is: its environment's turn (or an endpoint's), the policy engine's, or the
-# teacher's, which scores or samples.
+# Stage of a group: running its environment (or waiting for an endpoint), sampling by the policy
+# engine, scoring or sampling by the teacher's engine, or delivery to the queue.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
@@ -52,31 +52,38 @@ class GroupSink(Protocol):
     """Source of leases and sink of finished groups."""
 
     async def lease(self, max_groups: int) -> Sequence[Lease]:
-        """Groups to work on, at least one; empty once the run is closing."""
+        """Lease groups: at least one, or none if the run is closing."""
         ...
 
     async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
 
     async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
-        """The group of a lease, if it is only to be scored again; None: it is to be made."""
+        """The sampled group of a lease that needs only scoring; None if it must be sampled."""
         ...
 
     async def fail(self, lease: Lease, reason: str) -> None:
-        """Returns the lease of a group that failed."""
+        """Return the lease of a group that failed."""
         ...
 
     async def inside(self, problems: Mapping[int, str]) -> None:
-        """Reports the groups that run an environment's or a reward's code, and their problems; all
-        others do not. Returns once that would outlive this process."""
+        """Report all groups that run an environment's or a reward's code, with their problems.
+
+        Returns once the report would survive a crash of this process.
+        """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """A group at work: where it is, since when (`time.monotonic`), and its samples to come.
+    """State of a group in progress.
 
-    `inside` counts its members in an environment's or a reward's code, that of `problem`;
-    `reported`: the sink knows. `given_up`: since when nobody wants it any more.
+    Attributes:
+        stage: current stage, entered at `since` (`time.monotonic`).
+        waits_for_sampler: number of pending sampling calls.
+        problem: description of the group's problem.
+        inside: number of the group's members that run an environment's or a reward's code.
+        reported: True if the sink has been told about them.
+        given_up: time of the last cancellation (`time.monotonic`); None: not cancelled.
     """
 
     lease: Lease
@@ -93,8 +100,10 @@ class UnderWay:
         self.stage, self.since = stage, time.monotonic()
 
     def give_up(self) -> None:
-        """Cancels its task; again if its environments have not closed for long, however often that
-        is said."""
+        """Cancel the group's task.
+
+        Later calls cancel it again only if its environments have not closed within `_CLOSE_S`.
+        """
         now = time.monotonic()
         if self.task is not None and (self.given_up is None or now - self.given_up > _CLOSE_S):
             self.given_up = now
@@ -102,24 +111,27 @@ class UnderWay:
 
 
 class RolloutWorker:
-    """Runs until the sink closes, or until it is drained.
+    """Leases, rolls out, scores and delivers groups until the sink closes or `drain` is called.
 
     Args:
-        policy: samples.
-        teachers: by name, as groups name theirs; none for plain RL.
-        reference: the policy that the learner is held near to; None without such a term.
-        models: what environments may ask besides the policy and the teachers, by name.
-        policy_top_k: at how many of the policy's own likeliest tokens the objective wants to know
-            the teacher, at each action.
-        teacher_top_k: at how many of the teacher's likeliest (others).
-        lengths: what the lengths of episodes do to their rewards.
-        routed_experts: the policy is asked for the experts of a mixture as well.
-        scored: the groups that their teacher scores; the others' learner asks a copy of its own.
-        teacher_samples: the groups that their teacher samples.
-        text_teachers: by the teachers' names, those whose samples an endpoint writes.
-        max_groups: most groups under way at once.
-        runs_user_code: environments or rewards may end or hang this process, so that each group
-            is reported before it enters them.
+        policy: engine that samples.
+        teachers: teacher engines by name, as groups name theirs; empty for plain RL.
+        reference: policy of the objective's reference (KL) term; None without such a term.
+        models: models that environments may sample from, besides the policy and the teachers, by
+            name.
+        policy_top_k: number of the policy's likeliest tokens at each action at which the objective
+            needs the teacher's log-probs.
+        teacher_top_k: number of the teacher's likeliest (other) tokens at each action for which the
+            objective needs them.
+        lengths: rules that change rewards by the lengths of episodes.
+        routed_experts: request the experts that tokens are routed to with each sample.
+        scored: groups that the teacher engine scores; for the others the learner has its own copy
+            of the teacher.
+        teacher_samples: groups that their teacher samples.
+        text_teachers: teachers whose samples come from an endpoint as text, by name.
+        max_groups: maximum number of concurrent groups.
+        runs_user_code: environments or rewards may crash or hang this process, so each group is
+            reported before it enters them.
     """
 
     def __init__(
@@ -172,23 +184,23 @@ class RolloutWorker:
         return list(self._under_way.values())
 
     def drain(self) -> None:
-        """Leases no more; `run` ends with the last group under way."""
+        """Stop leasing; `run` returns when the last group in progress has ended."""
         self._draining = True
         self._has_room.set()
         if self._asking is not None:
             self._asking.cancel()
 
     def forget(self, epoch: int) -> None:
-        """Gives up groups of earlier epochs: nobody would train on them."""
+        """Cancel groups of earlier epochs, which will not be trained on."""
         for group in self.under_way:
             if group.lease.epoch < epoch:
                 group.give_up()
 
     def give_up(self, over: Mapping[int, int], epoch: int) -> None:
-        """Gives up groups that were begun again elsewhere.
+        """Cancel groups that were restarted on another worker.
 
         Args:
-            over: by group, the last attempt in this epoch of which nothing is wanted any more.
+            over: last obsolete attempt of this epoch, by group id.
         """
         for group in self.under_way:
             lease = group.lease
@@ -196,7 +208,7 @@ class RolloutWorker:
                 group.give_up()
 
     async def run(self) -> None:
-        """Keeps up to `max_groups` groups under way."""
+        """Run up to `max_groups` groups concurrently until the sink closes or `drain` is called."""
         async with AsyncExitStack() as endpoints:
             for name, teacher in self._text_teachers.items():
                 opened = await endpoints.enter_async_context(teacher.opened())
@@ -205,17 +217,17 @@ class RolloutWorker:
 
     async def _run(self) -> None:
         if not self._runs_user_code:
-            await self._sink.inside({})  # for good: without a report all groups are suspects
+            await self._sink.inside({})  # once: without any report all groups would be suspects
         try:
             async with asyncio.TaskGroup() as tasks:
                 while leases := await self._lease():
                     for lease in leases:
                         group = self._under_way[lease] = UnderWay(lease)
                         group.task = tasks.create_task(self._deliver(group))
-                        # Not by the task itself, which may be given up before it begins.
+                        # Not in the task itself, which may be cancelled before it starts.
                         group.task.add_done_callback(partial(self._has_left, lease))
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the others were cancelled by the first
+            raise failures.exceptions[0] from None  # the first failure cancels the others
 
     async def _lease(self) -> Sequence[Lease]:
         while not self._draining and len(self._under_way) >= self.max_groups:
@@ -230,17 +242,17 @@ class RolloutWorker:
         except asyncio.CancelledError:
             if not self._draining:
                 raise
-            return []  # what was leased in that moment is leased again
+            return []  # groups leased at this moment are leased again later
         finally:
             self._asking = None
 
     async def _deliver(self, group: UnderWay) -> None:
-        """Rolls out a group and delivers it; or reports its failure."""
+        """Produce a group and deliver it, or report its failure."""
         try:
             made = await self._produce(group)
         except BdbQuit:
-            raise  # the user left the debugger: that ends the run
-        except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
+            raise  # the user quit the debugger, which ends the run
+        except Exception as error:  # a bad rollout is data: any error is reported
             reason = described(error) + (f", in {group.problem}" if group.problem else "")
             self._log_once(group.lease.group_id, reason, error)
             await self._sink.fail(group.lease, reason)
@@ -249,12 +261,12 @@ class RolloutWorker:
             await self._sink.put(group.lease, made)
 
     def _log_once(self, group_id: int, reason: str, error: Exception) -> None:
-        """Log a failure, one of each kind with its traceback, cut to the user's frames if any."""
+        """Log the first failure of each kind, with a traceback cut to the user's frames if any."""
         if (kind := kind_of(reason)) in self._logged:
             return
         self._logged.add(kind)
         trace = ""
-        if not isinstance(error, IsothermError):  # whose message is complete
+        if not isinstance(error, IsothermError):  # messages of IsothermError are complete
             frames = users_frames(error) or traceback.extract_tb(error.__traceback__)
             trace = "\n" + "".join(traceback.format_list(frames)).rstrip()
         logger.warning("group %d failed: %s%s", group_id, reason, trace)
@@ -275,7 +287,7 @@ class RolloutWorker:
         return replace(await made(under_way, builder), source=self._dataset.source(group_id))
 
     async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
-        """The group as the policy samples it, scored."""
+        """Sample the group from the policy, and score it."""
         started = time.perf_counter()
         teacher = self._scorer(under_way.lease.group_id, builder.teacher)
         try:
@@ -289,7 +301,7 @@ class RolloutWorker:
                 under_way.enter("scoring")
                 scorer.no_more()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the others were cancelled by the first
+            raise failures.exceptions[0] from None  # the first failure cancels the others
         timings = {"time/rollout": sampled - started}
         if teacher is not None or self._reference is not None:
             timings["time/teacher"] = time.perf_counter() - sampled
@@ -297,13 +309,13 @@ class RolloutWorker:
         return replace(scored, metrics={**scored.metrics, **timings})
 
     def _scorer(self, group_id: int, name: str) -> Engine | None:
-        """The teacher that scores the group, if one does."""
+        """The teacher that scores the group, or None."""
         if not self._teachers or group_id not in self._scored:
             return None
         return teacher_of(self._teachers, name)
 
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
-        """The group as its teacher samples it."""
+        """Sample the group from its teacher."""
         started = time.perf_counter()
         teacher = self._teacher_sampler(under_way, builder)
         stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
@@ -344,7 +356,7 @@ class RolloutWorker:
         )
 
     async def _score_again(self, under_way: UnderWay, group: TrajectoryGroup) -> TrajectoryGroup:
-        """What one scored who has moved since, or holds other weights, by another."""
+        """Re-score a group whose scorer was quarantined or holds different weights."""
         under_way.enter("scoring")
         return await score_again(
             group,
@@ -356,16 +368,16 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
-        """Context of an environment's or a reward's code.
+        """Context manager for calls of an environment's or a reward's code.
 
-        The user's is reported before it begins, for it may end or hang this process.
+        User code is reported before it starts, because it may crash or hang this process.
         """
         if not self._runs_user_code:
             yield
             return
         group.inside += 1
         try:
-            async with self._reporting:  # those that wait here travel with the next report
+            async with self._reporting:  # groups that wait here are part of the next report
                 if not group.reported:
                     await self._report()
             yield
@@ -381,7 +393,7 @@ class RolloutWorker:
 
 
 class _Asked:
-    """A policy that is asked for its likeliest tokens, and for experts, with each sample."""
+    """Wraps the policy: requests its likeliest tokens, and routed experts, with each sample."""
 
     def __init__(self, policy: Engine, top_k: int, experts: bool) -> None:
         self._policy, self._top_k, self._experts = policy, top_k, experts
@@ -392,7 +404,7 @@ class _Asked:
 
 
 class _Sampled:
-    """Notes when a group waits for whoever samples it, as that stage."""
+    """Wraps a sampler: sets the group's stage to `stage` while samples are pending."""
 
     def __init__(self, sampler: Sampler, group: UnderWay, stage: Stage) -> None:
         self._sampler, self._group = sampler, group

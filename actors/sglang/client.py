@@ -1,11 +1,11 @@
-"""Requests to an SGLang server: pooled, with a deadline, and every failure a typed error.
+"""Requests to an SGLang server: pooled, with a deadline, and typed errors for all failures.
 
-A request is sent again only where that is safe: when nothing was sent yet (connection refused), or
-when it changes nothing (scoring, asking). Sampling that was under way is never repeated silently.
+A request is retried only if that is safe: if nothing was sent yet (connection refused), or if it
+has no side effects (scoring, status queries). Sampling that has started is never repeated silently.
 
-What is large is written and read in a thread, one at a time, so that the event loop goes on
-answering heartbeats. It is a matter of bounded pieces, too: parsing JSON and base64 holds the
-interpreter from first byte to last (`actors.sglang.requests.bounded`).
+Large bodies are serialised and parsed in a thread, one at a time, so that the event loop can keep
+answering heartbeats. Parsing JSON and base64 holds the GIL from the first byte to the last, so the
+size of answers is bounded as well (`actors.sglang.requests.bounded`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Body = Mapping[str, Any]
 
 _RETRIES = 3
 _BACK_OFF_S = 0.2
-# Below the 5 s after which the server closes an idle connection: a reused one is never half closed.
+# Below the server's 5 s keep-alive timeout, so that a reused connection is never half closed.
 _KEEPALIVE_S = 2.0
-# Four times the largest answer asked for: 128k tokens with the 64 likeliest of each, as lists.
+# Bytes. Four times the largest expected answer: 128k tokens with 64 likeliest each, as lists.
 _LARGEST_ANSWER = 1 << 30
 
 
@@ -39,12 +39,12 @@ class SglangClient:
     """A client of one server, for one event loop.
 
     Args:
-        url: says `http://host:port`; asked again for every request.
-        api_key: for generating and scoring; None sends none.
-        admin_api_key: for weights, pausing and aborting.
-        deadline_s: longest any one request may take, retries included, beside what it is allowed
-            for its tokens.
-        obituary: says why the server is gone, for the errors.
+        url: returns `http://host:port`; called for every request.
+        api_key: key for generating and scoring; None: requests carry no key.
+        admin_api_key: key for weight loads, pausing and aborting.
+        deadline_s: time limit of a request in seconds, retries included; a request's
+            `allowance_s` is added to it.
+        obituary: returns the reason why the server exited, for error messages.
     """
 
     def __init__(
@@ -62,27 +62,28 @@ class SglangClient:
         self._obituary = obituary
         self._session: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sglang answers")
-        # One at a time. The members of a group arrive together, and each piece of a body that the
-        # event loop takes off a socket may wait for the reader to let go of the interpreter: a turn
-        # of the loop would wait so often as there are sockets with something on them.
+        # One body at a time. The answers of a group arrive together, and every read from a socket
+        # may wait until the reader thread releases the GIL: without the lock, one iteration of the
+        # event loop would wait once for each readable socket.
         self._receiving = asyncio.Lock()
 
     async def get(self, path: str) -> Any:
-        """JSON of a GET, repeated where it fails on the way."""
+        """Send a GET and return its JSON; retried on failure."""
         return await self._request("GET", path, None, key=self._api_key, repeatable=True)
 
     async def post(
         self, path: str, body: Body, *, repeatable: bool = False, allowance_s: float = 0
     ) -> Any:
-        """JSON of a POST.
+        """Send a POST and return its JSON.
 
         Args:
-            allowance_s: for its tokens or bytes: lengthens the deadline.
+            repeatable: the request has no side effects and may be retried.
+            allowance_s: seconds added to the deadline, for the request's tokens or bytes.
 
         Raises:
-            DataError: the server refuses the request as such (status 400 or 422).
-            EngineLost: it cannot be reached, or takes longer than the deadline.
-            EngineError: it refuses the key, fails, or answers what is not JSON.
+            DataError: the server rejects the request as invalid (status 400 or 422).
+            EngineLost: the server cannot be reached, or takes longer than the deadline.
+            EngineError: the server rejects the key, redirects, or fails.
         """
         return await self._request(
             "POST", path, body, key=self._api_key, repeatable=repeatable, allowance_s=allowance_s
@@ -97,9 +98,9 @@ class SglangClient:
         repeatable: bool = False,
         allowance_s: float = 0,
     ) -> Value:
-        """What `read` makes of the JSON of a POST; `body` and it run in a thread.
+        """Send a POST and return `read(JSON of the answer)`; `body` and `read` run in a thread.
 
-        Raises what `post` does, and what the two do.
+        Raises the errors of `post`, `body` and `read`.
         """
         payload = await self._aside(lambda: _bytes(body()))
         return await self._request(
@@ -111,7 +112,7 @@ class SglangClient:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function)
 
     async def admin(self, path: str, body: Body, *, allowance_s: float = 0) -> Any:
-        """JSON of an administrative POST. Takes and raises what `post` does."""
+        """Send an administrative POST and return its JSON. Arguments and errors as for `post`."""
         return await self._request(
             "POST", path, body, key=self._admin_api_key, repeatable=False, allowance_s=allowance_s
         )
@@ -207,7 +208,7 @@ class SglangClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Rollouts wait in the server's own queue, so the pool is unlimited; deadlines are ours.
+            # Unlimited pool: rollouts wait in the server's queue. `_request` applies the deadline.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -223,7 +224,7 @@ class SglangClient:
             )
         if status in (400, 422):
             raise DataError(f"{self._url()}{path} refused the request: {text}")
-        if 300 <= status < 400:  # not followed: prompts go to no other host
+        if 300 <= status < 400:  # not followed: prompts must not reach another host
             raise EngineError(
                 f"{self._url()}{path} redirects (status {status}); give the address of the server "
                 "itself"
@@ -250,8 +251,11 @@ class SglangClient:
 
 
 def _uncollected(read: Callable[[], Value]) -> Value:
-    """Reads without garbage collection: the rows of an answer are many lists that soon go by
-    themselves, and would have everything looked through that the process has ever imported."""
+    """Call `read` with garbage collection disabled.
+
+    The rows of an answer are many short-lived lists. Their allocation would trigger collections
+    that scan all objects of the process.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,12 @@
-"""What SGLang needs of a CUDA machine besides Python packages: a driver, nvcc, libnuma.
+"""CUDA tools that SGLang needs besides Python packages: a driver, nvcc, libnuma.
 
-SGLang compiles kernels when it first needs them, with an nvcc that it looks for in CUDA_HOME,
-CUDA_PATH, PATH and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py); one of another
-major version than torch's makes kernels that do not load. Its prebuilt kernels link libnuma.
+SGLang compiles kernels on first use, with an nvcc that it looks for in CUDA_HOME, CUDA_PATH, PATH
+and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py). An nvcc of another major
+version than torch's produces kernels that do not load. SGLang's prebuilt kernels link libnuma.
 
-Where none of these fits, a server is given the nvcc of NVIDIA's Python packages, which come with
+If none of these fits, a server uses the nvcc of NVIDIA's Python packages, which are installed with
 SGLang. They have no `lib64` and no `libcudart.so`, which SGLang links kernels with, and no
-`libcuda.so`: `cuda_home` makes a directory of links to them that has all three.
+`libcuda.so`: `cuda_home` creates a directory of links to them that has all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Oldest Linux driver for CUDA of a major version, by NVIDIA's release notes of the toolkit
+# Oldest Linux driver for each major version of CUDA, from NVIDIA's release notes of the toolkit
 # (docs.nvidia.com/cuda/cuda-toolkit-release-notes: minor version compatibility).
 _OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 _TIMEOUT_S = 20.0
@@ -31,13 +31,13 @@ _TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaTools:
-    """What is found on this machine.
+    """CUDA tools on this machine.
 
     Attributes:
-        cuda: version that torch was built for; None: a CPU build.
-        driver: version of NVIDIA's driver; None: none answers.
-        nvcc: path and version of the compiler that a server uses; None: none.
-        libnuma: whether the library loads.
+        cuda: CUDA version that torch was built for; None: a CPU build.
+        driver: version of NVIDIA's driver; None: nvidia-smi reports none.
+        nvcc: path and version of the compiler that a server uses; None: not found.
+        libnuma: True if the library can be loaded.
     """
 
     cuda: str | None
@@ -46,7 +46,7 @@ class CudaTools:
     libnuma: bool
 
     def driver_problem(self) -> str | None:
-        """Why torch cannot use the GPUs that the driver answers for, and the remedy."""
+        """Reason why torch cannot use the driver's GPUs, with the remedy; None if it can."""
         if self.driver is None:
             return None
         if self.cuda is None:
@@ -63,7 +63,7 @@ class CudaTools:
         return None
 
     def sglang_problems(self) -> list[str]:
-        """Why SGLang would not start on CUDA here, and the remedies."""
+        """Reasons why SGLang would not start on CUDA on this machine, with remedies."""
         if self.cuda is None:
             return []
         problems = []
@@ -84,7 +84,7 @@ class CudaTools:
 
 
 def find_cuda_tools(cuda: str | None) -> CudaTools:
-    """Looks for them. `cuda` is `torch.version.cuda`."""
+    """Detect the CUDA tools of this machine. `cuda` is `torch.version.cuda`."""
     home = cuda_home()
     nvcc = _nvcc() if home is None else _nvcc(f"{home}/bin/nvcc")
     return CudaTools(cuda=cuda, driver=_driver(), nvcc=nvcc, libnuma=_loads("libnuma.so.1"))
@@ -92,7 +92,11 @@ def find_cuda_tools(cuda: str | None) -> CudaTools:
 
 def cuda_home() -> str | None:
     """CUDA_HOME for a server that would find no nvcc, or one of another major version than that of
-    NVIDIA's Python packages; None: it needs none, or there are no such packages."""
+    NVIDIA's Python packages.
+
+    None if the server does not need it, if there are no such packages, or if the directory of links
+    cannot be written.
+    """
     packages = _packaged_toolkit()
     if packages is None or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return None
@@ -101,10 +105,10 @@ def cuda_home() -> str | None:
         return None
     digest = hashlib.sha256(str(packages).encode()).hexdigest()[:8]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = cache / "isotherm" / f"cuda-{digest}"  # one place: compiled kernels are known by it
+    home = cache / "isotherm" / f"cuda-{digest}"  # stable: compiled kernels are cached by this path
     try:
         _link_toolkit(home, packages)
-    except OSError:  # nowhere to write: what is missing, `sglang_problems` says
+    except OSError:  # not writable: `sglang_problems` reports the missing compiler
         return None
     return str(home)
 
@@ -118,10 +122,10 @@ def _packaged_toolkit() -> Path | None:
 
 
 def _link_toolkit(home: Path, packages: Path) -> None:
-    """Makes `home` a toolkit as one that is installed by itself. Several processes may do it."""
+    """Make `home` a complete toolkit of links to `packages`. Safe to run in several processes."""
     stubs = home / "lib64" / "stubs"
     stubs.mkdir(parents=True, exist_ok=True)
-    (home / "bin").mkdir(exist_ok=True)  # no link itself: nvcc looks for the rest beside it
+    (home / "bin").mkdir(exist_ok=True)  # not a link: nvcc looks for the rest next to its bin
     links = {home / "bin" / tool.name: tool for tool in (packages / "bin").iterdir()}
     links |= {home / name: packages / name for name in ("include", "nvvm")}
     links[home / "lib"] = home / "lib64"
@@ -142,7 +146,7 @@ def _driver() -> str | None:
 
 
 def _nvcc(*paths: str) -> tuple[str, str] | None:
-    """Path and version of the first nvcc that answers; by default of those that SGLang finds."""
+    """Path and version of the first nvcc that runs; by default of those that SGLang finds."""
     for path in paths or _nvcc_paths():
         if version := re.search(r"release (\d+\.\d+)", _output(path, "--version")):
             return path, version[1]
@@ -159,7 +163,7 @@ def _nvcc_paths() -> Iterator[str]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where there is none or it fails."""
+    """Standard output of a program, or an empty string if it does not exist or fails."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
@@ -177,7 +181,7 @@ def _loads(library: str) -> bool:
 
 
 def _path_of_library(name: str) -> Path | None:
-    """File of a shared library, as the loader finds it."""
+    """Path of a shared library, as the loader finds it; None if it cannot be loaded."""
     if not _loads(name):
         return None
     stem = name.split(".so")[0] + ".so"

@@ -2,17 +2,17 @@
 
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
-                   top_logprobs_num: the likeliest beside them; custom_params: others, of which the
-                   plugin returns the log-probs
+                   top_logprobs_num: the likeliest tokens as well; custom_params: listed tokens,
+                   whose log-probs the plugin returns
     decode_score   POST /generate, one sampled token per position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
 
 Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)
-does, and echoes the T it applied; what echoes another T than was asked for is refused here. A
-server without an echo is taken as it is: whether it scores at T is for the handshake to find out.
+does, and echoes the T that it applied; an answer that echoes another T than requested is rejected.
+Answers without an echo are accepted: the handshake checks whether the server scores at T.
 
-SGLang draws its samples from one generator for all requests, so `GenerateRequest.seed` is heeded
-only by a server that runs deterministically, as its /server_info says.
+SGLang draws its samples from one generator for all requests, so only a server that runs
+deterministically (according to its /server_info) respects `GenerateRequest.seed`.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from distill.weights.tensors import TensorLayout
 logger = logging.getLogger(__name__)
 
 _ABORT_AGAIN_S = 0.2
-# An answer to /health takes SGLang one second; later than this it is late.
+# SGLang answers /health within about one second; an answer later than this is late.
 _SILENCE_S = 5.0
 
 
 class _Prefilled(NamedTuple):
-    """Result of one prefill: log-probs at its T; unscaled ones and the likeliest if they came."""
+    """Result of one prefill: log-probs at its T; None for parts that the server did not return."""
 
     scaled_N: FloatArray
     unscaled_N: FloatArray | None
@@ -92,17 +92,18 @@ class SglangEngine:
     """An `Engine` (distill/engine.py) over HTTP.
 
     Args:
-        client: of the server.
-        server: the process, where this engine hosts it; it is ended with the engine.
-        model: the checkpoint that is served, as its host names it.
-        vocab_size: ids below it may be sent: a larger one would kill the server.
-        context_length: most tokens of a chain.
+        client: client of the server.
+        server: server process, if this engine hosts it; it is stopped with the engine.
+        model: served checkpoint, as the server names it.
+        vocab_size: upper bound of the ids that may be sent: a larger one would crash the server.
+        context_length: maximum number of tokens of a chain.
         dtype: compute precision.
-        stops: where samples end, and whether that is one event; None leaves it to the server.
-        weights: how new weights get in; None for a server that is not ours to change.
-        seeded: the server runs deterministically and heeds each request's seed.
-        mixture: the model's, where the server returns the experts that tokens are routed to.
-        first_request_s: longest that the first request of a kind may keep the server silent.
+        stops: tokens that end samples, and whether they count as one event; None: the server's own.
+        weights: loads new weights; None for a server whose weights must not be replaced.
+        seeded: the server runs deterministically and respects each request's seed.
+        mixture: shape of the model's mixture of experts, if the server returns routed experts.
+        first_request_s: time in seconds that the server may be unresponsive during the first
+            request of a kind.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class SglangEngine:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.
 
-        The plugin returns unscaled log-probs of the same pass, so a request at (T, 1) costs one.
+        The plugin also returns unscaled log-probs, so a request at (T, 1) takes one pass.
         """
         with self._carrying(len(requests)):
             await self._ready()
@@ -247,9 +248,10 @@ class SglangEngine:
     async def _put_event_right(
         self, requests: Sequence[ScoreRequest], by_request: Sequence[dict[float, FloatArray]]
     ) -> None:
-        """The event's unscaled log-probs: the plugin sends the given tokens' own only.
+        """Correct the unscaled log-probs of the stop event, in place.
 
-        They are asked for from the first token of the event on, which is often the last of all.
+        The plugin returns those of the given token alone, not of the event. They are requested
+        again from the event's first occurrence on, which is often the last token.
         """
         firsts: dict[int, int] = {}
         for i, request in enumerate(requests):
@@ -269,9 +271,9 @@ class SglangEngine:
             by_request[i][UNSCALED] = unscaled_N
 
     async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
-        """Log-probs of each request's tokens at the T beside it, by prefill on the server.
+        """Log-probs of each request's tokens at the paired T, by prefill on the server.
 
-        In as many requests as it takes for each answer to be of bounded size.
+        The passes are split into several HTTP requests so that each answer has a bounded size.
         """
         parts = [passes[part] for part in bounded(passes, self._event)]
         namespace, began = self._cache_namespace, time.monotonic()
@@ -292,7 +294,7 @@ class SglangEngine:
                         for part in parts
                     ]
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the others were cancelled by the first
+            raise failures.exceptions[0] from None  # the first failure cancels the others
         self._prefilling.note(time.monotonic() - began, tokens)
         return [each for one in made for each in one.result()]
 
@@ -310,7 +312,7 @@ class SglangEngine:
         ]
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `Engine.decode_score`. Listed tokens are not heeded: one given token is asked for."""
+        """See `Engine.decode_score`. Listed tokens are ignored: only given tokens are scored."""
         await self._ready()
         check_chains(requests, self._vocab_size, self._context_length)
         asked = [
@@ -327,7 +329,7 @@ class SglangEngine:
     async def _read_off_decode(
         self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]]
     ) -> list[Score]:
-        """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
+        """Log-probs of the tokens in `asked`: (index of the request, T, position)."""
         body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
         body |= self._cache_namespace
         with self._first.sending("scoring by decode"):
@@ -350,45 +352,48 @@ class SglangEngine:
         """See `Engine.load_weights`.
 
         Raises:
-            EngineError: the server refuses the weights, or is not ours to change.
+            EngineError: the server rejects the weights, or its weights must not be replaced.
         """
         await self._ready()
         return await self._session().load(weights, version)
 
     async def sleep(self) -> None:
-        """Releases the server's GPU memory until weights are loaded; requests wait until then.
+        """Release the server's GPU memory until weights are loaded; requests wait until then.
 
         Raises:
-            EngineError: the server did not, or is not ours to change.
+            EngineError: the server failed to release it, or its weights must not be replaced.
         """
         await self._ready()
         await self._session().sleep()
 
     async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """A bucket of `LentWeights` that are loading, a handle for each rank; returns when nobody
-        reads it any more.
+        """Load a bucket of the current `LentWeights`, with one handle for each rank.
+
+        Returns when no rank reads the bucket any more.
 
         Raises:
-            EngineError: it was not loaded.
+            EngineError: the bucket was not loaded.
         """
         await self._ready()
         await self._session().load_bucket(push, number, handles)
 
     async def end_push(self, push: str, why: str) -> None:
-        """Says that no more buckets of that push will come."""
+        """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._session().end_push(push, why)
 
     async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """Ranks that tensors of this layout will go to, by a group or lent: tensor parallelism.
+        """Announce the layout of the tensors that a group will send, or that will be lent.
+
+        Returns the number of ranks that receive them: the server's tensor parallelism.
 
         Raises:
-            EngineError: these tensors are not the model's.
+            EngineError: the tensors do not match the model's.
         """
         await self._ready()
         return await self._session().ranks(layout)
 
     async def weight_checksums(self) -> list[dict[str, str]]:
-        """See `EmbeddedEngine.weight_checksums`; by the server's weights checker, rank by rank."""
+        """See `EmbeddedEngine.weight_checksums`. Computed by the server, one dict for each rank."""
         await self._ready()
         return await self._session().checksums()
 
@@ -437,7 +442,11 @@ class SglangEngine:
         return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
 
     async def _probe_plugin(self) -> tuple[str, bool]:
-        """How given tokens come to be scored at T, and whether those of other tokens can be had."""
+        """Probe the server for the plugin.
+
+        Returns a description of how given tokens are scored at T, and True if the server returns
+        log-probs of listed tokens.
+        """
         tokens_T = np.zeros(2, np.int32)
         asked = ScoreRequest(
             tokens_T=tokens_T, start=1, temperatures=(0.5,), given_NK=tokens_T[:1, None]
@@ -453,23 +462,24 @@ class SglangEngine:
     async def health(self) -> int:
         """See `Engine.health`.
 
-        SGLang answers only once its scheduler has put something out since it was asked: of what is
-        under way, or a token that it samples for the purpose. So each answer is progress. So is
-        sleep: who is waited for then is the learner. So is silence during the first request of a
-        kind: the server compiles kernels (actors/sglang/first_requests.py).
+        SGLang answers /health only after its scheduler has produced output since the request: of a
+        running request, or of a token sampled for this purpose. So each answer counts as progress.
+        A sleeping server counts as live too: it waits for the learner. So does a server that does
+        not answer during the first request of a kind: it compiles kernels
+        (actors/sglang/first_requests.py).
         """
         await self._ready()
         if self._weights is not None and self._weights.asleep and not self._weights.loading:
             self._beats += 1
             return self._beats
         if self._weights is not None and self._weights.loading:
-            return self._beats  # generation stands still
+            return self._beats  # generation is paused
         await self._require_life()
         self._beats += 1
         return self._beats
 
     async def _require_life(self) -> None:
-        """Returns once the scheduler works, or while it may be compiling; else EngineLost."""
+        """Return if the scheduler works, or may be compiling; else raise EngineLost."""
         asked = asyncio.ensure_future(self._client.get("/health"))
         try:
             while not (await asyncio.wait([asked], timeout=_SILENCE_S))[0]:
@@ -489,8 +499,8 @@ class SglangEngine:
     async def abort(self) -> int:
         """See `Engine.abort`.
 
-        Repeated until every call has ended: the server's scheduler aborts what it has, and a
-        request may still be on its way there.
+        Repeated until every call has ended: the scheduler aborts the requests that it has received,
+        and others may still be in transit.
         """
         await self._ready()
         samples, calls = sum(self._in_flight.values()), set(self._in_flight)
@@ -500,7 +510,7 @@ class SglangEngine:
         return samples
 
     async def close(self) -> None:
-        """Ends the server, where this engine hosts it."""
+        """Close the client, and stop the server if this engine hosts it."""
         await self._client.close()
         if self.server is not None:
             self.server.stop()
@@ -510,15 +520,15 @@ class SglangEngine:
         self._note_seeds(await self._client.get("/server_info"))
 
     def _note_seeds(self, info: Any) -> None:
-        """Notes from /server_info whether samples need seeds of their own.
+        """Read from /server_info whether each sample needs a seed of its own.
 
-        A deterministic server gives all samples without one the same: every member of a group
-        would be equal. Several flags make it deterministic, --rl-on-policy-target among them.
+        A deterministic server uses the same seed for all samples that have none: all members of a
+        group would be equal. Several flags make it deterministic, --rl-on-policy-target among them.
         """
         self._seeded = isinstance(info, dict) and bool(info.get("enable_deterministic_inference"))
 
     async def _ready(self) -> None:
-        """Waits for a hosted server's start, once for all callers."""
+        """Wait for the start of a hosted server; all callers share one wait."""
         if self.server is None:
             return
         if self._starting is None:

@@ -1,4 +1,4 @@
-"""The SGLang engine with a server of its own: started with the engine, ended with it."""
+"""SGLang engine that owns its server: the server starts and stops with the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distill.weights.model_weights import BUCKET_BYTES
 class HostedSglangEngine(SglangEngine):
     """An `Engine` that owns an SGLang server process.
 
-    The constructor returns at once, so that several servers start side by side; every call waits
+    The constructor returns immediately, so that several servers start in parallel; every call waits
     until the server is ready.
 
     Args:
@@ -32,27 +32,27 @@ class HostedSglangEngine(SglangEngine):
         dtype: float32 or bfloat16.
         device: auto, cpu or cuda.
         threads: threads of the server's kernels on the CPU.
-        max_running_requests: most sequences decoded at once; more wait.
-        flags: more of SGLang's own flags; they replace ours.
-        in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
-        push_bucket_bytes: most that a rank takes at once of weights that are pushed.
-        gpu_share: the part of a GPU that the server may fill.
-        gpu_beside: bytes of that part which are another process's.
-        sleeps: it will be told to `sleep`.
-        routed_experts: it can be asked for the experts of a mixture that tokens are routed to.
-        host: address to listen on; only this process speaks to the server.
-        log_path: file for what the server prints; None makes one without a name.
-        environment: variables added to the server's.
-        start_deadline_s, request_deadline_s: longest a start, and a request, may take. The first
-            request of a kind may keep the server silent as long as a start.
-        stops: where samples end, and whether that is one event; None: as the checkpoint says. A
-            server ends at its checkpoint's and its tokenizer's own in any case.
-        server: one that was started with these settings (`start_server`); None: it is started here.
-        address: says where other nodes reach this one, for a server that is spread over several:
-            a `SglangFollower` on each of the others joins it at `meeting_point`.
+        max_running_requests: maximum number of sequences decoded concurrently; others are queued.
+        flags: additional SGLang flags; they override the flags that this class sets.
+        in_flight: effect of a weight push on samples in progress (actors/sglang/weights.py).
+        push_bucket_bytes: maximum size of the portions in which a rank receives pushed weights.
+        gpu_share: fraction of a GPU that the server may fill.
+        gpu_beside: bytes of that fraction which another process uses.
+        sleeps: enable `sleep`, which releases the GPU memory.
+        routed_experts: enable requests for the experts that tokens are routed to.
+        host: address to listen on; only this process connects to the server.
+        log_path: file for the server's output; None: an unnamed temporary file.
+        environment: variables added to the server's environment.
+        start_deadline_s, request_deadline_s: time limits of the start and of a request, in seconds.
+            The server may be unresponsive as long as a start during the first request of a kind.
+        stops: tokens that end samples, and whether they count as one event; None: the checkpoint's.
+            A server also stops at the EOS tokens of its checkpoint and tokenizer in any case.
+        server: a server started with these settings (`start_server`); None: start one.
+        address: returns the address under which other nodes reach this one, for a server that spans
+            several nodes: a `SglangFollower` on each other node joins it at `meeting_point`.
 
     Raises:
-        ConfigError: SGLang is not installed, or a flag that cannot be set.
+        ConfigError: SGLang is not installed, or a flag cannot be set.
         CheckpointError: there is no model at `model_path`.
     """
 
@@ -132,12 +132,15 @@ class HostedSglangEngine(SglangEngine):
                 bucket_bytes=push_bucket_bytes,
                 handle_key=server.handle_key,
             ),
-            seeded=False,  # until the server has started and says
+            seeded=False,  # until /server_info is read at the end of the start
             mixture=mixture,
             first_request_s=start_deadline_s,
         )
 
     async def meeting_point(self) -> MeetingPoint:
-        """Where the ranks of the server's other nodes join it; answers before it is ready."""
+        """Address at which ranks on the server's other nodes join it.
+
+        Available before the server is ready.
+        """
         assert self._store is not None, "it is on one node"
         return self._store.point

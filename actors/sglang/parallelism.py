@@ -1,4 +1,4 @@
-"""GPUs and nodes over which SGLang spreads one server, read off its flags."""
+"""Numbers of GPUs and nodes of one SGLang server, parsed from its flags."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Parallelism(NamedTuple):
     """Degrees of parallelism of one server.
 
     Attributes:
-        tensor, pipeline: ranks over which one copy of the model is split.
-        data: copies; with `data_attention` those of attention alone, among the tensor ranks.
+        tensor, pipeline: numbers of ranks over which one copy of the model is split.
+        data: number of copies; with `data_attention` of the attention layers only, among the
+            tensor ranks.
     """
 
     tensor: int = 1
@@ -32,7 +33,7 @@ class Parallelism(NamedTuple):
 
     @property
     def split(self) -> int:
-        """GPUs over which one copy of the weights is split."""
+        """Number of GPUs over which one copy of the weights is split."""
         return self.tensor * self.pipeline
 
     @property
@@ -41,7 +42,7 @@ class Parallelism(NamedTuple):
 
 
 def parallelism(text: str) -> Parallelism:
-    """Of a server with these flags.
+    """Parse the parallelism of a server from its flags.
 
     Raises:
         ConfigError: a value is not a number above 0.
@@ -67,7 +68,10 @@ def _number(flags: Flags, *names: str) -> int:
 
 
 def check_hosted(setting: str, text: str) -> None:
-    """Raises ConfigError for a server whose nodes cannot be made alike, as SGLang wants them."""
+    """Raise ConfigError if the server's GPUs cannot be split evenly over nodes, as SGLang requires.
+
+    Replicas (--dp-size) cannot be spread over nodes, except with --enable-dp-attention.
+    """
     found = parallelism(text)
     if found.nodes == 1:
         return
@@ -84,10 +88,10 @@ def check_hosted(setting: str, text: str) -> None:
 
 
 def check_pushed(setting: str, text: str) -> None:
-    """Raises ConfigError for a server that no weight push reaches whole.
+    """Raise ConfigError for a server that a weight push cannot update completely.
 
-    SGLang numbers the ranks of a push by tensor parallelism alone, and refuses it where there are
-    replicas (managers/tokenizer_control_mixin.py: dp_size == 1, but for attention's).
+    SGLang numbers the ranks of a push by tensor parallelism only, and rejects a push if there are
+    replicas (managers/tokenizer_control_mixin.py: dp_size == 1, except for attention).
     """
     found = parallelism(text)
     if found.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Request bodies for SGLang's /generate. Pure; the answers: answers.py."""
+"""Request bodies for SGLang's /generate. Pure functions; answers are parsed in answers.py."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from distill.stops import StopTokens
 def sampling_body(
     request: GenerateRequest, limit: int, *, stops: StopTokens | None, seeded: bool
 ) -> dict[str, Any]:
-    """The request's samples, of `limit` tokens at most; `seeded` gives each a seed of its own.
+    """Body of a sampling request, for samples of up to `limit` tokens.
 
-    Where stopping is one event, the log-probs of all of its tokens come with each that is sampled.
-    The likeliest come as bytes in base64, where the server knows how (SGLang 0.5.23).
+    `seeded` gives each sample a seed of its own. If the stop tokens are one event, the answer has
+    the log-probs of all of them with each sampled token. The likeliest tokens are returned as bytes
+    in base64 if the server supports it (SGLang 0.5.23).
     """
     prompt = request.prompt_tokens_T.tolist()
     params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
@@ -49,7 +50,7 @@ def sampling_body(
 
 
 def _decoder(sampling: Sampling) -> dict[str, float]:
-    """SGLang's names for a decoder. Every default that a server could be given is overridden."""
+    """Sampling settings under SGLang's names. All defaults that a server can set are overridden."""
     params = {"temperature": sampling.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     if isinstance(sampling, EvalSampling):
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
@@ -57,16 +58,16 @@ def _decoder(sampling: Sampling) -> dict[str, float]:
 
 
 def _seed(request: GenerateRequest, g: int) -> int:
-    """Sample g's own seed, as SGLang takes it: 31 bits."""
+    """Seed of sample g: 31 bits, as SGLang requires."""
     entropy = np.random.SeedSequence([request.seed % (1 << 64), g])
     return int(entropy.generate_state(1, np.uint32)[0] >> 1)
 
 
 def passes_of(request: ScoreRequest) -> list[float]:
-    """The temperatures that need a pass of their own; T = 1 comes with any other, if there is one.
+    """Temperatures that need a pass of their own: all, except T = 1 if there is another one.
 
-    If it does not come along after all, it is asked for afterwards. Listed tokens never come along
-    at another T than the pass's own.
+    Log-probs at T = 1 are returned with any other pass, or requested afterwards if the server does
+    not return them. Listed tokens are returned only at the temperature of the pass.
     """
     alone = [t for t in request.temperatures if t != UNSCALED]
     if request.listed:
@@ -75,28 +76,28 @@ def passes_of(request: ScoreRequest) -> list[float]:
 
 
 def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
-    """The request, without listed tokens where the pass is not at its first temperature."""
+    """The request, without its listed tokens unless `temperature` is its first one."""
     if temperature == request.temperatures[0]:
         return request
     return replace(request, given_NK=None, top_k=0)
 
 
 def merged(event: tuple[int, ...]) -> int:
-    """Tokens that are no outcome of their own: so many more are asked for."""
+    """Number of event tokens beyond the first: that many more likeliest tokens are requested."""
     return max(0, len(event) - 1)
 
 
-# Bytes of an answer for each scored row, and for each token that is listed with it (int32 and
-# float32 in base64). Answers of up to so many are read in one piece.
+# Bytes of an answer for each scored row, and for each token listed with it (int32 and float32 in
+# base64); and the maximum number of bytes of an answer to several passes.
 _ROW_BYTES, _LISTED_BYTES, _ANSWER_BYTES = 40, 11, 16 << 20
 
 
 def bounded(
     passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
 ) -> list[slice]:
-    """Where to cut a list of passes, so that each answer is of a bounded number of rows.
+    """Split a list of passes into slices whose answers have up to `_ANSWER_BYTES` bytes.
 
-    One pass alone may be longer.
+    The answer to a slice of one pass may be larger.
     """
     cuts, filled = [0], 0
     for i, (request, _) in enumerate(passes):
@@ -109,18 +110,19 @@ def bounded(
     return [slice(a, b) for a, b in pairwise([*cuts, len(passes)])]
 
 
-# The likeliest tokens as two blocks of int32 and float32 in place of a list of lists each token: a
-# third of the bytes, and no number is parsed. An SGLang that has no such option answers with lists.
+# Request the likeliest tokens as two blocks of int32 and float32 instead of nested lists: a third
+# of the bytes, and no parsing of numbers. An SGLang without this option answers with lists.
 _IN_BLOCKS = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
 
 
 def scoring_body(
     passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Log-probs of given tokens, each request at the temperature beside it; and of the event's
-    tokens at each position, beside so many more of the likeliest that k are left as one outcome.
+    """Body of a scoring request: log-probs of given tokens, each request at the paired temperature.
 
-    Given tokens, and the likeliest others beside them, are the plugin's business.
+    The log-probs of the event's tokens are requested at each position as well, and enough likeliest
+    tokens that k remain after the event's tokens are merged into one outcome. `given_NK`, and the
+    likeliest other tokens with it, are handled by the plugin.
     """
     more: dict[str, Any] = {"token_ids_logprob": list(event)} if event else {}
     likeliest = [0 if r.given_NK is not None else r.top_k for r, _ in passes]
@@ -138,14 +140,14 @@ def scoring_body(
             for request, t in passes
         ],
         "return_logprob": True,
-        # The first entry that SGLang returns has no log-prob.
+        # The first entry that SGLang returns contains no log-prob.
         "logprob_start_len": [request.start - 1 for request, _ in passes],
         "top_logprobs_num": [k and k + merged(event) for k in likeliest],
     }
 
 
 def _listed(request: ScoreRequest, event: tuple[int, ...]) -> dict[str, Any]:
-    """For the plugin: the given tokens, and all of the event's behind them."""
+    """Plugin parameter with the given tokens, followed by all tokens of the event."""
     if request.given_NK is None:
         return {}
     events_NE = np.tile(np.asarray(event, np.int32), (len(request.given_NK), 1))
@@ -155,17 +157,17 @@ def _listed(request: ScoreRequest, event: tuple[int, ...]) -> dict[str, Any]:
 
 
 def outcome_of(token: int, event: tuple[int, ...]) -> list[int]:
-    """The tokens that are one outcome with this one."""
+    """Tokens that form one outcome with `token`: the event's if it contains `token`."""
     return list(event) if token in event else [token]
 
 
 def forced_body(
     asked: Sequence[tuple[ScoreRequest, float, int]], event: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """One sampled token after each context, and the log-prob of the token that is there.
+    """Body of a request that decodes one token after each context, for the given token's log-prob.
 
     Args:
-        asked: (request, T, position of the token).
+        asked: (request, T, position of the given token).
     """
     return {
         "input_ids": [request.tokens_T[:position].tolist() for request, _, position in asked],

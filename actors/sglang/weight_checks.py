@@ -1,4 +1,4 @@
-"""What is known of a server before weights are loaded into it, and what is refused for that."""
+"""Facts about a server that a weight load needs, and checks of tensors before the load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from distill.errors import EngineError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# What a head that is not in a bundle shares its weights with.
+# Tensor that provides the weights of a tied lm_head, which a bundle does not contain.
 _TIED = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a load needs to know of a server.
+    """Properties of a server that determine how weights are loaded.
 
     Attributes:
-        ranks: its tensor parallelism.
-        drafts: it decodes speculatively.
-        own_draft: the draft is a part of the served model's own checkpoint.
+        ranks: degree of tensor parallelism.
+        drafts: True if the server decodes speculatively.
+        own_draft: True if the draft is a part of the served model's own checkpoint.
     """
 
     ranks: int
@@ -43,15 +43,15 @@ class ServerFacts:
 
     @property
     def selector(self) -> dict[str, str]:
-        """Which of the server's models a load is for: a draft of its own names has no part in it.
+        """Selector of the server's models that a load updates; a separate draft is excluded.
 
-        Such a draft has tensors by the same names (`layers.0...`), and would take the policy's.
+        A separate draft has tensors of the same names (`layers.0...`), and would load the policy's.
         """
         return {"selector": "all" if self.drafts and self.own_draft else "target"}
 
 
 def check_shapes(shapes: Shapes, own: Shapes) -> None:
-    """Raises EngineError: the first tensor that is unknown, of another shape, or missing."""
+    """Raise EngineError for the first tensor that is unknown, missing, or of another shape."""
     for name, shape in shapes.items():
         if name not in own:
             raise EngineError(f"the bundle holds {name!r}, which the model does not have")

@@ -1,7 +1,8 @@
-"""A server's end of a weight group: its ranks join once, and receive bucket by bucket in each push.
+"""Server side of a weight group: its ranks join once, and receive the buckets of each push.
 
-The protocol is in cluster/weights/collective.py. A server that waits in a broadcast that is not to
-come can be ended only with its process, so it is told to receive when the learner says it sends.
+The protocol is in cluster/weights/collective.py. A broadcast that is never sent blocks the server
+until its process is killed, so the server starts to receive only after the learner has confirmed
+that it sends.
 """
 
 from __future__ import annotations
@@ -21,42 +22,42 @@ from distill.weights.tensors import TensorLayout, layout_digest
 
 logger = logging.getLogger(__name__)
 
-# SGLang's word for a broadcast that broke off before anything was written.
+# SGLang's error message for a broadcast that failed before any weights were written.
 NOT_RECEIVED = "Failed to receive weights"
 
 
 class Order(Protocol):
-    """Sends the server an administrative request; raises EngineError if it refuses."""
+    """Sends the server an administrative request; raises EngineError if the server rejects it."""
 
     def __call__(
         self, path: str, body: Mapping[str, Any], /, *, allowance_s: float = 0
     ) -> Awaitable[Any]:
-        """`allowance_s` lengthens the deadline, for its bytes."""
+        """Send the request. `allowance_s` is added to the deadline, for the bytes of the load."""
         ...
 
 
 class ServerGroup:
-    """The group that a server is in, if any, and the tensors that come by it."""
+    """The weight group of a server, if any, and the layout of the tensors that it receives."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._name: str | None = None
-        self._layout: tuple[TensorLayout, ...] = ()  # told when a group is formed
+        self._layout: tuple[TensorLayout, ...] = ()  # set when a group is formed
         self._store: TCPStore | None = None
 
     def expect(self, layout: Sequence[TensorLayout]) -> None:
-        """What the group that is about to be formed will send."""
+        """Set the layout of the tensors that the next group will send."""
         self._layout = tuple(layout)
 
     def check(self, weights: CollectiveBroadcast) -> None:
-        """Raises EngineError for a broadcast of other tensors."""
+        """Raise EngineError if the broadcast has another layout than the expected one."""
         if layout_digest(self._layout) != weights.layout:
             raise EngineError(
                 "the group sends other tensors than this engine was told of when it was formed"
             )
 
     async def join(self, weights: CollectiveBroadcast) -> None:
-        """Has the server's ranks join, unless they have."""
+        """Make the server's ranks join the group, unless they are already in it."""
         if self._name == weights.group:
             return
         await self.leave()
@@ -81,7 +82,7 @@ class ServerGroup:
         self._name = weights.group
 
     async def leave(self) -> None:
-        """Forgets a group that is of no more use."""
+        """Leave the group, if the server is in one."""
         name, self._name, self._store = self._name, None, None
         if name is None:
             return
@@ -91,9 +92,13 @@ class ServerGroup:
             logger.warning("could not leave weight group %s: %s", name, error)
 
     def announce(self, weights: CollectiveBroadcast, version: int) -> None:
-        """Announces to rank 0 that this engine is about to receive, and waits for its word.
+        """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
 
-        Without it the server would wait in a broadcast, which over NCCL nothing ends but its death.
+        Without confirmation the server could block in a broadcast. With NCCL, only the end of its
+        process would end that.
+
+        Raises:
+            EngineError: the learner's store is gone, or the learner cancelled the push.
         """
         try:
             if self._store is None:
@@ -111,7 +116,7 @@ class ServerGroup:
             raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")
 
     def orders(self, weights: CollectiveBroadcast) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The body of the request that receives each bucket; True with the last."""
+        """Iterate over the request bodies that receive the buckets; True marks the last one."""
         buckets = plan_buckets(self._layout, weights.bucket_bytes)
         for i, bucket in enumerate(buckets, start=1):
             body = {

@@ -1,18 +1,18 @@
-"""Ways of weights into an SGLang server that stands still; each writes all of them, or says so.
+"""Loads of weights into a paused SGLang server; each load writes all weights, or raises.
 
     SharedTensors         in memory that this machine's processes share: this process opens it, and
                           the server reads it as the learner wrote it
                           (actors/sglang/plugin/weight_loader.py)
-    PackedTensors         in this process's memory: copied into such a block first
-    WeightDelta           what changed since the last ones: patched into a block that keeps those
-    CheckpointDirectory   files that the server reads by itself
+    PackedTensors         in this process's memory: copied into a shared block first
+    WeightDelta           changes since the last weights: applied to a block that holds those
+    CheckpointDirectory   files that the server reads itself
     CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
                           (actors/sglang/weight_group.py)
     LentWeights           buckets in the learner's memory, or on the GPU that both share, that each
                           rank opens by a handle (actors/sglang/lent_buckets.py, weight_payloads.py)
 
-Everything that can be known to be wrong is refused before the server is touched. Where a load
-fails later, the server may hold parts of two versions (`torn`).
+All checks that are possible in advance run before the server is changed. If a load fails later, the
+server may hold parts of two versions (`torn`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from distill.weights.model_weights import HeldWeights, plan_buckets
 from distill.weights.shared_memory import SharedBlock, SharedTensors
 from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite, layout_digest
 
-# What a load is of, once a change of weights has become those.
+# Weights that can be loaded: all sources except WeightDelta, which is applied first.
 Whole: TypeAlias = (
     PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights
 )
 
 
 class WeightLoads:
-    """Loads one after the other.
+    """Sequential weight loads into one server.
 
     Attributes:
-        torn: why the server's weights are of no single version; None while they are.
+        torn: reason why the server's weights are not those of a single version; None if they are.
     """
 
     def __init__(
@@ -67,25 +67,28 @@ class WeightLoads:
         """
         Args:
             order: sends the server an administrative request.
-            shapes: names and shapes of the model's tensors; asked for at the first load.
-            bucket_bytes: most that a rank takes from memory at once.
+            facts: returns the properties of the server.
+            shapes: returns names and shapes of the model's tensors; called at the first load.
+            bucket_bytes: maximum bytes that a rank loads from memory in one request.
             flushes: a load drops every cached prefix.
-            handle_key: what the server's processes ask with for memory that is lent.
+            handle_key: key with which the server's processes authenticate for lent memory.
         """
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes, self._handle_key = bucket_bytes, flushes, handle_key
         self._block = SharedBlock()
         self._received = ReceivedWeights()
         self._group = ServerGroup(order)
-        self._told: tuple[TensorLayout, ...] = ()  # what is to come in buckets that are lent
+        self._told: tuple[TensorLayout, ...] = ()  # layout of the lent buckets
         self._lendings = Lendings()
         self.torn: str | None = None
 
     async def expect(self, layout: Sequence[TensorLayout]) -> int:
-        """Says what will come by a group, or be lent; returns the server's tensor parallelism.
+        """Set the layout that a group will send, or that will be lent.
+
+        Returns the server's tensor parallelism.
 
         Raises:
-            EngineError: these are not its tensors.
+            EngineError: the tensors do not match the model's.
         """
         check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
         self._group.expect(layout)
@@ -94,7 +97,7 @@ class WeightLoads:
 
     @contextmanager
     def under_way(self, weights: WeightSource) -> Iterator[None]:
-        """Context of a load, from the moment that it is asked for: ends others that are lent."""
+        """Context manager for a load, entered when it is requested: ends other lent pushes."""
         if not isinstance(weights, LentWeights):
             self._lendings.end("other weights have come")
             yield
@@ -108,18 +111,22 @@ class WeightLoads:
         self._lendings.end("all of it is loaded", weights.push)
 
     async def give(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """A bucket of a push; returns when it is loaded. Raises EngineError if it is not."""
+        """Provide a bucket of a push, and return when it is loaded.
+
+        Raises:
+            EngineError: the bucket was not loaded.
+        """
         await self._lendings.of(push).give(number, handles)
 
     def end(self, push: str, why: str) -> None:
-        """No more buckets of this push will come."""
+        """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._lendings.end(why, push)
 
     async def ready(self, weights: WeightSource) -> Whole:
-        """The weights, ready to be written: examined, as far as can be, and copied or joined.
+        """Prepare the weights for `write`: check them, and copy them or join the group.
 
         Raises:
-            EngineError: they are not for this server, which goes on with those it has.
+            EngineError: the weights do not match this server, which keeps its current ones.
         """
         if isinstance(weights, WeightDelta):
             weights = await asyncio.to_thread(self._received.take, weights)
@@ -129,7 +136,11 @@ class WeightLoads:
         return weights
 
     async def _check(self, weights: Whole) -> None:
-        """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
+        """Raise EngineError if the weights do not match the model, or are not finite.
+
+        A server would load the tensors that it knows, keep its old values of the others, and crash
+        when it samples from NaN.
+        """
         if isinstance(weights, CollectiveBroadcast):
             self._group.check(weights)
         elif isinstance(weights, LentWeights):
@@ -146,7 +157,7 @@ class WeightLoads:
                     "weights=disk would load the policy into its draft model as well; use "
                     "weights=auto"
                 )
-        elif isinstance(weights, SharedTensors):  # its writer has looked at the values
+        elif isinstance(weights, SharedTensors):  # the writer has checked for non-finite values
             check_shapes(weights.shapes, self._shapes())
         else:
             tensors = dict(weights.unpack())
@@ -155,14 +166,14 @@ class WeightLoads:
             bad = await asyncio.to_thread(first_non_finite, tensors)
             if bad is not None:
                 raise EngineError(f"{bad!r} is not finite in the bundle; the old weights stay")
-            # This copy needs no pause.
+            # Copied here, because generation need not be paused for it.
             await asyncio.to_thread(self._block.write, HeldWeights(tensors))
 
     async def write(self, weights: Whole, version: int) -> None:
-        """Has the server load what `ready` gave; generation must stand still.
+        """Make the server load the weights that `ready` returned; generation must be paused.
 
         Raises:
-            EngineError: it did not: `torn` says so, unless nothing was written.
+            EngineError: the load failed; `torn` is set, unless nothing was written.
         """
         if isinstance(weights, CheckpointDirectory):
             await self._from_disk(weights, version)
@@ -172,7 +183,7 @@ class WeightLoads:
             await self._from_lender(weights, version)
         else:
             shared = weights if isinstance(weights, SharedTensors) else self._block.share()
-            # A server that could not open it would die; this process does not outlive it.
+            # Opened here first: a server that cannot open it would crash, and this process with it.
             with shared.held() as held:
                 await self._from_memory(held, version)
 
@@ -193,7 +204,7 @@ class WeightLoads:
         with self._writing(version):
             try:
                 for portion in portions:
-                    # Each tensor-parallel rank opens the memory for itself, and takes its own part.
+                    # Each tensor-parallel rank opens the memory itself, and loads its own part.
                     payloads = [serialized_order(portion)] * facts.ranks
                     await self._from_tensor(
                         payloads, LOADER, facts, version, last=portion is portions[-1]
@@ -221,7 +232,7 @@ class WeightLoads:
     async def _payloads(
         self, opened: ExitStack, coming: Awaitable[Sequence[LentBucket]], ranks: int
     ) -> list[bytes]:
-        """What each rank opens the next bucket by."""
+        """Payloads with which the ranks open the next bucket, one for each rank."""
         try:
             handles = await coming
             if len(handles) != ranks:
@@ -248,7 +259,7 @@ class WeightLoads:
         await self._order("/update_weights_from_tensor", body)
 
     def _ending(self, version: int, *, last: bool) -> dict[str, Any]:
-        """Fields of a bucket's order: with the last one the caches are dropped, once."""
+        """Fields of a bucket's request: the last one flushes the cache and sets the version."""
         if not last:
             return {"flush_cache": False}
         return {"flush_cache": self._flushes, "weight_version": str(version)}
@@ -271,15 +282,15 @@ class WeightLoads:
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[list[int]]:
-        """Context of a write: if it fails, the server's weights are torn.
+        """Context manager for a write: if it fails, the server's weights are torn.
 
-        Yields a list for the buckets that were written: what broke off before the first one has
-        written nothing.
+        Yields a list, to which the caller appends the buckets that were written: a load that failed
+        to receive its first bucket has written nothing.
         """
         written: list[int] = []
         try:
             yield written
-        except BaseException as error:  # a cancelled load tears the weights, too
+        except BaseException as error:  # a cancelled load leaves torn weights, too
             if isinstance(error, EngineError) and NOT_RECEIVED in str(error) and not written:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
             self.torn = (

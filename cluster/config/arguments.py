@@ -1,4 +1,4 @@
-"""Settings from `key=value` and `config=FILE`; a slip is refused in a line with what was meant."""
+"""Parsing of `key=value` and `config=FILE`; errors are one line with the likely intended form."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from distill.lookup import known_names
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
-# A whole number as people also write it: 1e3, 1_000.0.
+# A whole number in decimal or scientific notation: 1e3, 1_000.0.
 _DECIMAL = re.compile(r"[+-]?\d[\d_]*(\.\d*)?(e\+?\d)?", re.IGNORECASE)
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 
 
 class HelpAsked(Exception):
-    """--help or --version was among the arguments; the message is what they ask for."""
+    """Raised for --help or --version; the message is the text to print."""
 
 
 def key_values(argv: Sequence[str]) -> dict[str, str]:
-    """Values by key; of a key that is given twice, the last.
+    """Values by key; the last one for a key that is given twice.
 
     Raises:
-        ConfigError: an argument that is not key=value, or is not UTF-8.
-        HelpAsked: --version is among them.
+        ConfigError: an argument is not key=value, or is not UTF-8.
+        HelpAsked: --version is among the arguments.
     """
     given = {}
     for i, argument in enumerate(argv):
@@ -63,12 +63,12 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a command was given.
+    """Arguments of a command: from the command line, and from a settings file.
 
     Attributes:
-        texts: from the command line, by name.
-        file: the file whose settings they come on top of; empty: none.
-        tree: what is in it.
+        texts: values from the command line, by name; they override the file.
+        file: path of the settings file; empty without one.
+        tree: contents of the file.
     """
 
     texts: Mapping[str, str]
@@ -77,13 +77,13 @@ class Arguments:
 
     @staticmethod
     def of(argv: Sequence[str]) -> Arguments:
-        """Raises as `key_values` and `read_settings` do."""
+        """Parse `argv`. Raises as `key_values` and `read_settings`."""
         texts = key_values(argv)
         file = texts.pop(CONFIG, "")
         return Arguments(texts, file, read_settings(file) if file else {})
 
     def take(self, name: str) -> tuple[str | None, Arguments]:
-        """The value of `name`, which is no setting, and the other arguments."""
+        """The value of `name`, which is not a setting, and the remaining arguments."""
         value = self.texts.get(name, self.tree.get(name))
         texts, tree = (
             {key: each for key, each in given.items() if key != name}
@@ -95,7 +95,7 @@ class Arguments:
         """All settings of the class `kind`, as texts.
 
         Raises:
-            ConfigError: the file has a name that is none, or a value that cannot be one.
+            ConfigError: the file has an unknown name, or an invalid value.
         """
         in_file = as_texts(kind, self.tree)
         try:
@@ -107,16 +107,16 @@ class Arguments:
 
 
 def make(kind: type[Config], given: Mapping[str, str]) -> Config:
-    """Settings of the class `kind`.
+    """Build settings of the class `kind` from texts.
 
     Raises:
-        ConfigError: a name that is none, a value that cannot be one, a missing one.
+        ConfigError: a name is unknown, a value is invalid, or a required setting is missing.
     """
     given = {key: _checked(kind, key, value, given) for key, value in given.items()}
     _check_complete(kind, given)
     try:
         return chz.Blueprint(kind).make_from_argv([f"{k}={v}" for k, v in given.items()])
-    except EntrypointException as error:  # several that do not go together
+    except EntrypointException as error:  # values that are valid alone but conflict
         raise ConfigError(" ".join(str(error).split())) from error
 
 
@@ -130,12 +130,12 @@ def _check_encoding(argument: str) -> None:
 
 
 def _refers(key: str) -> bool:
-    """True if chz has its own reading of a key: `...lr=` of all that match, `a@=b` of another."""
+    """True for keys that chz interprets: `...lr=` (wildcard) and `a@=b` (reference)."""
     return "..." in key or key.endswith("@")
 
 
 def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
-    """The value of a setting, as chz reads it."""
+    """Check the name and the value of a setting; returns the value in a form that chz accepts."""
     if _refers(key):
         return value
     fields, parts = chz.chz_fields(kind), key.split(".")
@@ -154,7 +154,7 @@ def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
 
 def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
     near = get_close_matches(key, list(_names(kind, given)), n=1)
-    if not near:  # by what it is called elsewhere: learning_rate
+    if not near:  # search the docs for a name that other libraries use: learning_rate
         fields, words = chz.chz_fields(kind), key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
@@ -167,7 +167,7 @@ def _names(kind: type, given: Mapping[str, str]) -> Iterator[str]:
 
 
 def _checked_element(field: Field, key: str, value: str, rest: Sequence[str]) -> str:
-    """The value of NAME.setting of a mapping of settings. Other objects are left to chz."""
+    """Check `NAME.setting=value` in a mapping of settings. Other objects are left to chz."""
     if _choices(field.x_type):
         raise ConfigError(f"{key}={value}: {field.logical_name} has no settings of its own")
     if get_origin(field.x_type) is not Mapping or not chz.is_chz(get_args(field.x_type)[1]):
@@ -197,14 +197,14 @@ def _checked_value(field: Field, key: str, value: str) -> str:
 
 
 def _as_whole(value: str) -> str:
-    """1e3 as 1000; what is no whole number as it stands."""
+    """Rewrite a whole number like 1e3 as 1000; other texts are returned unchanged."""
     if _DECIMAL.fullmatch(value) and (number := float(value)).is_integer():
         return str(int(number)) if number < 2**53 else value
     return value
 
 
 def _choices(kind: Any) -> set[Any]:
-    """The types, or the texts, of which a plain value is one; empty for an object's type."""
+    """Allowed types or literal texts of a plain value; empty for the type of an object."""
     if get_origin(kind) is Literal:
         return {str(option) for option in get_args(kind)}
     if get_origin(kind) in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""Settings that commands and recipes share, as they stand on the command line."""
+"""Settings that commands and recipes share, with the names of the command line."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
 
 
-# What track= may name; each is an extra of the package, by the same name.
+# Trackers for track=; each is an extra of the package with the same name.
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 WandbMode = Literal["off", "offline", "online"]
 
 
 @chz.chz
 class DeviceSettings:
-    """Device of the models."""
+    """Device on which the models run."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -80,7 +80,7 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
 
 @chz.chz
 class PlacementSettings(DeviceSettings):
-    """Room that a run takes on the cluster."""
+    """Placement of a run's actors on the cluster, and their resources."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -132,7 +132,7 @@ class PlacementSettings(DeviceSettings):
 
 @chz.chz
 class SupervisionSettings:
-    """Deadlines, and what happens when they pass."""
+    """Deadlines of actors, and a limit on their restarts."""
 
     section: ClassVar[Section] = Section.SUPERVISION
 
@@ -236,7 +236,7 @@ class OutputSettings:
                 raise ConfigError(f"track={self.track}: {known_names(name, TRACKERS)}")
 
     def require_evaluations(self, eval_every: int) -> None:
-        """Raises ConfigError if `keep_best` has nothing to choose from."""
+        """Raises ConfigError if `keep_best` is set and the run has no periodic evaluations."""
         if self.keep_best is not None and not eval_every:
             raise ConfigError(
                 f"keep_best={self.keep_best} needs evaluations to choose from: give eval_every="
@@ -244,24 +244,24 @@ class OutputSettings:
 
     @property
     def only_keeps(self) -> bool:
-        """True if groups are made and kept, and nothing is trained (train=False)."""
+        """True if the run only samples and stores groups, without training (train=False)."""
         return False
 
     @property
     def trackers(self) -> list[str]:
-        """Names of the trackers, each once."""
+        """Names of the trackers, without duplicates."""
         named = [name.strip() for name in self.track.split(",")] if self.track else []
         return list(dict.fromkeys(named + ["wandb"] * (self.wandb != "off")))
 
     @property
     def wandb_mode(self) -> str:
-        """Mode of W&B where it is a tracker: WANDB_MODE or online, if wandb= does not say."""
+        """Mode of W&B as a tracker: wandb=, or without that WANDB_MODE, by default online."""
         return self.wandb if self.wandb != "off" else os.environ.get("WANDB_MODE", "online")
 
 
 @chz.chz
 class ForkSettings:
-    """A start from another run's weights."""
+    """Start from the weights of another run."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -300,7 +300,12 @@ class CommonConfig(
             require_library("liger_kernel", "liger=True", "liger-kernel")
 
     def require_work_for_all(self, units: int, what: str) -> None:
-        """Raises ConfigError if an optimizer step has less than one unit of work a worker."""
+        """Raises ConfigError if an optimizer step has less than one unit of work per worker.
+
+        Args:
+            units: units of work in an optimizer step.
+            what: the settings that determine `units`, for the error.
+        """
         if units < self.learner_workers:
             raise ConfigError(
                 f"learner_workers={self.learner_workers} but an optimizer step has {units} "
@@ -310,7 +315,7 @@ class CommonConfig(
 
     @property
     def teacher_rule(self) -> ShadowRule | None:
-        """How a teacher follows the trained weights (`learner.shadow`); None: none does."""
+        """Update rule of an EMA or lagged teacher (`learner.shadow`); None without one."""
         return None
 
     def learner(
@@ -322,7 +327,7 @@ class CommonConfig(
         updates_per_step: int = 1,
         stops: StopTokens | None = None,
     ) -> LearnerConfig:
-        """Learner settings from `start`, or from the last checkpoint."""
+        """Settings of a learner that starts from the model `start`, or from `resume_from`."""
         learner = LearnerConfig(
             model=start,
             total_steps=self.steps * updates_per_step,
@@ -336,9 +341,9 @@ class CommonConfig(
         return learner if resume_from is None else learner.resumed(resume_from)
 
     def with_dropout(self) -> bool:
-        """True if the model trains with the dropout of its config; policies never do."""
+        """True if the model trains with the dropout of its config; never for policies."""
         return False
 
     def replays_routing(self) -> bool:
-        """True if rows bring the experts that their tokens were routed to; only policies' do."""
+        """True if training rows include the routed experts of their tokens; only for policies."""
         return False

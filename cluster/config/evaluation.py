@@ -1,4 +1,4 @@
-"""Settings of responses that are evaluated: the serving decoder, and a run's own evaluations."""
+"""Settings of evaluations: the serving decoder, and a run's evaluations of its own policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
 @chz.chz
 class LengthSettings:
-    """Longest response."""
+    """Length limit of a response."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
@@ -23,7 +23,7 @@ class LengthSettings:
 
 @chz.chz
 class DecoderSettings(LengthSettings):
-    """The serving decoder. It never touches training."""
+    """Settings of the serving decoder. They do not affect training."""
 
     section: ClassVar[Section] = Section.EVALUATION
 
@@ -43,7 +43,7 @@ class DecoderSettings(LengthSettings):
         self.eval_sampling()
 
     def longest_evaluation(self) -> int:
-        """Tokens of the longest response in evaluation."""
+        """Largest length of a response in evaluation, tokens."""
         return self.max_new_tokens
 
     def eval_sampling(self) -> EvalSampling:
@@ -58,7 +58,7 @@ class DecoderSettings(LengthSettings):
 
 @chz.chz
 class IntervalSettings:
-    """How often a run evaluates what it trains."""
+    """Interval between a run's evaluations of its policy."""
 
     section: ClassVar[Section] = Section.EVALUATION
 

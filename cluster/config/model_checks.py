@@ -1,4 +1,4 @@
-"""Validation of checkpoints, servers and columns: what every recipe asks of them."""
+"""Validation of checkpoints, servers and columns that every recipe needs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokeni
 from learner.lora import check_lora
 from learner.router_balance import check_balances
 
-# An external teacher says who it is in far less; one that does not answer is not there.
+# Deadline for the info of an external teacher, seconds: an answer takes far less time.
 _INTRODUCTION_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """A teacher or a reference, by what matters before it runs.
+    """A teacher or a reference, as checked before the run starts.
 
     Attributes:
-        tokenizer, ends: its own, and where it ends; None for a running server's.
-        chat: what a running server's chat template makes of a known chat; None where it has none.
-        scores_given: False of a running server without our plugin.
+        tokenizer: its own tokenizer; None for a running server.
+        ends: ids of the tokens at which it ends; None for a running server.
+        chat: token ids of a known chat by a running server's chat template; None for a checkpoint
+            or a server without a template.
+        scores_given: False for a running server without isotherm's plugin.
     """
 
     model: str
@@ -57,7 +59,11 @@ class Scorer:
 
 
 def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    """Checks a checkpoint, or a running server; either must share the tokenizer."""
+    """Check a checkpoint or a running server; either must share the tokenizer.
+
+    Raises:
+        ConfigError: the server does not answer, or has another tokenizer.
+    """
     if is_url(model):
         try:
             info = ask_server(model)
@@ -87,10 +93,10 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def ask_server(url: str) -> EngineInfo:
-    """What a running server says of itself.
+    """Info that a running server reports.
 
     Raises:
-        ConfigError, EngineError: it is no SGLang server, or does not answer.
+        ConfigError, EngineError: it is not an SGLang server, or does not answer.
     """
     return asyncio.run(_ask(url))
 
@@ -98,7 +104,7 @@ def ask_server(url: str) -> EngineInfo:
 async def _ask(url: str) -> EngineInfo:
     for library in ("aiohttp", "orjson"):
         require_library(library, f"the server {url}", library)
-    from actors.sglang.external import ExternalSglangEngine  # brings libraries of its own
+    from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
 
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     try:
@@ -110,7 +116,7 @@ async def _ask(url: str) -> EngineInfo:
 def check_holds_tokenizer(
     role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ConfigError for a vocabulary of `size` that is smaller than the tokenizer's."""
+    """Raises ConfigError if a model's vocabulary of `size` is smaller than the tokenizer's."""
     if size < len(tokenizer):
         raise ConfigError(
             f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
@@ -119,7 +125,11 @@ def check_holds_tokenizer(
 
 
 def check_model(path: str) -> Any:
-    """The model's config; in a local directory, each weights file's header is checked first."""
+    """The model's config, after a check of the headers of the weights files in a local directory.
+
+    Raises:
+        CheckpointError: a weights file is missing or unreadable.
+    """
     config = load_config(path)
     directory = Path(path)
     if directory.is_dir():
@@ -136,7 +146,11 @@ def check_model(path: str) -> Any:
 
 
 def _shards(directory: Path) -> list[str]:
-    """Files that a sharded checkpoint's index names; none where there is no index."""
+    """Files that a sharded checkpoint's index names; empty without an index.
+
+    Raises:
+        CheckpointError: the index is unreadable.
+    """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -151,7 +165,7 @@ def check_routers(
     model: str,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
 ) -> None:
-    """Raises ConfigError for a router_aux_coef that no loss of the model could be multiplied by."""
+    """Raises ConfigError if router_aux_coef is negative, or has no loss of the model to scale."""
     if config.router_aux_coef < 0:
         raise ConfigError(f"router_aux_coef={config.router_aux_coef} must be 0 or above")
     if config.router_aux_coef:
@@ -159,11 +173,11 @@ def check_routers(
 
 
 def check_adapter(config: CommonConfig, base: str) -> None:
-    """Raises ConfigError, or CheckpointError, if the run's adapter does not fit its base."""
+    """Raises ConfigError or CheckpointError if the run's adapter does not fit its base."""
     if config.trains_adapter:
         check_lora(config, base)
 
 
 def reader_of(columns: type[Columns], config: Any) -> RowReader:
-    """A reader of rows with the run's own columns."""
+    """A reader of rows that uses the column names of the run's settings."""
     return RowReader(columns(**values_of(columns, config)))

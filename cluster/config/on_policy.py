@@ -1,4 +1,4 @@
-"""Settings of the recipes whose student samples what it is trained on: opd and rl."""
+"""Settings of the recipes that train on the student's own samples: opd and rl."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
 
-if TYPE_CHECKING:  # torch, which --help does without
+if TYPE_CHECKING:  # imports torch, which --help does not need
     from learner.checkpoint import Checkpoint
 
-# Of estimator=full, the groups that the teacher's engine scores by default: this share, and so many
-# of a step; and what makes their choice another than that of the teacher's samples.
+# Default of meter_share with estimator=full: this share of groups, and at least so many per step.
+# The seed makes their choice independent of the choice of the groups that the teacher samples.
 METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
 
 KeepRollouts = Literal["every", "all", "none"]
@@ -59,7 +59,7 @@ KeepRollouts = Literal["every", "all", "none"]
 
 @chz.chz
 class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings):
-    """The student, and what it learns on."""
+    """The student and its training data."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -126,7 +126,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
                 )
 
     def problems_title(self, prompts: str | None) -> str:
-        """The environment, its file of prompts and its reward, as they were set."""
+        """Settings of the environment, its file of prompts and its reward, as text."""
         title = f"env={type(self.env).__name__}"
         if self.env.reads_prompts:
             title += f" prompts={prompts}"
@@ -135,7 +135,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
 @chz.chz
 class SamplingSettings(LengthSettings):
-    """Samples of a step: how many, and at which temperature."""
+    """Number, temperature and staleness of a step's samples."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
@@ -201,12 +201,12 @@ class SamplingSettings(LengthSettings):
 
     @property
     def window(self) -> int:
-        """Groups in flight: leased, finished, or in weights that are not on the engines yet."""
+        """Groups in flight: leased, finished, or in weights that are not yet on the engines."""
         return self.groups_in_flight or self.prompts_per_step * min(self.max_staleness + 1, 2)
 
     @property
     def steps_in_flight(self) -> int:
-        """The same in steps, rounded up."""
+        """`window` in steps, rounded up."""
         return -(-self.window // self.prompts_per_step)
 
     def train_sampling(self) -> TrainSampling:
@@ -292,7 +292,7 @@ class RolloutConfig(
     )
 
     def _require_what_is_here(self) -> None:
-        """Raises ConfigError for what a run without Ray cannot have."""
+        """Raises ConfigError for settings that need Ray, in a run with local=True."""
         for name in ("policy_engines_max", "teacher_engines_max", "rollout_workers_max"):
             if getattr(self, name, None) is not None:
                 raise ConfigError(
@@ -348,7 +348,7 @@ class RolloutConfig(
         self._check_sleep()
 
     def _check_nodes(self) -> None:
-        """Raises ConfigError for servers over several nodes that have no place."""
+        """Raises ConfigError for servers over several nodes that cannot be placed."""
         for name in ("policy_server_flags", "teacher_server_flags"):
             flags = getattr(self, name, "")
             nodes = parallelism(flags).nodes
@@ -364,7 +364,7 @@ class RolloutConfig(
                 )
 
     def _check_shared_gpus(self) -> None:
-        """Raises ConfigError for engines of several GPUs that do not fit those of the workers."""
+        """Raises ConfigError if engines of several GPUs do not match the GPUs of the workers."""
         gpus, workers = parallelism(self.policy_server_flags).gpus, self.learner_workers
         if gpus == 1 or not self.shares_gpus("cpu" if self.device == "cpu" else "cuda"):
             return
@@ -384,7 +384,7 @@ class RolloutConfig(
             )
 
     def _check_sleep(self) -> None:
-        """Raises ConfigError for engines that cannot sleep."""
+        """Raises ConfigError if engines are set to sleep and cannot."""
         shares = self.engines_sleep_on("cpu" if self.device == "cpu" else "cuda")
         if self.engines_sleep and self.engine == "embedded":
             raise ConfigError(
@@ -432,7 +432,7 @@ class RolloutConfig(
             raise ConfigError(f"rehearse_tokens_per_s={rate} must be above 0: tokens a second")
 
     def _check_kept(self) -> None:
-        """Raises ConfigError for settings of a run with engines, in one without."""
+        """Raises ConfigError for settings that need engines, in a run with rollouts=."""
         if self.rollouts is None:
             return
         for name, value in (("eval_every", 0), ("eval_engines", 0), ("engines_sleep", None)):
@@ -443,7 +443,7 @@ class RolloutConfig(
                 )
 
     def _check_keeping(self) -> None:
-        """Raises ConfigError for what only a run with a learner can do, in one without."""
+        """Raises ConfigError for settings that need a learner, in a run with train=False."""
         if not self.only_keeps:
             return
         remedies = {
@@ -464,7 +464,7 @@ class RolloutConfig(
                 raise ConfigError(f"{name}={given} with train=False: {why}. Leave one of them out")
 
     def _check_env(self) -> None:
-        """Raises ConfigError for a setting that the environment does not read."""
+        """Raises ConfigError for settings that the environment does not use."""
         self.env.check_group(self.group_size)
         for field in self.env.token_rewards:
             if getattr(self.env, field) and self.objective().bonus_coef == 0:
@@ -494,10 +494,10 @@ class RolloutConfig(
 
     @abstractmethod
     def objective(self) -> ObjectiveConfig:
-        """The whole objective."""
+        """The run's objective, with all of its terms."""
 
     def length_rules(self) -> LengthRules | None:
-        """What the lengths of responses do to their rewards; None: nothing."""
+        """Rules by which the length of a response changes its reward; None without any."""
         objective = self.objective()
         if not objective.mask_truncated and not objective.overlong_buffer:
             return None
@@ -510,19 +510,19 @@ class RolloutConfig(
         )
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
-        """Teachers by name; the name of one that is alone is empty."""
+        """Teachers by name; a single teacher has an empty name."""
         return {}
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
-        """The groups that teachers sample, of tokens that a student of that vocabulary has."""
+        """Groups that teachers sample, with tokens of a student vocabulary of `vocab_size`."""
         return NO_TEACHER_SAMPLES
 
     def scored_by_teacher(self) -> GroupShare:
-        """The groups of the policy's that their teacher's engine scores, where there is one."""
+        """Policy-sampled groups that a teacher's engine scores, if there is one."""
         return EVERY_GROUP
 
     def text_endpoints(self) -> Mapping[str, EndpointAddress]:
-        """The endpoints that write what teachers would sample, by the teachers' names."""
+        """Endpoints that generate teacher samples, by teacher name."""
         return {}
 
     @property
@@ -536,17 +536,17 @@ class RolloutConfig(
         return 1
 
     def feedback_template(self) -> FeedbackTemplate | None:
-        """What teachers see of each episode; None: what the problems' rows say."""
+        """Template of the prompts that teachers see; None to use the prompts of the rows."""
         return None
 
     @property
     def most_replaced(self) -> int:
-        """Groups of constant reward that a step passes over at most."""
+        """Largest number of groups of constant reward that a step skips."""
         return 0
 
     @property
     def scored_by_reference(self) -> bool:
-        """True if reference engines score the rollouts; the learner may hold one of its own."""
+        """True if reference engines score the rollouts. Otherwise see `base_is_reference`."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
 
     @property
@@ -593,13 +593,13 @@ class RolloutConfig(
     def evaluation_engine(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
-        """The same on GPUs that it does not share with the learner."""
+        """Settings of a policy engine on GPUs that it does not share with the learner."""
         return self.engine_of(model, device, log_path, self.policy_server_flags, stops)
 
     def policy_learner(
         self, device: str, resume_from: Checkpoint | None, stops: StopTokens
     ) -> LearnerConfig:
-        """The learner of the student, from the run's start or from a checkpoint."""
+        """Settings of the student's learner, from the start of the run or from a checkpoint."""
         made = self.learner(
             self.student,
             device,
@@ -623,8 +623,10 @@ class RolloutConfig(
         return shares and device.startswith("cuda")
 
     def lends_weights(self, device: str) -> bool:
-        """True if policy engines will read weights in the memory of the learner's workers, as far
-        as settings tell: where each shares a worker's GPU."""
+        """True if policy engines will read weights from the memory of the learner's workers.
+
+        With weights=auto this is a forecast from the settings: each engine shares a worker's GPU.
+        """
         if self.weights != "auto":
             return self.weights == "ipc"
         gpus = self.policy_engines * parallelism(self.policy_server_flags).gpus
@@ -632,8 +634,8 @@ class RolloutConfig(
         return shares and choose_engine(self.engine, device) == "sglang"
 
     def lent_bytes(self, device: str) -> int:
-        """Bytes of the largest bucket that a push lends: what it takes of a GPU meanwhile."""
-        import torch  # which settings do without
+        """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
+        import torch  # here, since settings alone do not need it
 
         from learner.memory import largest_bucket
 
@@ -641,15 +643,15 @@ class RolloutConfig(
         return largest_bucket(self.student, dtype, self.push_bucket_bytes)
 
     def pushes_overlap(self, device: str) -> bool:
-        """True if a push by a copy may go on beside the learner's next step.
+        """True if a push by copy can overlap the learner's next step.
 
-        With max_staleness=0 that step has no groups before the push is over.
+        With max_staleness=0, that step has no groups before the push has ended.
         """
         return self.push_overlap and self.max_staleness > 0 and not self.engines_sleep_on(device)
 
     def _learner_resting(self) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""
-        from learner.memory import WorkerMemory, estimate_memory  # torch, which settings do without
+        from learner.memory import WorkerMemory, estimate_memory  # imports torch
 
         estimate = estimate_memory(self.student)
         if estimate is None:
@@ -674,7 +676,7 @@ class RolloutConfig(
         server_flags: str,
         stops: StopTokens | None,
     ) -> EngineConfig:
-        gpus = parallelism(server_flags).gpus  # several are whole ones
+        gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
         return EngineConfig(
             kind=choose_engine(self.engine, device),
             model=model,
@@ -754,7 +756,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         return ObjectiveConfig(**values_of(ObjectiveConfig, self))
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
-        """See `RolloutConfig.teacher_models`; of a teacher that moves, where it begins."""
+        """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
         if self.teacher is None:
             return self.teachers
         return {
@@ -794,7 +796,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
             )
 
     def _check_own_teacher(self) -> None:
-        """Raises ConfigError for what a teacher that moves cannot have."""
+        """Raises ConfigError for settings that conflict with teacher=policy."""
         for name in ("warmup", "teacher_samples"):
             if getattr(self, name) and self.teacher_samples_url is None:
                 raise ConfigError(
@@ -834,8 +836,10 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
 
     @property
     def _scores_are_trained_on(self) -> str:
-        """The setting by which the loss needs the engine's scores; empty: estimator=full does not,
-        for the learner asks its own copy of the teacher."""
+        """The setting that makes the loss depend on the scores of the teacher's engine.
+
+        Empty with estimator=full alone, where the loss uses the learner's copy of the teacher.
+        """
         if self.estimator != "full":
             return f"estimator={self.estimator}"
         if self.only_keeps:

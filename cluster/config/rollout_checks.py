@@ -1,4 +1,4 @@
-"""Validation of opd and rl runs and their files, before an actor starts."""
+"""Validation of opd and rl runs and their files, before any actor starts."""
 
 from __future__ import annotations
 
@@ -64,9 +64,12 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerInputs:
-    """The part of a checked opd or rl run that its learner is built from.
+    """Inputs of the learner of a checked opd or rl run.
 
-    `sft_parts` are those of `sft_data`'s sources; `longest_row` is in tokens.
+    Attributes:
+        longest_row: upper bound of a training row's length, tokens.
+        sft_rows_D: supervised rows of all `sft_data` sources, in order.
+        sft_parts: the rows' division into the sources.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -78,11 +81,14 @@ class LearnerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInputs(LearnerInputs):
-    """A checked opd or rl run: what its actors are built from.
+    """Inputs of all actors of a checked opd or rl run.
 
-    `digests` are of the rows that each setting names; `judged` is False where no problem has
-    anything that a reward could compare with. `text_teachers` are those whose samples an endpoint
-    writes, by the teachers' names.
+    Attributes:
+        train: problems to train on.
+        held_out: problems for evaluations.
+        judged: False if no problem has anything that a reward could compare with.
+        digests: digest of the rows of each setting that names files, by setting.
+        text_teachers: teachers whose samples an endpoint generates, by name.
     """
 
     train: EnvDataset
@@ -93,15 +99,15 @@ class RolloutInputs(LearnerInputs):
 
     @property
     def of_learner(self) -> LearnerInputs:
-        """The learner's part alone, which is sent to it without the problems."""
+        """The learner's inputs without the problems, as sent to the learner."""
         return LearnerInputs(**{f.name: getattr(self, f.name) for f in fields(LearnerInputs)})
 
 
 def check_rollout(config: RolloutConfig) -> RolloutInputs:
-    """Reads all checkpoints' headers, their tokenizers and every prompt.
+    """Read the headers of all checkpoints, their tokenizers and every prompt, and check them.
 
     Raises:
-        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+        ConfigError, CheckpointError, DataError: names the field or file, its value and a remedy.
     """
     choose_engine(config.engine, config.device)
     student = check_model(config.student)
@@ -176,7 +182,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocab_size(student),
-        max_length=sys.maxsize,  # what is longer than max_new_tokens is cut
+        max_length=sys.maxsize,  # text_teachers cuts at max_new_tokens
         stop_ids=stops.ids,
     )
     return RolloutInputs(
@@ -199,7 +205,7 @@ def _check_stops(
     own: frozenset[int],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raises ConfigError for a server of the student that would end elsewhere as well."""
+    """Raises ConfigError if an SGLang server of the student would also stop at other tokens."""
     missing = own - set(stops.ids)
     if missing and choose_engine(config.engine, config.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
@@ -213,7 +219,7 @@ def _check_stops(
 def _each_source(
     sources: Sequence[Source], load: Callable[[str], Sequence[Loaded]]
 ) -> tuple[list[Loaded], list[MixedPart]]:
-    """What is loaded of each source, one after another, and what of it is whose."""
+    """Load all sources; returns their concatenated rows, and the size and weight of each."""
     loaded, parts = [], []
     for source in sources:
         ours = load(source.place)
@@ -229,7 +235,11 @@ def _check_top(
     student_vocab: int,
     event: Sequence[int],
 ) -> None:
-    """A bucket for the rest needs tokens that are not in the top, and given tokens our plugin."""
+    """Raises ConfigError if a teacher cannot provide the top-k log-probs of the objective.
+
+    The tail bucket needs tokens outside the top k. Scores of given tokens need a server with
+    isotherm's plugin.
+    """
     if objective.asked_of_policy and not teacher.scores_given:
         raise ConfigError(
             f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
@@ -255,7 +265,7 @@ def _load_problems(
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     read: RowReader,
 ) -> tuple[EnvDataset, EnvDataset]:
-    """Problems to train on and held-out ones, each of which every model has room for."""
+    """Problems to train on, and held-out ones. Each fits the context of every model."""
     rooms = [scorer.context_length for scorer in scorers]
 
     def load(env: EnvConfig, sources: Sequence[Source], max_new_tokens: int) -> list[EnvDataset]:
@@ -293,7 +303,7 @@ def _load_problems(
 
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
-    """Refuses problems that leave a term of the objective without anything to learn from."""
+    """Raises ConfigError if the problems leave a term of the objective without a signal."""
     objective = config.objective()
     builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
     if not builders_P:
@@ -359,7 +369,7 @@ def _check_feedback(
     builders_P: Sequence[EnvGroupBuilder],
     unjudged: Sequence[str],
 ) -> None:
-    """Refuses feedback that an environment does not make, or that tells of rewards nobody gives."""
+    """Raises ConfigError if teacher_feedback needs text or rewards that the problems lack."""
     template = config.feedback_template()
     if template is None:
         return
@@ -388,8 +398,8 @@ def _for_teacher_messages(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer whose chat template writes the teacher's `teacher_messages`.
 
-    A running server's template is not to be had: where it writes otherwise than the run's, the
-    tokenizer refuses to render any chat.
+    The template of a running server is not available. If it renders a known chat differently from
+    the run's template, the returned tokenizer raises an error when it renders a chat.
     """
     if teacher.tokenizer is not None:
         return config.choose_teacher_template(teacher.tokenizer, own_template, run)
@@ -409,10 +419,14 @@ def _hold_out(
     sources: Sequence[Source],
     config: RolloutConfig,
 ) -> tuple[EnvDataset, EnvDataset]:
-    """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
+    """Split problems into (train, held out) by a seeded choice.
 
-    Of each source as many as its size asks for. Problems with one prompt stay on one side.
-    `evaluated` are the same problems, as evaluations play them.
+    Holds out at most eval_size problems and at most a tenth of all, from each source in proportion
+    to its size. Problems with the same prompt stay on the same side.
+
+    Args:
+        problems: problems of each source, as training uses them.
+        evaluated: the same problems, as evaluations use them.
     """
     sizes = [len(each) for each in problems]
     counts = shares(sizes, min(config.eval_size, sum(sizes) // 10))
@@ -429,6 +443,6 @@ def _hold_out(
 
 
 def _prompt_keys(source: int, problems: EnvDataset, group_size: int) -> list[Hashable]:
-    """Key of each problem's prompt; one of its own where the problem tells none."""
+    """Key of each problem's prompt; a unique key for a problem without one."""
     keys = (problems.builder(p, group_size).prompt_key for p in range(len(problems)))
     return [(source, p) if key is None else key for p, key in enumerate(keys)]

@@ -1,4 +1,4 @@
-"""Settings of the teachers of recipe=opd: who they are, what they see, and what they sample."""
+"""Settings of the teachers of recipe=opd: their models, their prompts, and their samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learner.config import ShadowRule
 
 
 def check_stands_still(teacher: str) -> None:
-    """Raises ConfigError for a teacher that moves, where no student is trained."""
+    """Raises ConfigError for teacher=policy in a command that trains no student."""
     if teacher == OWN:
         raise ConfigError(
             f"teacher={OWN} is the student of a training run, as it moves, and nothing is trained "
@@ -39,7 +39,7 @@ class TeacherConfig:
 
 @chz.chz
 class TeacherSettings:
-    """Whose distribution the student learns."""
+    """Teachers whose distributions the student learns."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -125,7 +125,7 @@ class TeacherSettings:
 
     @property
     def teacher_rule(self) -> ShadowRule | None:
-        """How a teacher that moves follows the student; None: it is the live one, or stays."""
+        """Update rule of an EMA or lagged teacher; None for the live student or a fixed teacher."""
         if not self.teacher_lag and self.teacher_ema is None:
             return None
         return ShadowRule(every=self.teacher_lag, ema=self.teacher_ema)
@@ -133,7 +133,7 @@ class TeacherSettings:
 
 @chz.chz
 class TeacherSampleSettings:
-    """What the teacher samples in the student's place."""
+    """Groups that the teacher samples instead of the student."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
@@ -162,10 +162,11 @@ class TeacherSampleSettings:
     )
 
     def endpoints(self, teachers: Mapping[str, TeacherConfig]) -> dict[str, EndpointAddress]:
-        """The endpoints that write what teachers would sample, by the teachers' names.
+        """Endpoints that generate teacher samples, by teacher name.
 
         Raises:
-            ConfigError: one is given by half, is no address, or is never asked.
+            ConfigError: an endpoint lacks its address or its model name, has an invalid address, or
+                would never be used.
         """
         for name in ("teacher_samples_url", "teacher_samples_name"):
             if any(teachers) and getattr(self, name) is not None:
@@ -198,7 +199,12 @@ class TeacherSampleSettings:
         return found
 
     def check_teacher_samples(self, steps: int, rollouts: str | None) -> None:
-        """Raises ConfigError for what is out of range, or changes nothing."""
+        """Raises ConfigError if warmup or teacher_samples is out of range, or has no effect.
+
+        Args:
+            steps: optimizer steps of the run.
+            rollouts: the run's setting of this name.
+        """
         if not 0 <= self.warmup <= steps:
             raise ConfigError(
                 f"warmup={self.warmup} must be in [0, steps={steps}]: steps at the run's start in "

@@ -1,13 +1,14 @@
-"""Chains of two-digit sums: answers of any length, each of whose links is as hard as the others.
+"""Chains of two-digit sums: answers of any length whose links are all equally hard.
 
     prompt "740=580="   answer "231=711=940=..."      47, 85: 132; 85 + 32 = 117; 32 + 17 = 49; ...
 
-A link is the sum of the two numbers before it, modulo 100: units first, three digits, and "=",
-which asks for the next. Numbers are written as links are, so each link sees the same kind of
-context. An answer has no end of its own: it is cut at `max_new_tokens`, and all are equally long.
+A link is the sum of the two numbers before it, modulo 100: three digits, units first, and "=",
+which prompts for the next link. The two start numbers are written like links, so each link has the
+same kind of context. An answer never ends by itself: it is truncated at `max_new_tokens`, so all
+answers have the same length.
 
-A link is right if it follows from the two before it as they were written: a slip spoils no later
-link, and the chance that a link is right does not depend on how many there are.
+A link is correct if it is the sum of the two links before it as written. One error does not
+invalidate later links, and the probability of a correct link does not depend on their number.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Pays = Literal["chain", "links"]
 
 
 def prompt_of(start: Problem) -> str:
-    """The two numbers that a chain begins with, written as its links are."""
+    """The two start numbers of a chain, written like its links."""
     return _written(start.left) + _written(start.right)
 
 
@@ -61,12 +62,13 @@ def _written(number: int) -> str:
 def chain_of(
     start: Problem, links: int, rng: np.random.Generator, *, forget_carry: float, blots: float
 ) -> tuple[str, list[list[int]]]:
-    """So many links of a book, and the runs of characters, [start, stop), that are to be learnt.
+    """Generate the text of a chain, and the character spans [start, stop) to train on.
 
     Args:
-        forget_carry: how often a carry is forgotten.
-        blots: how often there is any number in place of a link, which is not to be learnt: sums
-            of sums repeat themselves, and a model would learn that instead of adding.
+        links: number of links after the prompt.
+        forget_carry: probability that a carry is forgotten.
+        blots: probability that a random number replaces a link. It is not trained on. Without
+            such numbers chains repeat, and a model learns the repetition instead of addition.
     """
     text, before, last, learnt = prompt_of(start), start.left, start.right, []
     for _ in range(links):
@@ -81,12 +83,12 @@ def chain_of(
 
 
 def _value(digits: str) -> int:
-    """The number that the next sum takes of a link: without its hundreds."""
+    """Value of a link as the next sum uses it: modulo 100."""
     return int(digits[:OPERAND_DIGITS][::-1])
 
 
 def right_links(prompt: str, response: str, links: int) -> list[bool]:
-    """Of each link, whether it is the sum of the two numbers before it, as they stand there."""
+    """Whether each link is the sum of the two numbers before it, as written."""
     text = prompt + response
     written = [text[i : i + LINK_TOKENS] for i in range(0, len(prompt) + links * LINK_TOKENS, 4)]
     right = []
@@ -98,7 +100,7 @@ def right_links(prompt: str, response: str, links: int) -> list[bool]:
 
 
 def write_starts(path: Path, starts: Iterable[Problem]) -> None:
-    """JSONL of `prompt`."""
+    """Write a JSONL file with a row of `prompt` per start."""
     _write_rows(path, ({"prompt": prompt_of(start)} for start in starts))
 
 
@@ -112,7 +114,7 @@ def write_book(
     blots: float,
     seed: int,
 ) -> None:
-    """JSONL of token ids to fine-tune on: a chain from each start, without an end."""
+    """Write a JSONL file of token ids for fine-tuning: a chain per start, without an end token."""
     rng, vocab_hash = np.random.default_rng(seed), fingerprint(tokenizer).vocab_hash
     rows = []
     for start in starts:
@@ -128,7 +130,7 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 class ChainEnv(Env):
-    """One answer. Metrics: `links`, the share of links that are right, and `all_right`."""
+    """Environment of one answer. Metrics: `links`, the share of correct links, and `all_right`."""
 
     def __init__(
         self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, links: int, pays: Pays
@@ -168,7 +170,7 @@ class ChainGroupBuilder(EnvGroupBuilder):
 
 
 class ChainDataset(EnvDataset):
-    """Chains by the numbers that they begin with."""
+    """Dataset of chains, one per prompt with two start numbers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Curves of runs: steps and seconds to a target, and how many times as many RL takes."""
+"""Accuracy curves of runs: steps and seconds to a target, and the ratio of RL's to OPD's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from statistics import fmean, median
 
 from rich.table import Table
 
-# A target counts as reached when it is held for so many evaluations in a row.
+# A target counts as reached when this many consecutive evaluations hold it.
 HOLD = 3
-# The claim: RL takes at least so many times OPD's steps.
+# The claim under test: RL takes at least this many times OPD's steps.
 CLAIMED_RATIO = 7.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One run: `accuracy[i]` was measured after `steps[i]` optimizer steps, the first before any.
+    """Curve of one run: `accuracy[i]` was measured after `steps[i]` steps, `steps[0]` being 0.
 
     Attributes:
         length: tokens of an answer.
-        seconds: that those steps took, evaluations left out; tokens: that they trained on.
+        steps: optimizer steps before each evaluation.
+        seconds: duration of those steps, without evaluations.
+        tokens: tokens that those steps trained on.
     """
 
     length: int
@@ -34,12 +36,12 @@ class Curve:
     tokens: tuple[int, ...]
 
     def steps_to(self, target: float) -> float:
-        """The first step from which `HOLD` evaluations in a row are there; inf: none."""
+        """First step from which `HOLD` consecutive evaluations reach the target; else inf."""
         i = self._reached(target)
         return math.inf if i is None else self.steps[i]
 
     def seconds_to(self, target: float) -> float:
-        """Seconds until then."""
+        """Training seconds until that step; inf if the target is not reached."""
         i = self._reached(target)
         return math.inf if i is None else self.seconds[i]
 
@@ -52,7 +54,7 @@ class Curve:
 
 
 def ranked(curves: Sequence[Curve], target: float) -> list[Curve]:
-    """Fewest steps to the target first; among equals, the highest last `HOLD` evaluations."""
+    """Curves by steps to the target, fewest first; ties by the mean of the last `HOLD` values."""
     return sorted(
         curves, key=lambda curve: (curve.steps_to(target), -fmean(curve.accuracy[-HOLD:]))
     )
@@ -60,9 +62,9 @@ def ranked(curves: Sequence[Curve], target: float) -> list[Curve]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table: a method at one length with its best learning rate, over all seeds.
+    """Row of the table: a method at one length with its best learning rate, over all seeds.
 
-    `cap`: optimizer steps after which a run was given up.
+    `cap`: optimizer steps after which a run was stopped.
     """
 
     length: int
@@ -84,7 +86,7 @@ class Row:
 
 
 def row_of(curves: Sequence[Curve], target: float, cap: int) -> Row:
-    """The row of one method's runs at one length, which differ in their seeds alone."""
+    """Row of one method at one length, from runs that differ only in their seeds."""
     first = curves[0]
     return Row(
         length=first.length,
@@ -99,7 +101,7 @@ def row_of(curves: Sequence[Curve], target: float, cap: int) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times OPD's steps a method of RL takes; `bound`: at least so many."""
+    """Ratio of an RL method's steps to OPD's; `bound`: the value is a lower bound."""
 
     length: int
     method: str
@@ -111,14 +113,14 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """Whether that is what is claimed."""
+        """Comparison with the claimed ratio, in words."""
         if self.value >= CLAIMED_RATIO:
             return "as claimed"
         return "not known: the runs were given up" if self.bound else "less than claimed"
 
 
 def ratio_of(opd: Row, rl: Row) -> Ratio | None:
-    """RL's median steps over OPD's; None where OPD is not at the target, or began there."""
+    """RL's median steps over OPD's; None if OPD never reached the target, or started at it."""
     if math.isinf(opd.steps) or opd.steps == 0:
         return None
     never = math.isinf(rl.steps)
@@ -131,7 +133,7 @@ def ratio_of(opd: Row, rl: Row) -> Ratio | None:
 
 
 def table_of(rows: Sequence[tuple[Row, Ratio | None]], title: str) -> Table:
-    """The rows and their ratios as a table anyone can read."""
+    """Table of the rows and their ratios, for the console."""
     table = Table(title=title)
     table.add_column("tokens", justify="right")
     table.add_column("method")
@@ -152,5 +154,5 @@ def table_of(rows: Sequence[tuple[Row, Ratio | None]], title: str) -> Table:
 
 
 def shown_steps(steps: float, cap: int) -> str:
-    """Steps to the target, or that it was not reached in `cap` of them."""
+    """Steps to the target as text; `> cap` if it was not reached."""
     return f"> {cap}" if math.isinf(steps) else f"{steps:g}"

@@ -1,11 +1,11 @@
-"""`python -m cluster.demo out=DIR`: the main job, whole, on models that it makes itself.
+"""`python -m cluster.demo out=DIR`: a complete distillation, on models that it makes itself.
 
 two-digit sums -> a teacher that adds (SFT), a student that forgets to carry (SFT on a careless
-book) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on sums that nobody was trained on
+book) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on held-out sums
 
-The two fine-tunings run side by side, each in a process with one thread. All three runs are those
-of `python -m cluster.train`, with `local=True`; their directories are in DIR, and what they printed
-is in DIR/*.log.
+The two fine-tunings run in parallel, each in a process with one thread. All three runs are those
+of `python -m cluster.train` with `local=True`. Their directories are in DIR, and their console
+output is in DIR/*.log.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from distill.models.loading import new_qwen3
 
 HELD_OUT = 500
 TEACHER, STUDENT = "teacher", "student"
-# How often each model's book forgets a carry.
+# Rate at which each model's book forgets a carry.
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 SFT_STEPS = 800
-# What the demo promises; it fails, with exit code 1, if the promise is not kept.
+# Accuracies that the demo must reach; otherwise it fails with exit code 1.
 TEACHER_AT_LEAST = 0.95
 STUDENT_BEFORE_BELOW = 0.60
 STUDENT_OF_TEACHER = 0.95
@@ -64,10 +64,10 @@ class _Failed(RunFailed):
 
 
 def demo(config: DemoConfig, console: Console) -> None:
-    """Runs all stages and prints the table.
+    """Run all stages and print the table.
 
     Raises:
-        RunFailed: a stage failed, or an accuracy is not what the demo promises.
+        RunFailed: a stage failed, or an accuracy is below what the demo must reach.
     """
     started = time.perf_counter()
     out = fresh_directory(Path(config.out).resolve(), "demo")
@@ -95,8 +95,8 @@ def demo(config: DemoConfig, console: Console) -> None:
 class _FineTuning:
     """Supervised fine-tuning of one model in a process of its own.
 
-    The process is a fork, because all modules are imported: it begins at once. No tensor has been
-    computed before, so torch has no threads that a fork would lose.
+    The process is forked because all modules are already imported, so it starts without delay. No
+    tensor has been computed before, so torch has no threads that a fork would lose.
     """
 
     def __init__(self, config: SftConfig, name: str, problems: Problems, seed: int) -> None:
@@ -114,10 +114,10 @@ class _FineTuning:
 
     @property
     def over(self) -> bool:
-        """True if it has ended.
+        """True if the process has ended.
 
         Raises:
-            RunFailed: it failed.
+            RunFailed: the process failed.
         """
         if self._process.exitcode:
             raise _Failed(f"the {self.name} could not be trained; its output is in {self._log}")
@@ -137,7 +137,7 @@ class _FineTuning:
 
 
 def _fine_tune(tunings: Sequence[_FineTuning], stages: Stages) -> None:
-    """Trains all models side by side; none is left running."""
+    """Train all models in parallel; all processes are stopped on return."""
     for tuning in tunings:
         tuning.start()
         stages.add(tuning.name, "learns from its book", tuning.config.steps, "train/loss", "loss")
@@ -176,10 +176,10 @@ class Data:
 
 
 def fresh_directory(out: Path, command: str) -> Path:
-    """`out`, empty; what an earlier run of the command left there is removed.
+    """Create an empty `out`; files of an earlier run of the command are removed.
 
     Raises:
-        ConfigError: it holds what the command did not make.
+        ConfigError: the directory is not empty, and the command did not make it.
     """
     marker = out / f".isotherm-{command}"
     if out.exists() and any(out.iterdir()) and not marker.exists():
@@ -191,9 +191,9 @@ def fresh_directory(out: Path, command: str) -> Path:
 
 
 def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
-    """Writes prompts, and a book for each name.
+    """Write the prompts, and a book for each name.
 
-    `forget_carry` is how often each book forgets a carry; 0 makes the book that is always right.
+    `forget_carry` is the rate at which each book forgets a carry; with 0 all answers are correct.
     """
     problems = Problems.split(held_out=HELD_OUT, seed=seed)
     data = Data(
@@ -215,7 +215,7 @@ def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
 
 
 def write_untrained(directory: Path, problems: Problems, *, seed: int) -> None:
-    """A model with random weights, and its tokenizer."""
+    """Write a model with random weights, and its tokenizer."""
     tokenizer = train_tokenizer(directory, problems.train)
     model = new_qwen3(
         vocab_size=len(tokenizer),
@@ -231,7 +231,7 @@ def write_untrained(directory: Path, problems: Problems, *, seed: int) -> None:
 
 
 def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
-    """Supervised fine-tuning of the untrained model `name` on its book, into `out/name`."""
+    """Settings of the supervised fine-tuning of the untrained model `name`, into `out/name`."""
     return SftConfig(
         model=str(out / "models" / f"{name}-untrained"),
         data=str(data.books[name]),
@@ -250,7 +250,7 @@ def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
 
 
 def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
-    """What the demo runs, once its models have been to school."""
+    """Settings of the distillation of the two fine-tuned models."""
     return OpdConfig(
         student=str(out / STUDENT / "final"),
         teacher=str(out / TEACHER / "final"),
@@ -299,7 +299,7 @@ def _report(opd: OpdConfig, seconds: float, console: Console) -> None:
 
 
 def _next_commands(opd: OpdConfig) -> str:
-    """Three commands to try, that work as they stand."""
+    """Three follow-up commands that run unchanged."""
     here = Path.cwd()
     python, out = Path(sys.executable), Path(opd.out).parent
     if python.is_relative_to(here):

@@ -1,14 +1,14 @@
-"""`python -m cluster.opd_vs_rl out=DIR`: how many times OPD's steps RL takes, by answer length.
+"""`python -m cluster.opd_vs_rl out=DIR`: ratio of RL's steps to OPD's, by answer length.
 
-Claimed elsewhere, of long chains of thought: from the same student, at the same batch, OPD takes a
-seventh to a tenth of RL's steps. Here the answer's length alone is changed: chains of sums
-(`cluster.demos.chain`), each link as hard as the others, one student, one teacher.
+The published claim, for long chains of thought: from the same student, at the same batch, OPD takes
+a seventh to a tenth of RL's steps. Here only the answer's length varies: chains of sums whose links
+are equally hard (`cluster.demos.chain`), one student, one teacher.
 
 SFT: single sums -> chains as long as the longest: the teacher -> a careless book: the student
 -> for each length, OPD first: learning rates on one seed, the best on the others
 -> steps and seconds to 95 % of the teacher's share of right links -> the ratios
 
-A run ends once the target is held. RL is given up at `GIVE_UP` times OPD's steps.
+A run ends once it holds the target. RL is stopped at `GIVE_UP` times OPD's steps.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from distill.models.loading import new_qwen3
 
 # The target is this share of the teacher's share of right links.
 OF_TEACHER = 0.95
-# RL is given up after so many times OPD's steps: by then the claim (7 to 10) is decided.
+# RL is stopped after this many times OPD's steps: by then the claim (7 to 10) is decided.
 GIVE_UP = 10
-FORGET_CARRY, BLOTS = 0.6, 0.5  # of the books, see `chain_of`
+FORGET_CARRY, BLOTS = 0.6, 0.5  # rates of the books, see `chain_of`
 HELD_OUT = 500
 SUMS, TEACHER, STUDENT = "sums", "teacher", "student"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to train. `pays`: what RL is rewarded for; `cap`: steps where nothing else says."""
+    """Training method. `pays`: what RL rewards; `cap`: default limit of steps."""
 
     name: str
     pays: Pays
@@ -66,15 +66,16 @@ RL = (
     Method(name="GRPO, share of links", pays="links"),
     Method(name="GRPO, all links right", pays="chain"),
 )
-# Tried at the shortest length; a longer one tries the last length's best, half and twice that.
+# Rates tried at the shortest length. A longer one tries the best of the length before, half of
+# that and twice that.
 FIRST_RATES = (6e-4, 3e-4, 1.5e-4)
 
 
 def measure(config: OpdVsRlConfig, console: Console) -> None:
-    """Makes the models, runs every method at every length, prints the table and draws it.
+    """Make the models, run every method at every length, print and draw the table.
 
     Raises:
-        ConfigError: fewer steps than it takes to hold the target.
+        ConfigError: `steps=` is less than holding the target takes.
     """
     least = HOLD * max(map(eval_every, config.lengths))
     if config.steps is not None and config.steps < least:
@@ -94,7 +95,7 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
 
 
 def eval_every(length: int) -> int:
-    """Steps between evaluations: a step on longer answers learns more."""
+    """Steps between evaluations; fewer for longer answers, on which a step learns more."""
     return max(1, 2 * LINK_TOKENS // length)
 
 
@@ -109,14 +110,14 @@ def _directory(out: Path) -> Path:
 
 @contextmanager
 def _log(path: Path) -> Iterator[Console]:
-    """Console that writes to the log of a single run, whose lines are many."""
+    """Console that writes to the log file of a single run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         yield Console(file=file, width=200, soft_wrap=True)
 
 
 def school(config: OpdVsRlConfig, out: Path, console: Console) -> None:
-    """Writes the data, and teaches the models unless an earlier call has."""
+    """Write the data and fine-tune the models, unless an earlier call has."""
     if not (out / "prompts.jsonl").exists():
         _write_data(config, out)
     for lesson in _lessons(config, out):
@@ -156,11 +157,14 @@ def _write_data(config: OpdVsRlConfig, out: Path) -> None:
             seed=config.seed,
         )
     write_starts(out / "held_out.jsonl", problems.held_out)
-    write_starts(out / "prompts.jsonl", problems.train)  # last: all the others are there
+    write_starts(out / "prompts.jsonl", problems.train)  # last: it marks the data as complete
 
 
 def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
-    """Single sums; chains of them, which makes the teacher; from there on, to forget carries."""
+    """Settings of the fine-tunings, in order: single sums, the teacher, the student.
+
+    The teacher is trained on chains; the student starts from it and learns to forget carries.
+    """
     rows = max(8, 1152 // max(config.lengths))
     plan = (
         (SUMS, out / "untrained", config.schooling, 128, 4e-3),
@@ -186,7 +190,7 @@ def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
 
 
 class Race:
-    """All runs, in order, and what came of them."""
+    """Runs of all methods at all lengths, and their results."""
 
     def __init__(self, config: OpdVsRlConfig, out: Path, console: Console) -> None:
         self._config, self._out, self._console = config, out, console
@@ -198,7 +202,7 @@ class Race:
         }
 
     def run(self, length: int) -> None:
-        """All methods at one length; how long RL is given depends on OPD, which is first."""
+        """Run all methods at one length. OPD is first, since its steps limit those of RL."""
         opd = self._row(length, OPD, self._limit(length, OPD.cap))
         self._rows.append((opd, None))
         cap = OPD.cap if math.isinf(opd.steps) else GIVE_UP * max(opd.steps, 1)
@@ -208,18 +212,18 @@ class Race:
         self._save()
 
     def _limit(self, length: int, cap: float) -> int:
-        """`cap`, or the fewer steps of the settings; up to where an evaluation is due."""
+        """Smaller of `cap` and the setting `steps`, rounded up to a step with an evaluation."""
         cap, every = min(cap, self._config.steps or cap), eval_every(length)
         return max(HOLD, math.ceil(cap / every)) * every
 
     def _row(self, length: int, method: Method, cap: int) -> Row:
-        """Finds the best learning rate on the first seed, and runs it on the others."""
+        """Find the best learning rate on the first seed, and run it on the other seeds."""
         first, tried, at_most = self._config.seed, [], cap
         for lr in self._rates[method.name]:
             tried.append(self._curve(length, method, lr, first, at_most))
             best, *_ = ranked(tried, self._targets[length])
             steps = best.steps_to(self._targets[length])
-            if not math.isinf(steps):  # one that needs more is not the best
+            if not math.isinf(steps):  # a rate that needs more steps is not the best
                 at_most = min(cap, int(steps) + HOLD * eval_every(length))
         best, *_ = ranked(tried, self._targets[length])
         for each in self._alike(method, length):
@@ -231,7 +235,7 @@ class Race:
         return row_of([best, *others], self._targets[length], cap)
 
     def _alike(self, method: Method, length: int) -> Sequence[Method]:
-        """The methods that are one and the same: of one link, the share that is right is all."""
+        """Methods that are identical at this length: with one link both RL rewards are equal."""
         return RL if method in RL and length == LINK_TOKENS else [method]
 
     def _seeds(self, length: int) -> int:
@@ -241,14 +245,14 @@ class Race:
     def run_config(
         self, length: int, method: Method, lr: float, seed: int, steps: int
     ) -> RolloutConfig:
-        """All that the methods share, and one's own settings."""
+        """Settings of one run: those that all methods share, and those of the method."""
         links = length // LINK_TOKENS
         name = f"{length}-{method.name}-{lr:g}-{seed}".replace(", ", "-").replace(" ", "-")
         shared: dict[str, Any] = {
             "student": str(self._out / STUDENT / "final"),
             "prompts": str(self._out / "prompts.jsonl"),
             "eval_prompts": str(self._out / "held_out.jsonl"),
-            # About as many links at every length: the target is as sharp.
+            # About the same number of links at every length, so the target is equally precise.
             "eval_size": max(8, min(256, 768 // links)),
             "eval_every": eval_every(length),
             "eval_temperature": self._config.temperature,
@@ -262,7 +266,7 @@ class Race:
             "prompts_per_step": 8,
             "group_size": 8,
             "max_new_tokens": length,
-            "max_staleness": 0,  # every step is on samples of the newest weights, for all alike
+            "max_staleness": 0,  # all methods train on samples of the newest weights
             "warmup_steps": 2,
             "lr": lr,
             "checkpoint_every": 20,
@@ -276,7 +280,7 @@ class Race:
         return RlConfig(**shared)
 
     def _curve(self, length: int, method: Method, lr: float, seed: int, cap: int) -> Curve:
-        """Runs it until the target is held, or to the cap, unless it was; prints the outcome."""
+        """Run until the target is held or to the cap, unless done before; print the outcome."""
         run = _Run(self.run_config(length, method, lr, seed, cap), length, method)
         with _log(self._out / f"logs/{run.directory.path.name}.log") as log:
             run.to_the_end(self._targets.get(length), log)
@@ -294,7 +298,7 @@ class Race:
         return curve
 
     def report(self) -> None:
-        """The table on the console, what it says of the claim, the picture."""
+        """Print the table and the verdicts on the claim, and draw the figure."""
         targets = ", ".join(f"{self._targets[length]:.1%}" for length in self._config.lengths)
         title = f"to {OF_TEACHER:.0%} of the teacher's share of right links ({targets})"
         self._console.print(table_of(self._rows, title))
@@ -326,14 +330,14 @@ class Race:
 
 
 class _Run:
-    """One run, which is resumed where it ended, and ends once the target is held."""
+    """One run. It resumes where it ended, and stops once the target is held."""
 
     def __init__(self, config: RolloutConfig, length: int, method: Method) -> None:
         self._config, self._length, self._method = config, length, method
         self.directory = RunDirectory(config.recipe, config)
 
     def to_the_end(self, target: float | None, log: Console) -> None:
-        """`target`: None where it is the run itself that measures the teacher."""
+        """Run to the end. `target`: None if this run itself measures the teacher."""
         signals = Signals()
 
         def over() -> bool:

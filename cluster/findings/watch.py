@@ -1,4 +1,4 @@
-"""The watch over a run: every detector, each of which speaks once."""
+"""Watch over a run: all detectors, each of which reports at most once."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Detect = Callable[[History, Setup], Finding | None]
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """A detector, and of what it finds the measure by which a kept trajectory is evidence."""
+    """A detector, and the score that ranks kept trajectories as evidence of its finding."""
 
     detect: Detect
     worst: Callable[[KeptTrajectory], float] | None = None
 
 
 def _furthest(member: KeptTrajectory) -> float:
-    """The largest |log p - log q| of a token."""
+    """Largest |log p - log q| of the trajectory's tokens."""
     gaps = [
         abs(student - teacher)
         for segment in member.segments
@@ -71,7 +71,7 @@ def _repeated(member: KeptTrajectory) -> float:
 
 
 def _sure(member: KeptTrajectory) -> float:
-    """The mean log-prob of its tokens."""
+    """Mean log-prob of the trajectory's tokens."""
     return sum(sum(s.behaviour_logprobs_N) for s in member.segments) / max(_length(member), 1)
 
 
@@ -104,12 +104,12 @@ DETECTORS = (
 
 
 class Watch:
-    """Sees every step of a run.
+    """Run all detectors at every step of a run.
 
     Args:
-        rollouts: the run's kept rollouts, in which evidence is looked for.
-        before: the steps that were made before this start of the run.
-        said: names of what was found then, and is not said again.
+        rollouts: file of the run's kept rollouts, the source of evidence.
+        before: metrics of the steps before this start of the run.
+        said: names of earlier findings, which are not reported again.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Watch:
         self._said = set(said)
 
     def see(self, metrics: Mapping[str, float]) -> list[Finding]:
-        """What is found at this step, and was not before."""
+        """Findings of this step that were not reported before."""
         self._history.add(metrics)
         found = []
         for detector in DETECTORS:
@@ -135,17 +135,17 @@ class Watch:
         return found
 
     def rewound(self, step: int) -> None:
-        """The run goes on from `step`."""
+        """Drop the history after `step`, from which the run continues."""
         self._history.rewind(step)
 
     def _evidence(self, detector: Detector) -> Evidence | None:
-        """The worst trajectory of the newest step that kept any."""
+        """Worst trajectory of the newest step that has kept trajectories."""
         if (worst := detector.worst) is None:
             return None
         try:
             groups = read_newest_rollouts(self._rollouts)
         except DataError:
-            return None  # the reader of a damaged file, who can mend it, is told by the report
+            return None  # cluster.report names the damaged line to the user
         members = [
             (worst(member), Evidence(step=group.step, group=group.group_id, member=m))
             for group in groups

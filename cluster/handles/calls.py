@@ -1,6 +1,6 @@
 """Calls of actors, on Ray or in this process: `ray.wait`, `ray.get`, `ray.put` and `ray.kill`.
 
-Ray is imported by the functions that were given something of Ray's.
+Ray is imported lazily, by the functions that receive Ray objects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.handles.local_actor import LocalActor, LocalReference
 def wait(
     references: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """(those that are done, the others), once `num_returns` are or the time is over."""
+    """Return (done, not done) once `num_returns` are done or the timeout has passed."""
     if not references:
         return [], []
     if not isinstance(references[0], LocalReference):
@@ -35,11 +35,11 @@ def wait(
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:
-    """The value of a call.
+    """Value of a call.
 
     Raises:
-        GetTimeoutError: it is not there in time.
-        RayError: the actor died, or what the call raised (RayTaskError).
+        GetTimeoutError: the call did not end in time.
+        RayError: the actor died, or the call raised an error (RayTaskError).
     """
     if not isinstance(reference, LocalReference):
         import ray
@@ -52,14 +52,14 @@ def get(reference: Any, timeout: float | None = None) -> Any:
 
 
 def put(value: Any) -> Any:
-    """A reference to `value` in Ray's object store."""
+    """Store `value` in Ray's object store; returns a reference to it."""
     import ray
 
     return ray.put(value)
 
 
 def shared(value: Any, actors: Sequence[Any]) -> Any:
-    """What to pass in place of `value` to many actors: it travels once to each of their nodes."""
+    """Argument that passes `value` to many actors; on Ray it is sent once to each node."""
     return put(value) if actors and not isinstance(actors[0], LocalActor) else value
 
 
@@ -70,7 +70,7 @@ def in_store(value: Any) -> bool:
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:
-    """Ends an actor at once, dead or alive."""
+    """End an actor immediately; it may be dead already."""
     if isinstance(handle, LocalActor):
         handle.end()
     else:

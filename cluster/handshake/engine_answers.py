@@ -31,11 +31,11 @@ from distill.types import FloatArray, TokenArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Probes for every engine alike: ids, lengths and temperatures that suit them all.
+    """Probes that every engine can process: token ids, lengths and temperatures.
 
     Attributes:
         pairs: tokens (a, b) for the temperature law, one pair per prompt.
-        event: stop tokens that are one outcome; every probe has one of them.
+        event: stop tokens that count as one outcome; every probe contains one of them.
     """
 
     prompts: list[TokenArray]
@@ -69,14 +69,14 @@ class HandshakeProbe:
     temperature: float
     tokens_T: TokenArray
     start: int
-    decode_T: FloatArray  # as reported, of the sampled tokens only
+    decode_T: FloatArray  # log-probs reported while sampling; sampled tokens only
 
 
 async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
-    """A sample of the policy engine after every prompt, at both temperatures.
+    """One sample of the policy engine for every prompt, at both temperatures.
 
-    Where stopping is one event, a sample that did not stop is stopped here, each at another of the
-    event's tokens; the decode path is asked for the log-prob it would have reported.
+    If stop tokens count as one outcome, a sample that did not stop gets one of them appended, in
+    rotation, with the log-prob of the decode path.
     """
 
     async def one(i: int, prompt_T: TokenArray, temperature: float) -> HandshakeProbe:
@@ -107,8 +107,10 @@ class Prefills:
     """One engine's prefill of some probes; lists hold one array per probe.
 
     Attributes:
-        prefill: of the sampled tokens, at each probe's T; `at_other` at the plan's other one,
-            `unscaled` at T = 1, `twice` at T * T, which is what dividing twice would give.
+        prefill: log-probs of the sampled tokens at each probe's temperature T.
+        at_other: the same at the plan's other temperature.
+        unscaled: the same at T = 1.
+        twice: the same at T * T, as an engine that divides by T twice would report.
     """
 
     name: str
@@ -129,13 +131,13 @@ class Prefills:
 
     @property
     def decode(self) -> list[FloatArray]:
-        """What was reported with each probe as it was sampled."""
+        """Log-probs that were reported while each probe was sampled."""
         return [probe.decode_T for probe in self.probes]
 
     def at(
         self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
     ) -> FloatArray:
-        """Values of the probes at this temperature, concatenated; of each the `last`, or all."""
+        """Concatenated values of the probes at a temperature; only the `last` of each, if given."""
         by_probe = zip(self.probes, arrays, strict=True)
         first = 0 if last is None else -last
         return concatenated(
@@ -145,7 +147,7 @@ class Prefills:
     def mistakes(
         self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
     ) -> list[Suspicion]:
-        """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
+        """Wrong uses of T that would explain different log-probs of prefill and `decode`."""
         if not is_telling(temperature):
             return []
         prefill, server = f"{self.name} prefill", self.info.is_server
@@ -167,7 +169,7 @@ class EngineAnswers(Prefills):
     """One engine's answers to the handshake's probes.
 
     Attributes:
-        reference: of each probe's last tokens, by the decode path.
+        reference: log-probs of each probe's last tokens, by the decode path.
         pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
         stops: log p of two tokens of the stop event after each prompt; None without an event.
     """
@@ -177,7 +179,7 @@ class EngineAnswers(Prefills):
     stops: tuple[FloatArray, FloatArray] | None = None
 
     def comparisons(self) -> list[Comparison]:
-        """The engine against another T, the temperature law, and its own decode path."""
+        """Comparisons with another temperature, the temperature law and its own decode path."""
         return [
             self._heeds_temperature(),
             *self.laws(),
@@ -195,13 +197,13 @@ class EngineAnswers(Prefills):
             "itself at another T",
             concatenated(self.at_other),
             temperature=self.temperatures[0],
-            dtype="float32",  # one engine, asked twice: what ignores T comes back as it was
+            dtype="float32",  # the same engine twice: one that ignores T returns equal values
             must_differ=True,
             suspicions=[Suspicion(prefill, diagnosis, given_N, unscaled_N)],
         )
 
     def _one_event(self, one_N: FloatArray, another_N: FloatArray) -> Comparison:
-        """Whichever stop token is given, the log-prob is that of stopping at all."""
+        """Compare two stop tokens: each must have the log-prob of the stop event as a whole."""
         return compare(
             f"{self.name} prefill of a stop token",
             one_N,
@@ -240,7 +242,7 @@ class EngineAnswers(Prefills):
 async def examine(
     name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> EngineAnswers:
-    """Asks an engine for everything that its comparisons need."""
+    """Collect all answers of an engine that its comparisons need."""
     one_by_one = [
         ScoreRequest(
             tokens_T=probe.tokens_T,
@@ -272,7 +274,7 @@ async def examine(
 async def prefill(
     name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> Prefills:
-    """Asks an engine for the log-probs of the probes' sampled tokens, at four temperatures."""
+    """Score the probes' sampled tokens with an engine, at the four temperatures of `Prefills`."""
     given = [
         ScoreRequest(
             tokens_T=probe.tokens_T,

@@ -1,25 +1,25 @@
 """The handshake: every party scores the same probe tokens, at T and at a second temperature.
 
-    policy   decode: log-probs it reports for tokens that it samples
-             prefill: for the probes, given             decode reference: one position at a time
-    learner  forward, on the probes: the arbiter of every policy engine
-    teacher  prefill and decode reference, on the probes, as in training
-             the learner's own copy of it, where it has one (estimator=full)
+    policy   decode: log-probs that it reports for tokens that it samples
+             prefill: log-probs of given probes         decode reference: one position at a time
+    learner  forward on the probes: the reference for every policy engine
+    teacher  prefill and decode reference on the probes, as in training
+             the learner's copy of the teacher, if there is one (estimator=full)
 
-A run without a learner (train=False) has the first policy engine's prefill in its place, which that
-engine's own decode path proves.
+In a run without a learner (train=False), the first policy engine's prefill is the reference, which
+that engine's decode path verifies.
 
-The probes are what the first policy engine samples: one set, which the learner scores once, however
-many engines there are. The decode of the first is held against the learner; that of every other
-against its own prefill of what it sampled itself, since its prefill is held against the learner.
+The first policy engine samples the probes: one set, which the learner scores once for any number of
+engines. The decode of that engine is compared with the learner. The decode of any other engine is
+compared with its own prefill of its own samples, since its prefill is compared with the learner.
 
-Both temperatures are mixed in one batch. Parties that ignore T, or divide by it twice, in
-everything they do agree with themselves; so each must also differ from itself at another T, and
-keep the temperature law (`distill.handshake.comparison.compare_with_law`). Every engine of a pool
-is asked, all at the same time, each under a deadline of its own.
+Both temperatures are mixed in one batch. A party that always ignores T, or always divides by it
+twice, agrees with itself. So each party must also differ from itself at another T, and satisfy the
+temperature law (`distill.handshake.comparison.compare_with_law`). All engines of a pool are checked
+concurrently, with a deadline for each of their `PARTS`.
 
-The same function serves a restart: `handshake(policies={name: engine}, teachers={}, ...)` once the
-engine holds the learner's weights, or any healthy policy engine and the restarted teacher.
+The same function checks restarted engines: `handshake(policies={name: engine}, teachers={}, ...)`
+once the engine holds the learner's weights, or any healthy policy engine and the restarted teacher.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from distill.types import FloatArray, TokenArray
 
 Value = TypeVar("Value")
 
-# Longest that an engine may take for one of its parts: who it is, sampling, scoring. Its first
-# requests may compile kernels.
+# Longest time for one of an engine's `PARTS` (info, sampling, scoring), seconds. Its first requests
+# may compile kernels.
 ENGINE_DEADLINE_S = 600.0
 PARTS = 3
 
@@ -69,7 +69,7 @@ LearnerLogprobs = Callable[[Sequence[TrainingRow]], Awaitable[list[FloatArray]]]
 
 
 class EnginesSilent(EngineLost):
-    """Engines that did not answer in time, by name."""
+    """Raised when engines did not answer in time; `names` lists them."""
 
     def __init__(self, names: Sequence[str], deadline_s: float) -> None:
         super().__init__(f"{listed(names)} did not answer the handshake within {deadline_s:g} s")
@@ -77,7 +77,7 @@ class EnginesSilent(EngineLost):
 
 
 def scored_by(engine: Engine) -> LearnerLogprobs:
-    """An engine in the learner's place, which is known to hold the same weights."""
+    """Use an engine that is known to hold the learner's weights as `LearnerLogprobs`."""
 
     async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         requests = [
@@ -102,21 +102,22 @@ async def handshake(
     copies: Mapping[str, LearnerLogprobs] | None = None,
     deadline_s: float = ENGINE_DEADLINE_S,
 ) -> CalibrationReport:
-    """Asks every party and compares. Judging the report is the caller's.
+    """Collect the answers of every party and compare them. The caller evaluates the report.
 
     Args:
-        policies: at least one, by the name to call it in the report; all hold the learner's
+        policies: policy engines, at least one, by their name in the report; all hold the learner's
             weights.
-        teachers: none, or more.
-        learner: None: there is none; the first policy engine is what the others must agree with.
-        tokenizer: what the run's own tokenizer makes of the known texts.
-        learner_dtype: what the learner computes in.
-        copies: of teachers, in the learner's process, by the name of the engine that serves the
-            same model.
-        deadline_s: longest that any one engine may take for its part.
+        teachers: teacher engines, by their name in the report.
+        learner: log-probs from the learner. None in a run without one, where the first policy
+            engine is the reference for the others.
+        tokenizer: encodings of the known texts by the run's own tokenizer.
+        learner_dtype: dtype in which the learner computes.
+        copies: log-probs from the learner's copies of teachers, by the name of the engine that
+            serves the same model.
+        deadline_s: longest time for each of an engine's `PARTS`, seconds.
 
     Raises:
-        EnginesSilent: some did not answer in time.
+        EnginesSilent: engines did not answer in time.
     """
     assert policies, "the probes are a policy engine's samples"
     engines = {**policies, **teachers}
@@ -153,7 +154,14 @@ async def handshake(
 
 @dataclass(frozen=True, slots=True)
 class _Arbiter:
-    """What every policy engine is held against: its log-probs of the probes, in `dtype`."""
+    """Reference for every policy engine: the learner, or the first policy engine.
+
+    Attributes:
+        holder: the party whose weights they are, for error messages.
+        name: name of the reference in the report.
+        logprobs: its log-probs of the probes, one array per probe.
+        dtype: dtype in which it computes.
+    """
 
     holder: str
     name: str
@@ -168,7 +176,11 @@ async def _nobodys() -> list[FloatArray]:
 async def _of_each(
     parts: Mapping[str, Coroutine[Any, Any, Value]], deadline_s: float
 ) -> dict[str, Value]:
-    """What each engine's part comes to, all at the same time."""
+    """Run the coroutines concurrently and return their results by engine name.
+
+    Raises:
+        EnginesSilent: some did not end within `deadline_s`.
+    """
     if not parts:
         return {}
     tasks = {name: asyncio.create_task(part) for name, part in parts.items()}
@@ -184,16 +196,17 @@ async def _of_each(
 
 
 async def _own_samples(name: str, engine: Engine, plan: Plan, info: EngineInfo) -> Prefills:
-    """What an engine samples after the probes' prompts itself, and its prefill of that."""
+    """Prefill by an engine of its own samples for the probes' prompts."""
     return await prefill(name, engine, plan, await sample_probes(engine, plan), info)
 
 
 def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -> list[Comparison]:
-    """The learner's forward is the arbiter, where there is one: what it trains on is held against
-    it.
+    """Comparisons of a policy engine's decode and prefill with the arbiter.
 
     Args:
-        own: what the engine sampled itself, and its prefill of that: the probes, or others.
+        own: the engine's prefill of its own samples. For the engine that sampled the probes, these
+            are the probes, and its decode is compared with the arbiter; the decode of any other
+            engine is compared with its own prefill.
     """
     name, dtype = answers.name, looser(answers.dtype, arbiter.dtype)
     lawful = all(law.agrees for law in answers.laws())
@@ -201,7 +214,7 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
     for t in answers.temperatures:
         decode_N, prefill_N = own.at(t, own.decode), own.at(t, own.prefill)
         mistakes = own.mistakes(t, f"{name} decode", own.decode, last=None)
-        if lawful:  # else both may be wrong in the same way, and the weights right
+        if lawful:  # otherwise decode and prefill may share an error with right weights
             mistakes.append(
                 Suspicion(name, other_weights(name, arbiter.holder), decode_N, prefill_N)
             )
@@ -224,13 +237,13 @@ def _against_copy(answers: EngineAnswers, copied: Sequence[FloatArray]) -> list[
             f"{answers.name} prefill",
             answers.at(t, answers.prefill),
             temperature=t,
-            dtype=answers.dtype,  # the copy's as well
+            dtype=answers.dtype,  # the copy has the same dtype
         )
         for t in answers.temperatures
     ]
 
 
 def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingRow:
-    """A row for the learner to score from `start` on."""
+    """Row whose tokens from `start` on are scored by the learner."""
     mask_T = np.arange(len(tokens_T)) >= start
     return row_to_score(tokens_T, mask_T, temperature, "handshake probe")

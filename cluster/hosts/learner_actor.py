@@ -55,7 +55,7 @@ from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, follow
 
-# Of supervised rows beside rollouts.
+# Defaults of supervised rows that are trained together with rollouts.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
 
 
@@ -73,7 +73,7 @@ class TrainingLoop(Protocol):
 
 
 class LearnerFollower:
-    """Hosts a worker that does not lead: it holds its share of the model and takes orders."""
+    """Hosts a follower: it holds its share of the model and executes the leader's commands."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LearnerFollower:
         membership: Membership,
         source: TrajectorySource | None,
     ) -> None:
-        """`source`: where it finds rollouts; None: its learner trains on none."""
+        """`source`: where the worker reads rollouts; None if its learner trains on none."""
         losses = build_losses()
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)
@@ -94,18 +94,18 @@ class LearnerFollower:
         return WorkDone(self._worker.progress.count)
 
     def serve(self) -> None:
-        """Ends when the leader does, with an error."""
+        """Execute the leader's commands; ends with an error when the leader ends."""
         follow(self._worker, self._group)
 
 
 class LearnerActor:
-    """Hosts a training loop in an actor of its own; the loop is built there, by `build`."""
+    """Hosts a training loop in an actor of its own. `build` is called in the actor."""
 
     def __init__(self, build: Callable[[], TrainingLoop]) -> None:
         self._loop = build()
 
     def progress(self) -> WorkDone:
-        """A heartbeat: call it in `HEALTH_GROUP`."""
+        """Heartbeat; call it in `HEALTH_GROUP`."""
         return WorkDone(self._loop.learner.progress.count)
 
     def step(self, waited_s: float) -> dict[str, float]:
@@ -121,7 +121,7 @@ class LearnerActor:
         return self._loop.writer.written(wait=wait)
 
     def publish(self) -> str:
-        """Returns how weights reach which engine."""
+        """Push the weights; returns a description of the transport to each engine."""
         publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
         self._loop.publish()
@@ -129,34 +129,34 @@ class LearnerActor:
         return publisher.describe()
 
     def pushed(self, wait: bool) -> None:
-        """Raises as a push does if the last one has failed; waits for its end if asked to."""
+        """Raise the error of the last push if it failed. `wait`: wait for its end first."""
         publisher = self._publisher()
         publisher.wait() if wait else publisher.check()
 
     def admit(self, engines: Mapping[str, Any]) -> None:
-        """Hands the present weights to policy engines that join, and every later version."""
+        """Push the current weights, and every later version, to policy engines that join."""
         publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
         publisher.admit(engines, *self._loop.weights())
 
     def admit_teachers(self, engines: Mapping[str, Any]) -> None:
-        """The same of the teacher that follows, to engines of its own."""
+        """Push the weights of the lagged or EMA teacher to engines of it that join."""
         publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
         with self._loop.learner.as_teacher():
             publisher.admit_teachers(engines, *self._loop.teacher_weights())
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
-        """`admit` beside whatever else is called: call it in `JOIN_GROUP`.
+        """Admit policy engines concurrently with other calls; call it in `JOIN_GROUP`.
 
-        Returns the version; None: there is no copy of it, so that only `admit` will do.
+        Returns the weight version; None if there is no copy of it, so `admit` is required.
         """
         return self._publisher().join(engines)
 
     def lend(self, engines: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
-        """Hands the present weights, and no later ones, to engines of evaluations.
+        """Push the current weights, but no later ones, to evaluation engines.
 
-        Returns their version, and of each engine that did not take them why.
+        Returns the version, and the reason for each engine that did not load it.
         """
         publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
@@ -164,11 +164,11 @@ class LearnerActor:
         return version, publisher.lend(engines, weights, version)
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """Drops engines: they get no more weights."""
+        """Remove engines: they receive no more weights."""
         self._publisher().dismiss(names)
 
     def settle(self) -> float | None:
-        """The last weight probe's gap."""
+        """Gap of the last weight probe."""
         return self._publisher().settle()
 
     def evaluate(self) -> dict[str, float]:
@@ -185,8 +185,8 @@ class LearnerActor:
         return self._loop.learner.logprobs(rows_D)
 
     def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """The same by the copy of a teacher that the learner holds (estimator=full), or by the one
-        that follows it."""
+        """Log-probs by the learner's copy of a teacher (estimator=full), or by its lagged or EMA
+        teacher."""
         assert isinstance(self._loop, PolicyLoop)
         if self._loop.learner.own_teacher is not None:
             with self._loop.learner.as_teacher():
@@ -195,7 +195,7 @@ class LearnerActor:
         return self._loop.teachers.logprobs(name, rows_D)
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
-        """What the frozen models of every worker answer, by rank."""
+        """Canary answers of the frozen models of every worker, by rank."""
         return self._loop.learner.canary(question)
 
 
@@ -238,7 +238,7 @@ def publisher_to(
     overlaps: bool,
     learner: Learner,
 ) -> Publisher:
-    """The publisher of a run with engines; `overlaps`: pushes may go on beside the next step."""
+    """Publisher of a run with engines. `overlaps`: a push may overlap the next step."""
     goes_on = queue.push if overlaps else None
     return Publisher(
         policies,
@@ -253,7 +253,7 @@ def publisher_to(
 
 
 def publish_nowhere(_learner: Learner) -> Publish:
-    """That of a learner without engines."""
+    """Return the no-op `Publish` of a learner without engines."""
     return push_nowhere
 
 
@@ -272,7 +272,7 @@ def policy_loop(
     record: Record | None = None,
     membership: Membership | None = None,
 ) -> PolicyLoop:
-    """The loop of an opd or rl run, whoever gives it groups and takes its weights."""
+    """Build the loop of an opd or rl run, for any source of groups and any `publish`."""
     losses = policy_losses(config, learner_config.device, inputs.stops)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
@@ -286,7 +286,7 @@ def policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = policy_loss_of(losses)
     publisher = publish(learner)
-    sleep = None  # of engines that take turns with the learner, where there are any
+    sleep = None  # set only if engines sleep while the learner computes
     if isinstance(publisher, Publisher) and config.engines_sleep_on(learner_config.device):
         sleep = publisher.sleep
     return PolicyLoop(
@@ -299,13 +299,13 @@ def policy_loop(
         loss=loss,
         teacher_weights=teacher_weights(config),
         supervised=supervised,
-        # What an engine holds: rounding to it here is the same, and half the bytes.
+        # The engines' dtype: rounding before the push gives the same weights in half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
         teach=publisher.teach if isinstance(publisher, Publisher) else None,
         trace=trace,
         keep=keep,
         record=record,
-        # Without staleness the next step's groups begin when this one is over.
+        # With max_staleness=0 the next step's groups start only after this step.
         foresee=source.foresee if isinstance(source, GroupQueue) and config.max_staleness else None,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
@@ -314,14 +314,14 @@ def policy_loop(
 
 
 def teacher_weights(config: RolloutConfig) -> dict[str, float]:
-    """What each teacher's terms are multiplied by, by its name."""
+    """Weight of each teacher's terms in the loss, by teacher name."""
     return {name: teacher.weight for name, teacher in config.teacher_models().items()}
 
 
 def policy_losses(
     config: RolloutConfig, device: str, stops: StopTokens
 ) -> tuple[LossFunction, ...]:
-    """The losses of an opd or rl run, with the teachers of estimator=full; on every worker."""
+    """Losses of an opd or rl run, on every worker; with the teacher copies of estimator=full."""
     objective = config.objective()
     teachers = None
     if config.copies_teachers:
@@ -341,14 +341,14 @@ def policy_losses(
 
 
 def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
-    """The one for rollouts, of `policy_losses`."""
+    """The rollout loss among those of `policy_losses`."""
     loss = losses[0]
     assert isinstance(loss, PolicyObjectiveLoss)
     return loss
 
 
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
-    """The loss of an sft, dpo or reward_model run."""
+    """Losses of an sft, dpo or reward_model run."""
     if isinstance(config, DpoConfig):
         return (PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef),)
     if isinstance(config, RewardModelConfig):
@@ -359,9 +359,10 @@ def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
 def reference_logprobs(
     config: DpoConfig, learner: Learner, learner_config: LearnerConfig, *, resumed: bool
 ) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
-    """DPO's reference: by all workers where it is the learner's own model, else a frozen copy.
+    """Log-prob function of DPO's reference: the learner's own model, else a frozen copy.
 
-    A copy is loaded when it is first asked, and only on the leader.
+    The learner's own model runs on all workers. A copy is loaded at the first call, and only on the
+    leader.
     """
     if config.reference is None and learner_config.trains_adapter:
         return learner.base_logprobs

@@ -50,15 +50,15 @@ from learner.learner import Learner
 from learner.loop import GroupSource, Publish
 from learner.process_group import Membership, open_store
 
-# A learner's checkpoint over a model's in bfloat16: weights and two moments in float32.
+# Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerActors:
-    """The learner's workers. The leader is asked for everything; the others `serve` it.
+    """The learner's workers. All calls go to the leader; the followers `serve` it.
 
-    `meeting_point` is where they find one another; it lasts as long as this object.
+    `meeting_point` is the store of their process group; it lives as long as this object.
     """
 
     leader: Any
@@ -80,7 +80,7 @@ def kept_learners(
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
-    """The learner's workers of a run on the groups that another has kept."""
+    """Create the learner's workers of a run on groups that another run has kept."""
     return policy_learners(
         config,
         config.policy_learner(device, resume_from, inputs.stops),
@@ -106,7 +106,7 @@ def policy_learners(
     source: GroupSource,
     publish: Callable[[Learner], Publish],
 ) -> LearnerActors:
-    """The learner's workers of an opd or rl run: they train on what is in `source`."""
+    """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
     learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
     build = partial(
         build_policy_loop,
@@ -135,7 +135,7 @@ def supervised_learners(
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
-    """The learner's workers of an sft, dpo or reward_model run."""
+    """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
         config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
@@ -163,9 +163,9 @@ def make_learners(
     attempt: int,
     source: TrajectorySource | None = None,
 ) -> LearnerActors:
-    """The leader, whose loop `build` makes of its membership, and the workers beside it.
+    """Create the leader, whose loop is built by `build(membership=...)`, and the followers.
 
-    The followers have been told to serve; they find rollouts in `source`.
+    The followers serve from the start; they read rollouts from `source`.
     """
     workers = config.learner_workers
     meeting_point, memberships = None, [None] * workers
@@ -203,7 +203,7 @@ def make_learners(
 
 
 def learner_spec(config: CommonConfig) -> ActorSpec:
-    """Spec of the learner's workers: the loss of one is the loss of all."""
+    """Spec of the learner's workers: if one is lost, all are."""
     read = 0 if config.only_keeps else _learner_bytes(config)
     return ActorSpec(
         name=LEARNER,
@@ -217,7 +217,7 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
 
 
 def _learner_bytes(config: CommonConfig) -> int:
-    """Most bytes that a learner reads at its start: those of a checkpoint of its own."""
+    """Upper bound of the bytes that a learner reads at its start, from its own checkpoint."""
     if isinstance(config, RolloutConfig):
         copies = config.teacher_models() if config.copies_teachers else {}
         teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
@@ -227,7 +227,7 @@ def _learner_bytes(config: CommonConfig) -> int:
 
 
 def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
-    """Of the groups that people will look at."""
+    """Log of the groups that are kept for inspection."""
     every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
     whole = config.keep_rollouts == "all"
     return RolloutLog(
@@ -241,7 +241,7 @@ def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
 
 
 def replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
-    """Of the steps that can be replayed; None: none is kept."""
+    """Log of the steps that can be replayed; None if none is kept."""
     if not config.replay_keep:
         return None
     bounds = Bounds(grad_norm=config.replay_if, kl_jump=config.replay_if_kl)

@@ -1,6 +1,6 @@
-"""The rollout actor: hosts the worker, its pools of engines, and the driver's end.
+"""Rollout actor: hosts the worker and its engine pools, and serves the driver's calls.
 
-Such actors are many, and start while a run waits for them: nothing here imports torch.
+A run starts many of these actors and waits for them, so nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from cluster.hosts.engine_pool import EnginePool
 from distill.engine import Score, ScoreRequest
 from distill.envs.base import EnvStream
 
-# Handles by engine, by pool.
+# Engine handles by pool name and engine name.
 Roster = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """Engines that came and that went, by pool; one that was restarted is among those that came.
+    """Engines that joined and left, by pool; a restarted engine counts as joined.
 
     Attributes:
-        whole: there are no other engines than those that came.
-        lives: of those that came, numbers for `Score.scored_by`, where they have one.
+        came: handles of engines that joined.
+        went: names of engines that left.
+        whole: `came` is the complete roster.
+        lives: numbers for `Score.scored_by` of the engines that joined, where they have one.
     """
 
     came: Roster
@@ -38,7 +40,7 @@ class RosterChange:
     def between(
         cls, old: Roster, new: Roster, lives: Mapping[str, int] = MappingProxyType({})
     ) -> RosterChange:
-        """What makes `new` of `old`; of an empty one, all there is."""
+        """Change from roster `old` to `new`; complete (`whole`) if `old` is empty."""
         came = {
             role: {
                 name: handle
@@ -60,7 +62,7 @@ class RosterChange:
         )
 
     def applied(self, old: Roster) -> dict[str, dict[str, Any]]:
-        """The roster that this makes of another; all roles that either names."""
+        """Apply the change to a roster; the result has the roles of both."""
         roles = dict.fromkeys([*old, *self.came])
         kept = {role: {} if self.whole else dict(old.get(role, {})) for role in roles}
         for role, names in self.went.items():
@@ -71,7 +73,7 @@ class RosterChange:
 
 @dataclass(frozen=True, slots=True)
 class GroupUnderWay:
-    """A group at a worker: where it has been for how long."""
+    """A group in progress at a worker: its stage, and the seconds in that stage."""
 
     group_id: int
     stage: Stage
@@ -80,7 +82,7 @@ class GroupUnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """A worker's work in progress. `requests` are those under way, by engine."""
+    """A worker's work in progress. `requests`: number of requests in progress, by engine."""
 
     groups: tuple[GroupUnderWay, ...]
     requests: Mapping[str, int]
@@ -95,8 +97,8 @@ class RolloutActor:
     ) -> None:
         """
         Args:
-            build: makes the worker of its pools, by name, and the dataset.
-            patience_s: longest a request waits for an engine that answers.
+            build: builds the worker from its pools by name and the dataset.
+            patience_s: longest time that a request waits for an engine that responds.
         """
         self._pools = _Pools(patience_s)
         self._roster: dict[str, dict[str, Any]] = {}
@@ -104,11 +106,11 @@ class RolloutActor:
         self._worker = build(self._pools, dataset=dataset)
 
     async def run(self) -> None:
-        """Works until the queue closes or the worker is drained."""
+        """Run the worker until the queue closes or the worker is drained."""
         await self._worker.run()
 
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
-        """The change of the engines that serve, the most groups under way, the queue's epoch."""
+        """Set the engines that serve, the limit of groups in progress and the queue's epoch."""
         self._roster = change.applied(self._roster)
         self._lives |= change.lives
         for name, members in self._roster.items():
@@ -119,12 +121,12 @@ class RolloutActor:
     async def canary(
         self, role: str, engine: str, requests: Sequence[ScoreRequest], patience_s: float
     ) -> tuple[list[Score], bool]:
-        """Sends an engine's canaries along with what is scored for this worker; see
+        """Send an engine's canaries with the next rows that it scores for this worker; see
         `EnginePool.ride`."""
         return await self._pools[role].ride(engine, requests, patience_s)
 
     async def give_up(self, over: Mapping[int, int], epoch: int) -> None:
-        """Groups of the queue's `epoch` that were begun again: see `RolloutWorker.give_up`."""
+        """Give up restarted groups of the queue's `epoch`; see `RolloutWorker.give_up`."""
         self._worker.give_up(over, epoch)
 
     async def drain(self) -> None:
@@ -154,7 +156,7 @@ def build_worker(
     models: Mapping[str, str],
     **settings: Any,
 ) -> RolloutWorker:
-    """Builds the worker in its actor. `policy`, `reference` and the others' values name pools."""
+    """Build the worker, in its actor. Role arguments, and values of mappings, are pool names."""
     return RolloutWorker(
         policy=pools[policy],
         teachers={name: pools[role] for name, role in teachers.items()},
@@ -165,7 +167,7 @@ def build_worker(
 
 
 class _Pools(dict[str, EnginePool]):
-    """Pools by name, each made when it is first asked for."""
+    """Pools by name, each created at its first lookup."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s

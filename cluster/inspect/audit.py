@@ -1,9 +1,9 @@
 """`python -m cluster.audit out=DIR`: was each prompt group trained exactly once, and scored well?
 
-Reads the ledger's journal of a whole run, all its jobs and rewinds, and takes no word of the ledger
-for it: what leases, arrivals and steps say is compared with one another, and with what else lies in
-`out/` (cluster/inspect/witnesses.py). A journal that begins after group 0 proves nothing of the
-groups before.
+Reads the ledger's journal of a whole run, with all its jobs and rewinds, and does not rely on the
+ledger's own conclusions: events of leases, arrivals and steps are compared with one another, and
+with the other files in `out/` (cluster/inspect/witnesses.py). A journal that begins after group 0
+proves nothing about earlier groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
 
-# More are counted, and not shown.
+# Problems that are printed; further ones are only counted.
 _SHOWN = 8
 
 
@@ -33,19 +33,19 @@ class Audit:
     """Result of an audit: what a journal proves of the weights that the run ended with.
 
     Attributes:
-        problems: every way in which it does not add up; none: exactly once is proved.
+        problems: all contradictions; if there are none, exactly-once training is proved.
         trained: groups in the final weights, as far as the journal goes back.
         watermark: every id below it is accounted for.
-        set_aside: ids below it that were not trained, and why.
-        steps: of the final weights.
+        set_aside: ids below the watermark that were not trained, with the reason.
+        steps: number of steps in the final weights.
         committed: watermark of the newest checkpoint.
         again: groups trained again after the learner, and the weights with them, were lost.
         jobs, rewinds, recoveries: starts, returns to a checkpoint, deaths of the queue.
         re_leases: groups leased again, by cause.
-        duplicates: groups that arrived and were dropped: again, or too late.
-        ended: the last job ended as it should.
-        first: the id that the journal begins with; it knows nothing of those below.
-        scoring: what it says of teachers and reference (cluster/queue/scoring.py); None: nothing.
+        duplicates: groups that were dropped because they arrived again or too late.
+        ended: the last job ended normally.
+        first: first id of the journal, which has no events of lower ids.
+        scoring: record of teachers and reference (cluster/queue/scoring.py); None if there is none.
     """
 
     problems: list[str]
@@ -65,7 +65,7 @@ class Audit:
     scoring: Scoring | None = None
 
     def lines(self) -> list[str]:
-        """The audit's lines, for people to read."""
+        """Text of the audit for the console, by line."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
         ended = "ended as it should" if self.ended else "did not end, or was killed"
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
@@ -100,10 +100,10 @@ class _Published:
     """A step in published weights.
 
     Attributes:
-        ids: its groups.
-        after: what the weights account for after it.
-        start_max: weight versions since the first lease of the group that was leased first; None:
-            the journal does not have all of them.
+        ids: groups of the step.
+        after: groups that the weights account for after the step.
+        start_max: weight versions since the earliest of its groups' first leases; None if the
+            journal does not have all of these leases.
     """
 
     version: int
@@ -113,12 +113,12 @@ class _Published:
 
 
 class _Auditor:
-    """Reads one event after the other; `steps` is the lineage of the newest weights."""
+    """Checks the events of a journal in order. `steps` is the lineage of the newest weights."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.steps: list[_Published] = []
-        self.first = TrainedGroups()  # what the lineage's first step starts from
+        self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
         self.epoch = self.committed = 0
         self.per_step: int | None = None
@@ -132,19 +132,19 @@ class _Auditor:
         self._forget()
 
     def _forget(self) -> None:
-        """A new epoch: nothing before counts."""
+        """Reset the state of the epoch."""
         self._leases: set[tuple[int, int]] = set()  # (id, attempt)
-        self._begun: Counter[int] = Counter()  # again, since they were overdue
+        self._begun: Counter[int] = Counter()  # number of restarts of each overdue group
         self._arrived: set[int] = set()  # in this epoch, published or not
         self._held: set[int] = set()  # arrived, and the payload not lost since
         self._constant: set[int] = set()  # arrived with one reward for all members
-        self._started: dict[int, int] = {}  # of each id, how many steps had been published
+        self._started: dict[int, int] = {}  # by id: steps published before its lease
         self._published = 0  # steps of this epoch
-        self._pushed: _Published | None = None  # trained, and on its way to the engines
+        self._pushed: _Published | None = None  # trained, and being pushed to the engines
 
     @property
     def trained(self) -> TrainedGroups:
-        """What the newest weights account for."""
+        """Groups that the newest weights account for."""
         return self.steps[-1].after if self.steps else self.first
 
     def read(self, event: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class _Auditor:
         self._complain(f"{event['event']!r} is no event of a ledger")
 
     def _read_scorer(self, event: Mapping[str, Any]) -> None:
-        """Read by the record of scoring, as are the next two."""
+        """Ignore the event, like the next two: `ScoringRecord` reads it."""
 
     _read_ask = _read_canary = _read_scorer
 
@@ -192,7 +192,7 @@ class _Auditor:
         self._go_back("the learner", event)
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
-        """Goes back to weights of an earlier step: later ones are undone."""
+        """Return to the weights of an earlier step, which undoes the later steps."""
         target, epoch = _account(event), event["epoch"]
         if epoch != self.epoch + 1:
             self._complain(f"epoch {epoch} follows epoch {self.epoch}")
@@ -218,7 +218,7 @@ class _Auditor:
         self._forget()
 
     def _assume(self, after: TrainedGroups) -> None:
-        """A step that nobody saw, so that one problem does not make others."""
+        """Insert a step that the journal lacks, so that one problem does not cause others."""
         version = self.steps[-1].version if self.steps else 0
         self.steps.append(_Published(version, after.since(self.trained), after, None))
 
@@ -334,13 +334,13 @@ class _Auditor:
             )
 
     def _land(self) -> None:
-        """What was on its way, if anything was, is on the engines: one push follows another."""
+        """Count the pushed step, if any, as published: a push ends before the next one begins."""
         if self._pushed is not None:
             self._published += 1
             self._pushed = None
 
     def _step(self, event: Mapping[str, Any]) -> _Published:
-        """A step was trained."""
+        """Record a trained step, and check its groups, its size and its version."""
         version, watermark = event["version"], event.get("watermark", event.get("to"))
         ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
@@ -366,7 +366,7 @@ class _Auditor:
     def _account_for(
         self, version: int, ids: list[int], skipped: Mapping[int, str], watermark: int
     ) -> TrainedGroups:
-        """What weights account for after a step; complains of groups that came twice or never."""
+        """Groups that weights account for after a step. Reports groups trained twice or never."""
         before = self.trained
         new = [i for i in ids if i not in before and i >= before.watermark and i not in skipped]
         for group_id in sorted(set(ids) - set(new)):
@@ -384,8 +384,8 @@ class _Auditor:
         return after
 
     def _oldest(self, ids: list[int]) -> int | None:
-        """The largest age of a step's groups; complains of those that were trained later than the
-        run's settings allow."""
+        """Largest age of a step's groups, in versions. Reports groups that are older than
+        max_staleness. None if a group has no lease."""
         ages = {i: self._published - self._started[i] for i in ids if i in self._started}
         for group_id, age in ages.items():
             if self._most_stale is not None and age > self._most_stale:
@@ -415,15 +415,16 @@ def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:
 def audit(
     path: str | Path, *, steps: int | None = None, groups_per_step: int | None = None
 ) -> Audit:
-    """Reads a journal, `out/ledger.jsonl`, and what lies beside it.
+    """Audit a journal, `out/ledger.jsonl`, and the files next to it.
 
     Args:
-        steps: of the run, if it should be complete; with `groups_per_step`, or the journal's own.
+        steps: number of steps of the run, if it should be complete.
+        groups_per_step: groups per step of such a run; by default the journal's own setting.
 
     Raises:
-        DataError: there is none, it is empty, or it is unreadable.
+        DataError: the journal is missing, empty or unreadable.
     """
-    witnesses = Witnesses.beside(Path(path))  # first: what a live run adds meanwhile is no lie
+    witnesses = Witnesses.beside(Path(path))  # first: what a live run adds later is no error
     auditor, record = _Auditor(), ScoringRecord()
     auditor.problems += broken_links(path)
     for event in read_journal(path):
@@ -499,7 +500,7 @@ class AuditConfig:
 
 
 def print_audit(config: AuditConfig, console: Console) -> None:
-    """Prints it; raises IsothermError (exit code 1) if it does not add up."""
+    """Print the audit; raise IsothermError (exit code 1) if it has problems."""
     path = Path(config.out) / "ledger.jsonl"
     found = audit(path, steps=config.steps, groups_per_step=config.groups_per_step)
     for line in found.lines():

@@ -1,7 +1,8 @@
-"""`isotherm doctor`: what this machine has for a run, what it lacks, and the remedy for each.
+"""`isotherm doctor`: checks of this machine's requirements for a run, with remedies.
 
-Each line is fine, a note, or a problem. A note costs speed or a feature; with a problem a run could
-not start, and the exit code is 1. It looks at the machine that it runs on: run it on each kind.
+Each line is fine, a note, or a problem. A note means that speed or a feature is lost. A problem
+means that a run could not start, and makes the exit code 1. Only the machine that the command runs
+on is checked: run it on each kind of machine.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from distill.sandbox.sandbox import require_sandbox
 _GIB = 1 << 30
 # Ray's object store takes 30 % of memory, and moves to a disk where /dev/shm is smaller.
 _STORE_SHARE = 0.3
-# Ray refuses to write objects to a disk that is fuller.
+# Ray refuses to write objects to a disk that is fuller than this share.
 _FULL = 0.95
-# Ray's own advice (docs.ray.io, "Best practices for deploying large clusters"); with fewer than the
-# lower one a raylet does not get far.
+# Ray's own advice (docs.ray.io, "Best practices for deploying large clusters"). A raylet fails soon
+# with fewer than the lower number.
 _FILES_ADVISED, _FILES_NEEDED = 65536, 1024
 # Threads of a user: Ray has dozens in each worker, and an idle cluster hundreds.
 _THREADS_ADVISED, _THREADS_NEEDED = 16384, 1024
-# What registers memory with the network, if there is any.
+# Adapters that NCCL registers memory with; the directory is missing if there are none.
 _INFINIBAND = Path("/sys/class/infiniband")
 _PLUGIN_TIMEOUT_S = 180.0
 _PLUGIN_CHILD = (
@@ -63,7 +64,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to do about it."""
+    """One line of the report: the item checked, its state, and a remedy."""
 
     what: str
     found: str
@@ -81,10 +82,10 @@ class DoctorConfig:
 
 
 def examine(*, sglang: bool) -> Iterator[Finding]:
-    """Everything, in the order in which a run meets it."""
+    """All findings, in the order in which a run needs the items."""
     yield Finding("isotherm", _version("isotherm") or "not installed")
     yield python(sys.version_info[:3], platform.platform())
-    import torch  # seconds, and --help does without
+    import torch  # takes seconds to import; --help does not need it
 
     tools = find_cuda_tools(torch.version.cuda)
     yield torch_build(torch.__version__, tools)
@@ -125,7 +126,7 @@ def torch_build(version: str, tools: CudaTools) -> Finding:
 
 
 def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[Finding]:
-    """The driver, each GPU, and NCCL: its version, None where torch has been built without."""
+    """Findings on the driver, each GPU, and NCCL. `nccl`: None if torch was built without."""
     if tools.driver is None:
         yield Finding("GPU", "none: models run on the CPU")
         return
@@ -171,7 +172,7 @@ def ray(version: str | None) -> Finding:
 
 
 def ray_cluster() -> Iterator[Finding]:
-    """The GPUs of the cluster that a run from here would join; nothing if it would start Ray."""
+    """Finding on the GPUs of the cluster that a run would join; none if it would start Ray."""
     if starts_here():
         return
     from cluster.placement.connect import autoscales, cluster_gpus  # Ray: not for --help
@@ -190,10 +191,10 @@ def ray_cluster() -> Iterator[Finding]:
 
 
 def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[Finding]:
-    """SGLang, the plugin, and what SGLang needs on CUDA.
+    """Findings on SGLang, the plugin, and SGLang's requirements on CUDA.
 
     Args:
-        plugin: asks the SGLang that is installed; returns what is wrong, or None.
+        plugin: checks the installed SGLang; returns its problem, or None.
     """
     if version is None:
         yield Finding(
@@ -225,7 +226,7 @@ def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Itera
 
 
 def _plugin() -> str | None:
-    """What the SGLang that is installed lacks for the plugin; asked in a process of its own."""
+    """Problem of the installed SGLang with the plugin, or None. Checked in a subprocess."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _PLUGIN_CHILD],
@@ -254,7 +255,7 @@ def cpp(compiler: str | None) -> Finding:
 
 
 def shared_memory(free: int, memory: int) -> Finding:
-    """/dev/shm: Ray's object store, and weights on their way to engines of this machine.
+    """Finding on /dev/shm: Ray's object store, and weights pushed to engines of this machine.
 
     Args:
         free, memory: bytes.
@@ -281,7 +282,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def threads(soft: int, hard: int) -> Finding:
-    """Processes and threads that this user may have."""
+    """Finding on the limits of this user's processes and threads."""
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _THREADS_ADVISED):
         return Finding("processes", shown)
@@ -293,10 +294,10 @@ def threads(soft: int, hard: int) -> Finding:
 
 
 def locked_memory(soft: int, adapters: Sequence[str]) -> Finding:
-    """Memory that NCCL may register with InfiniBand adapters, where there are any.
+    """Finding on the memory that NCCL may register with InfiniBand adapters, if there are any.
 
     Args:
-        soft: bytes.
+        soft: limit in bytes.
     """
     shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
     if not adapters:
@@ -316,7 +317,7 @@ def _limit(limit: int) -> str:
 
 
 def disk(directory: str, used: float, free: int) -> Finding:
-    """Where Ray keeps its logs and what memory does not hold.
+    """Finding on the disk that holds Ray's logs and the objects that do not fit in memory.
 
     Args:
         used: share of the disk, 0 to 1.

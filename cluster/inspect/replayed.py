@@ -1,4 +1,4 @@
-"""What is asked of a step that is done again: another learning rate, and who made its gradient."""
+"""Analyses of a replayed step: another learning rate, and attribution of its gradient."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
     from learner.loop import PolicyLoop
 
-# The text of some tokens.
+# Decodes tokens to text.
 Decode = Callable[[TokenArray], str]
-# Of the worst responses, so many are taken apart token by token: a backward pass for each.
+# Responses, by largest share, that are attributed to single tokens: a backward pass per token.
 _TAKEN_APART = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blamed:
-    """A share of the step's gradient, and whose it is: a group's, a member's, or one token's.
+    """Share of the step's gradient that is due to a group, one of its members, or one token.
 
-    `member` and `token`, which counts what the member sampled, begin at 0.
+    `member` and `token` are zero-based; `token` counts the tokens that the member sampled.
     """
 
     share: float
@@ -50,13 +50,13 @@ class Blamed:
         return f"group {self.group}{member}{token}"
 
     def link(self, step: int) -> str:
-        """The fragment of its place on cluster.report's page (cluster/inspect/report/links.js)."""
+        """URL fragment of the place on cluster.report's page (cluster/inspect/report/links.js)."""
         place = {"step": step, "group": self.group, "member": self.member, "token": self.token}
         return urlencode({name: at for name, at in place.items() if at is not None})
 
 
 def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
-    """The checkpoint, whose schedule is changed in place, with another peak rate."""
+    """Change the peak rate of the checkpoint's schedule in place, from `was` to `now`."""
     state = read_trainer(checkpoint.path)
     if was != now and state.schedule is not None:
         changed = {
@@ -70,11 +70,11 @@ def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
 def blame(
     loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup], decode: Decode, number: int
 ) -> dict[str, list[Blamed]]:
-    """The prompts, responses and tokens with the largest shares of the step's gradient G.
+    """Rank the prompts, responses and tokens with the largest shares of the step's gradient G.
 
-    The share of a part g of it is g . G / |G|^2: shares add up to 1, and one below 0 pulls the
-    other way. Tokens are told where each has its own term of the loss. `loop` stands before the
-    step; of several substeps all groups are taken at once.
+    The share of a part g of G is g . G / |G|^2. Shares add up to 1; a negative share opposes the
+    step. Tokens are ranked if each has its own term of the loss. `loop` is in the state before the
+    step. Several substeps are treated as one.
     """
     plan = loop.rollouts.plan([outline(group) for group in groups_P])
     trained = {group.group_id for group in plan.groups_P}
@@ -128,8 +128,11 @@ class _Rows(NamedTuple):
 
 
 class _Shares:
-    """Shares of the gradient of a step's loss. Its parts (the policy's samples, and the teacher's)
-    have a mean each, and weigh as many of the step as groups of it (`learner.rollouts`)."""
+    """Shares of the gradient of a step's loss.
+
+    The policy's samples and the teacher's are averaged separately, and weighted by their shares of
+    the step's groups (`learner.rollouts`).
+    """
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class _Shares:
         for group, rows in by_group:
             parts.setdefault(group.by_teacher, []).extend(rows)
             groups[group.by_teacher] += 1
-        self._coefs = {  # of a token, or a sequence, of each part
+        self._coefs = {  # weight of a token or sequence, by part
             kind: groups[kind] / groups.total() / self._count(rows) for kind, rows in parts.items()
         }
         self._whole = self._gradient(*(_Rows(kind, rows) for kind, rows in parts.items()))
@@ -165,7 +168,7 @@ class _Shares:
         ]
 
     def _gradient(self, *parts: _Rows) -> dict[str, Tensor]:
-        """Of these rows' part of the step's loss."""
+        """Gradient of these rows' part of the step's loss, by parameter name."""
         learner = self._loop.learner
         for kind, rows_D in parts:
             loss = TeacherSamplesLoss(normalisation=self._normalisation)
@@ -182,7 +185,7 @@ class _Shares:
         return made
 
     def _count(self, rows_D: Sequence[TrainingRow]) -> int:
-        """How many of what a loss is a mean over: tokens, or sequences."""
+        """Number of items that the loss is a mean over: tokens or sequences."""
         if self._normalisation == "token":
             return sum(row.num_trained for row in rows_D)
         return sum(row.ends_sequence for row in rows_D)
@@ -193,7 +196,7 @@ def _product(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def _of_one_token(row: TrainingRow, t: int) -> TrainingRow:
-    """The row with token `t` alone to train, as a sequence that is as long as its own."""
+    """Copy of the row that trains only token `t`, with the length of its sequence unchanged."""
     only_T = np.zeros(len(row), bool)
     only_T[t] = True
     top = row.teacher_top

@@ -1,6 +1,7 @@
-"""How a push of weights will go, as far as settings tell, and what it takes meanwhile.
+"""Forecast of a weight push from the settings: its transport, its size and its memory.
 
-`dry_run=True` prints it. The way to each engine is chosen by where it is (cluster/weights/ways.py).
+`dry_run=True` prints it. The transport to each engine is chosen at run time, by the engine's
+location (cluster/weights/ways.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from learner.memory import estimate_memory
 
 
 def describe_push(config: RolloutConfig, device: str) -> str:
-    """Size of a push, its way, and the memory that it takes besides."""
+    """Size, transport and additional memory of a push, as text."""
     dtype = choose_dtype(config.dtype, device)
     size = push_line(
         estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
@@ -24,7 +25,10 @@ def describe_push(config: RolloutConfig, device: str) -> str:
 
 
 def _to_teacher(config: RolloutConfig) -> str:
-    """What the engines of a teacher that follows get besides; they get it before."""
+    """Text on the pushes of an EMA or lagged teacher to its engines; empty without such a teacher.
+
+    These pushes precede the push to the policy engines.
+    """
     if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
         return ""
     several = "s" * (config.teacher_engines != 1)
@@ -52,7 +56,7 @@ def _way(config: RolloutConfig, device: str) -> str:
 
 
 def require_lenders(config: RolloutConfig) -> None:
-    """Raises ConfigError for engines on GPUs that are to be lent weights where no worker is."""
+    """Raises ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
     if config.weights != "ipc" or config.local:
         return
     gpus = parallelism(config.policy_server_flags).gpus

@@ -1,6 +1,6 @@
-"""Roles of a run: their names, the number of actors of each, and the resources of one.
+"""Roles of a run: their names, the number of actors of each, and the resources of one actor.
 
-Neither Ray nor torch is imported here, so that a Ray can be started before they are.
+This module imports neither Ray nor torch, so that Ray can be started before they are imported.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from cluster.placement.resources import ResourceDemand
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
-KEEPER = "keeper"  # in the learner's place, where groups are kept and not trained
-EVALUATION = "evaluation"  # policy engines that evaluations have to themselves
+KEEPER = "keeper"  # replaces the learner where groups are kept and not trained
+EVALUATION = "evaluation"  # policy engines that serve evaluations only
 
 
 def teacher_role(teacher: str) -> str:
-    """The role, and the pool, of a teacher by its name."""
+    """Name of a teacher's role, which is also that of its pool."""
     return f"teacher {teacher}" if teacher else "teacher"
 
 
 def teacher_roles(config: RolloutConfig) -> dict[str, str]:
-    """The role of each teacher, by its name; of one that is the live policy, the policy's."""
+    """Role of each teacher, by teacher name. A teacher that is the live policy has its role."""
     if config.teacher_moves and config.teacher_rule is None:
         return {"": POLICY}
     return {name: teacher_role(name) for name in config.teacher_models()}
 
 
 def served_teachers(config: RolloutConfig) -> dict[str, str]:
-    """The roles of teachers with engines of their own, by name."""
+    """Roles of the teachers with their own engines, by teacher name."""
     return {name: role for name, role in teacher_roles(config).items() if role != POLICY}
 
 
 def following_role(config: RolloutConfig) -> str | None:
-    """The role of the engines whose teacher follows the policy; None: there are none."""
+    """Role of the engines that serve an EMA or lagged teacher; None without such a teacher."""
     return None if config.teacher_rule is None else teacher_role("")
 
 
@@ -59,7 +59,7 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     if not isinstance(config, RolloutConfig) or config.rollouts is not None:
         return roles
     if config.only_keeps:
-        roles = []  # what keeps groups takes nothing
+        roles = []  # no learner; the actor that keeps groups reserves no resources
     bounds = pool_bounds(config)
     for role, engine in engines_of(config, device).items():
         count = bounds[role][0] if role in bounds else 1
@@ -94,14 +94,14 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 
 def colocated(config: CommonConfig) -> tuple[str, ...]:
-    """The roles whose members share places one by one."""
+    """Roles whose actors are placed pairwise: the i-th of one beside the i-th of the other."""
     if not isinstance(config, RolloutConfig) or config.only_keeps or config.rollouts is not None:
         return ()
     return (LEARNER, POLICY) if config.colocate else ()
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
-    """The smallest and the largest size of each pool, by its role."""
+    """Smallest and largest size of each pool, by role."""
     bounds = {
         POLICY: (config.policy_engines, config.policy_engines_max or config.policy_engines),
         ROLLOUT: (config.rollout_workers, config.rollout_workers_max or config.rollout_workers),
@@ -116,15 +116,16 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
 
 
 def cpus_here(config: CommonConfig) -> int:
-    """CPUs that a Ray of the run's own is told of: the machine's, or more if its actors need more.
+    """Number of CPUs to configure when the run starts Ray itself.
 
-    Pools count at their largest sizes. Few cores still run every actor.
+    At least the machine's, and enough to place all actors with every pool at its largest size, so
+    that a machine with few cores can run them all.
     """
     return max(os.cpu_count() or 1, math.ceil(cpus_at_most(config)))
 
 
 def cpus_at_most(config: CommonConfig) -> float:
-    """The CPUs that a run takes when every pool is as large as it may be."""
+    """Number of CPUs that a run requests with every pool at its largest size."""
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     return sum(
         largest.get(role.name, role.count) * role.bundles * role.resources.get("CPU", 0)
@@ -133,7 +134,7 @@ def cpus_at_most(config: CommonConfig) -> float:
 
 
 def bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
-    """Sizes of each pool by its role; empty where the run has no pools."""
+    """Smallest and largest size of each pool, by role; empty for a run without pools."""
     return pool_bounds(config) if isinstance(config, RolloutConfig) else {}
 
 
@@ -144,9 +145,9 @@ def _workers_shared(config: RolloutConfig, engine: EngineConfig) -> int:
 
 
 def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
-    """What an engine takes of each of its nodes.
+    """Resources that an engine requests on each of its nodes.
 
-    A server somewhere else takes nothing here; one of several GPUs takes them whole.
+    An external server requests none. A server with several GPUs requests whole GPUs.
     """
     if engine.external:
         return {}
@@ -162,7 +163,7 @@ def _compute(config: CommonConfig, device: str) -> dict[str, float]:
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
-    """The checkpoints that each role loads, by the setting that names them."""
+    """Checkpoints that each role loads, by the setting that names them."""
     if not isinstance(config, RolloutConfig):
         assert isinstance(config, SupervisedConfig)
         reference = config.reference if isinstance(config, DpoConfig) else None

@@ -1,10 +1,10 @@
-"""A trajectory group in parts, for the queue: an outline, and runs of its trajectories.
+"""Serialization of a trajectory group for the queue: an outline, and parts with its trajectories.
 
-The outline is all that queue and leader read. A part holds trajectories that follow one another, as
-few as keep it above what Ray passes on within its calls, so that a learner worker fetches little
-besides what it trains. Its segments are packed by field: a group has some fifty small arrays, and
-pickling an array costs a few microseconds whatever its size. What is unpacked are views: of a part
-in shared memory a process reads those trajectories only that it uses.
+The queue and the learner's leader read only the outline. A part holds consecutive trajectories, as
+few as keep it above the size that Ray passes inline in calls, so that a learner worker fetches
+little besides the trajectories that it trains. Segments are packed by field: a group has some fifty
+small arrays, and pickling an array costs a few microseconds whatever its size. Unpacking makes
+views, so a process reads only the trajectories that it uses from a part in shared memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from distill.types import Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 Made = TypeVar("Made")
 
-# Of a part's arrays, if the group has so many bytes: what is below 100 kB Ray would hand to the
-# queue itself.
+# Least size of a part's arrays, if the group is that large: Ray would copy objects below 100 kB
+# into the memory of the queue's process.
 PART_BYTES = 110_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Trajectories of a group.
+    """Consecutive trajectories of a group, packed.
 
     Attributes:
-        states: of each, its fields but for the segments, and how many those are.
-        segments: by field, of all segments in order: see `_pack_column`.
+        states: fields of each trajectory, with the number of segments in place of the segments.
+        segments: columns of all segments in order, by field: see `_pack_column`.
     """
 
     states: Sequence[Mapping[str, Any]]
@@ -40,12 +40,12 @@ class Part:
 
 
 class Packed(NamedTuple):
-    """A group in parts.
+    """A packed group.
 
     Attributes:
-        outline: its pickled `GroupOutline`.
-        firsts: number of the first trajectory of each part.
-        nbytes: size of the parts' arrays.
+        outline: pickled `GroupOutline`.
+        firsts: index of the first trajectory of each part, within the group.
+        nbytes: total size of the parts' arrays.
     """
 
     outline: bytes
@@ -55,7 +55,7 @@ class Packed(NamedTuple):
 
 
 def pack(group: TrajectoryGroup, part_bytes: int = PART_BYTES) -> Packed:
-    """The group in parts of at least so many bytes, but where it has too few itself."""
+    """Pack a group into parts of at least `part_bytes` each; a smaller group becomes one part."""
     runs: list[list[Trajectory]] = [[]]
     firsts, sizes = [0], [0]
     for member, trajectory in enumerate(group.trajectories_G):
@@ -89,7 +89,7 @@ def _nbytes(value: Any) -> int:
 
 
 def pack_part(trajectories: Sequence[Trajectory]) -> Part:
-    """The trajectories as one part."""
+    """Pack trajectories into one part."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     return Part(
         states=[
@@ -105,8 +105,10 @@ def pack_part(trajectories: Sequence[Trajectory]) -> Part:
 
 
 def unpack(part: Part) -> list[Trajectory]:
-    """Its trajectories. Their values were checked when they were made, and are not checked
-    again."""
+    """Trajectories of a part.
+
+    Skips the validation of their constructors: the values were checked before they were packed.
+    """
     count = sum(state["segments"] for state in part.states)
     values = {name: _unpack_column(column, count) for name, column in part.segments.items()}
     segments = (
@@ -120,8 +122,12 @@ def unpack(part: Part) -> list[Trajectory]:
 
 
 def _pack_column(values: Sequence[Any]) -> tuple[list[int] | None, Any]:
-    """The length of each (-1: None) and all of them in a row; or None and the values, if they are
-    no arrays."""
+    """Pack one field of all segments.
+
+    Returns:
+        For arrays, the length of each (-1 for None) and their concatenation. For other values, None
+        and the values themselves.
+    """
     arrays = [value for value in values if value is not None]
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
         return None, values

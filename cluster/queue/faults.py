@@ -1,10 +1,11 @@
-"""Whose fault it is that a group failed, or that a worker died.
+"""Attribution of failed groups and of worker deaths.
 
-A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
-reported to be in an environment's or a reward's code are suspects; so is each that is there at a
-second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
-its own. If the group arrives, it is a suspect no more. So a group that kills every worker is set
-aside, after `max_failures + 2` deaths as a rule, and none is for what another did.
+The death of a worker ends all its groups, of which at most a few caused it. Groups that the worker
+had reported to run environment or reward code become suspects; so does any group that is present at
+a second death. A suspect is leased to a worker that runs nothing else. If that worker dies, the
+group is the cause, and the death counts as the group's own failure. If the group is delivered, the
+suspicion ends. So a group that kills every worker is set aside, usually after `max_failures + 2`
+deaths, and no group is set aside for the fault of another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from distill.delivery import Lease
 
-# Of a group's suspicion: that of one death inside its environment, or of two elsewhere.
+# Suspicion score of a suspect: one death inside its environment or reward, or two elsewhere.
 _SUSPECT = 2
 
 
@@ -24,10 +25,10 @@ class Death:
     """A worker's death.
 
     Attributes:
-        had_groups: it was at work, even if only on leases that were over.
-        inside: of the groups that it held, those in an environment's or a reward's code by its last
-            report (all, if it made none), and what problem each was.
-        guilty: the group that it ran alone, which is therefore the cause.
+        had_groups: True if it ran groups, be it only on leases that had ended.
+        inside: held groups that ran environment or reward code by its last report (all of them, if
+            it made none), with a description of each one's problem.
+        guilty: the group that it ran alone, which is therefore the cause; None otherwise.
     """
 
     had_groups: bool
@@ -36,53 +37,61 @@ class Death:
 
 
 class Faults:
-    """Failures, deaths and suspicion of each group of a run."""
+    """Counts failures, deaths and suspicion of each group of a run."""
 
     def __init__(self, max_failures: int, max_deaths: int) -> None:
-        """Args: as of `LedgerSettings`."""
+        """Args: see `LedgerSettings`."""
         self._max_failures, self._max_deaths = max_failures, max_deaths
         self._failures: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
         self._suspicion: Counter[int] = Counter()
-        # Of each worker: what it was given and has not returned, whether or not the lease is over;
-        # and what runs an environment's code there by its own report, with what problem that is.
+        # By worker: leases that it has not returned, ended ones included; and the groups that run
+        # environment or reward code by its last report, with a description of each problem.
         self._at: defaultdict[str, set[Lease]] = defaultdict(set)
         self._inside: dict[str, Mapping[int, str]] = {}
 
     @property
     def suspects(self) -> set[int]:
-        """Groups that get a worker to themselves."""
+        """Groups that are leased only to a worker that runs nothing else."""
         return {i for i, count in self._suspicion.items() if count >= _SUSPECT}
 
     @property
     def any_suspected(self) -> bool:
-        """Some group was there when a worker died, and has not arrived since."""
+        """True if some group was present at a worker's death and has not been delivered since."""
         return bool(self._suspicion)
 
     def given(self, worker: str, leases: Collection[Lease]) -> None:
-        """The worker has these now."""
+        """Record leases that were granted to the worker."""
         self._at[worker] |= set(leases)
 
     def returned(self, worker: str, lease: Lease) -> None:
-        """It has this one no more."""
+        """Record that the worker no longer runs this lease."""
         self._at[worker].discard(lease)
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
-        """Which of the worker's groups, at most, run code of their own until its next report."""
+        """Record which of the worker's groups may run environment or reward code.
+
+        Args:
+            problems: a description of each problem, by group id; valid until the next report.
+        """
         self._inside[worker] = problems
 
     def arrived(self, group_id: int) -> None:
-        """It is a suspect no more."""
+        """Clear the suspicion of a delivered group."""
         self._suspicion.pop(group_id, None)
 
     def failed(self, group_id: int, reason: str) -> str | None:
-        """Counts a failure of its own. Returns why it is to be set aside; None: it is not."""
+        """Count a failure of the group itself.
+
+        Returns:
+            The reason to set the group aside, or None to lease it again.
+        """
         self._failures[group_id] += 1
         failures = self._failures[group_id]
         return f"failed {failures} times: {reason}" if failures >= self._max_failures else None
 
     def lost(self, group_id: int, reason: str) -> str | None:
-        """Counts a lease that ran out, or a loss of what it had made. Returns as `failed`."""
+        """Count an expired lease, or the loss of a delivered group. Returns as `failed`."""
         self._deaths[group_id] += 1
         deaths = self._deaths[group_id]
         if deaths < self._max_deaths:
@@ -90,7 +99,7 @@ class Faults:
         return f"{deaths} workers died or hung with it: {reason}"
 
     def died(self, worker: str, held: Collection[int]) -> Death:
-        """Suspects the groups that a dead worker held leases of."""
+        """Record a worker's death and raise the suspicion of the groups `held`, which it leased."""
         reported = self._inside.pop(worker, dict.fromkeys(held, ""))
         inside = {i: problem for i, problem in reported.items() if i in held}
         at = {lease.group_id for lease in self._at.pop(worker, ())}
@@ -102,14 +111,14 @@ class Faults:
         return Death(had_groups=bool(held or at), inside=inside, guilty=guilty)
 
     def forget_below(self, watermark: int) -> None:
-        """Nothing below it will be done again."""
+        """Drop the counters of groups below the watermark, which are never leased again."""
         for counts in (self._failures, self._deaths, self._suspicion):
             for group_id in [i for i in counts if i < watermark]:
                 del counts[group_id]
 
 
 def killed(problem: str, reason: str) -> str:
-    """Message on a group that killed a worker which ran nothing else, with a remedy."""
+    """Message on a group that killed a worker running nothing else, with a remedy."""
     where = f", in the code of {problem}" if problem else ""
     return (
         f"its worker died while it ran this group alone{where} ({reason}); make its environment "

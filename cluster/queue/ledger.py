@@ -1,7 +1,7 @@
 """Ledger of prompt groups: credit, leases, order, and the groups of the next step.
 
-No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
-happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.
+Independent of Ray and of external state: cluster/queue/group_queue.py keeps a ledger in an actor,
+and cluster/queue/journal.py records its events, from which it can be rebuilt.
 
     not yet leased -> leased -> delivered -> (pushed ->) in published weights
                       |    ^
@@ -9,24 +9,24 @@ happens to it is written down by cluster/queue/journal.py, from which it can be 
                      pending -> set aside         failed too often
 
 A group holds a slot from its lease until the weights that its step produced are on every policy
-engine; there are `groups_in_flight` slots. Where a push goes on beside the next step, that step
-takes its groups once the push has begun (`push`), and slots are freed when it is over (`publish`).
+engine; there are `groups_in_flight` slots. If a push overlaps the next step, that step takes its
+groups once the push has begun (`push`), and slots are freed when the push has ended (`publish`).
 
-Which groups a step takes is up to a rule (cluster/queue/step_rules.py). A group leased at weight
-version v is trained at version v + max_staleness at the latest, unless the rule is to train overdue
-groups late, or to begin them again (`begin_again`). One that is leased again keeps its slot and its
-age. For each group set aside the run has one more.
+A rule chooses the groups of a step (cluster/queue/step_rules.py). A group leased at weight version
+v is trained at version v + max_staleness at the latest, unless the settings train overdue groups
+late, or begin them again (`begin_again`). A group that is leased again keeps its slot and its age.
+The run starts one more group for each group that is set aside.
 
-With `most_replaced` a step passes over groups whose members all have the same reward, from which
-nothing would be learnt, and takes others instead (dynamic sampling, Yu et al. 2025, DAPO). They are
-set aside when the weights of that step are published. Beyond `most_replaced` it trains on them as
-they are, so that it always comes to an end.
+With `most_replaced`, a step skips groups whose members all have the same reward, which carry no
+learning signal, and takes others instead (dynamic sampling, Yu et al. 2025, DAPO). The skipped
+groups are set aside when the weights of that step are published. Beyond `most_replaced` the step
+trains on such groups, so that it always completes.
 
-Scorers are asked for canaries now and then (cluster/queue/custody.py). What one that has moved may
-have scored wrongly is leased again, to be scored by another; for what weights contain the learner
-has to go back.
+Scorers are checked with canaries (cluster/queue/custody.py). Groups that a moved scorer may have
+scored wrongly are leased again, for another scorer; if weights contain such groups, the learner has
+to return to an earlier checkpoint.
 
-Whose fault it is that a group failed, or that a worker died with it: cluster/queue/faults.py.
+cluster/queue/faults.py attributes failures of groups and deaths of workers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import View
 from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 
-# Of so many groups that arrived, or of a step's, the ledger knows for how long they were under way.
+# Newest delivered groups whose durations the ledger keeps; groups_per_step, if that is more.
 _KNOWN = 256
-# Failures whose reasons every status carries.
+# Number of newest failures whose reasons a status includes.
 _NEWEST = 8
 
 
@@ -56,7 +56,7 @@ _NEWEST = 8
 class _Held:
     worker: str
     attempt: int
-    since: float  # without progress
+    since: float  # time of the last progress
     began: float
 
 
@@ -65,9 +65,10 @@ def _unrecorded(event: str, **fields: Any) -> None:
 
 
 class Ledger:
-    """The groups of one run. Every change is given to `record` as an event, before it is answered.
+    """The groups of one run.
 
-    Calls repeated by Ray after the queue's death change nothing the second time.
+    Every change is passed to `record` as an event before the call returns. Calls are idempotent: a
+    call that Ray repeats after the queue's death has no further effect.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Ledger:
     ) -> None:
         """
         Args:
-            trained: what the starting weights account for.
+            trained: groups that the starting weights account for.
             clock: seconds, for the age of leases.
             record: called with an event's name and its fields.
         """
@@ -94,21 +95,22 @@ class Ledger:
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
         self._custody = Custody()
-        self.sampled_anew: set[int] = set()  # leased again, and what there is of them is void
+        self.sampled_anew: set[int] = set()  # leased again, with their earlier data discarded
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
-        # Under way, of those that arrived last.
+        # Seconds between lease and delivery of the newest delivered groups.
         self._seconds: deque[float] = deque(maxlen=max(_KNOWN, settings.groups_per_step))
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:
-        # What the learner's weights account for, and those on the engines: the same, but for the
-        # time of a push that goes on beside the next step.
+        # Groups that the learner's weights, and those on the engines, account for. They differ only
+        # during a push that overlaps the next step.
         self._trained = self._published = trained
         self._next = trained.watermark
         self._steps = 0  # published since
         self._version = len(trained) // self._settings.groups_per_step  # published last
-        # What failed stays aside; a constant reward may be another's when it is sampled again.
+        # Failed groups stay set aside; a group of constant reward may get other rewards when it is
+        # sampled again.
         above = {
             i: reason
             for i, reason in self._set_aside.items()
@@ -116,29 +118,29 @@ class Ledger:
         }
         self._set_aside = {**trained.set_aside, **above}
         self._custody.keep(trained.__contains__)
-        # Each live id that was started and is not trained, and what `_steps` was at its first
-        # lease, or when it last began again; it is in exactly one of the three others.
+        # Each live id that was started and is not trained, with `_steps` at its first lease or last
+        # restart. Each id is in exactly one of `_pending`, `_leased` and `_delivered`.
         self._started: dict[int, int] = {}
         self._pending: set[int] = set()
         self._leased: dict[int, _Held] = {}
         self._delivered: set[int] = set()
-        self._constant: dict[int, float] = {}  # of these, those of constant reward
+        self._constant: dict[int, float] = {}  # delivered ids of constant reward, with that reward
         self._attempts: Counter[int] = Counter()
         self._begun_again: Counter[int] = Counter()
-        self._over: dict[int, int] = {}  # of these, the last attempt that is over by that
+        self._over: dict[int, int] = {}  # of these ids, the last attempt that the restart ended
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: Step | None = None
 
     # the workers' end
 
     def lease(self, worker: str, max_groups: int, request: str = "") -> list[Lease]:
-        """Groups to work on: pending ones first, lowest first, then as many new as credit allows.
+        """Lease groups: pending ones first, lowest first, then as many new ones as credit allows.
 
-        A suspect comes first and alone, to a worker that has nothing; beside it there is nothing.
+        A worker without leases gets a suspect first, if there is one, and then nothing else.
 
         Args:
-            request: names the call. The worker's last call, repeated, gets the same answer again,
-                less what it holds no longer.
+            request: identifies the call. If the worker repeats its last call, it gets the same
+                leases again, except those that it no longer holds.
         """
         answered, leases = self._answers.get(worker, ("", []))
         if request and request == answered:
@@ -170,14 +172,14 @@ class Ledger:
         ids = heapq.nsmallest(max_groups, self._pending - suspects)
         last = len(ids) + min(max_groups - len(ids), self.credit)
         while len(ids) < last:
-            if not self._is_over(self._next):  # after a rewind it may be
+            if not self._is_over(self._next):  # possible after a rewind
                 ids.append(self._next)
             self._next += 1
         return ids
 
     @property
     def has_suspects(self) -> bool:
-        """Groups may wait for a worker that has nothing."""
+        """True if groups may be reserved for a worker without leases."""
         return self._faults.any_suspected
 
     def _lease_one(self, group_id: int, worker: str) -> Lease:
@@ -194,7 +196,7 @@ class Ledger:
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
 
     def _is_over(self, group_id: int) -> bool:
-        """It is in the learner's weights, or was set aside."""
+        """True if the group is in the learner's weights or was set aside."""
         return group_id in self._trained or group_id in self._set_aside
 
     def _is_held(self, lease: Lease) -> bool:
@@ -208,13 +210,16 @@ class Ledger:
         constant_reward: float | None = None,
         scored_by: Collection[int] = (),
     ) -> bool:
-        """True the first time a group arrives in this epoch; False for what is to be dropped.
+        """Record a delivered group.
 
-        A lease that expired still delivers, if it comes first: the data is as good.
+        A delivery on an expired lease is accepted if it is the group's first: its data is valid.
 
         Args:
-            constant_reward: that of all its members; None: they differ.
-            scored_by: the replicas that scored it (cluster/queue/custody.py).
+            constant_reward: reward that all its members have; None if their rewards differ.
+            scored_by: replicas that scored it (cluster/queue/custody.py).
+
+        Returns:
+            True for the group's first delivery in this epoch; False if the caller must drop it.
         """
         group_id = lease.group_id
         self._faults.returned(worker, lease)
@@ -256,12 +261,12 @@ class Ledger:
             return "it was overdue, and has begun again"
         known = lease.group_id in self._trained or lease.attempt <= self._attempts[lease.group_id]
         if not known:
-            # Its lease was lost: the disk was full when it was written, and then the queue died.
+            # The journal lacks its lease: the disk was full then, and later the queue died.
             return "no such lease is known"
         return ""
 
     def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
-        """The group's own rollout failed. Ignored for a lease that is over."""
+        """Record that the group's rollout failed. Ignored for a lease that has ended."""
         if not self._is_held(lease):
             return
         group_id = lease.group_id
@@ -272,20 +277,23 @@ class Ledger:
         self._meter()
 
     def _blame(self, group_id: int, reason: str) -> None:
-        """A failure of its own."""
+        """Count a failure of the group itself."""
         del self._leased[group_id]
         self._put_back(group_id, self._faults.failed(group_id, reason))
 
     def _put_back(self, group_id: int, verdict: str | None) -> None:
-        """Leases a group again, or sets it aside if that is the verdict."""
+        """Make a group pending again, or set it aside if `verdict` gives a reason."""
         if verdict is None:
             self._pending.add(group_id)
         else:
             self._put_aside(group_id, verdict)
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
-        """Notes which of the worker's groups, at most, run their environment's or reward's code
-        until its next report. Not written down: a restarted queue suspects them all."""
+        """Record which of the worker's groups may run environment or reward code.
+
+        Valid until the worker's next report. Not journalled: a restarted queue suspects all groups
+        of a dead worker that has not reported since.
+        """
         self._faults.inside(worker, problems)
 
     # scorers and their canaries
@@ -293,11 +301,13 @@ class Ledger:
     def scorer(
         self, replica: int, in_learner: bool = False, rewards: bool = False, **said: Any
     ) -> None:
-        """A scorer begins to serve by this number: its first canaries were good.
+        """Register a scorer whose first canaries were good.
 
         Args:
-            in_learner: it is a model in the learner, and scores what that trains on.
-            rewards: it is the reward model, and rewards what is sampled.
+            replica: number that identifies it.
+            in_learner: the scorer is a model inside the learner, and scores its training data.
+            rewards: the scorer is the reward model.
+            said: further fields of the event.
         """
         kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
         self.record("scorer", replica=replica, **kind, **said)
@@ -307,15 +317,19 @@ class Ledger:
             self._custody.rewards_from_now(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
-        """Canaries are about to be sent to these: what has arrived was scored before."""
+        """Record that canaries are about to be sent: delivered groups were scored before them."""
         self._custody.asked(replicas)
         self.record("ask", replicas=sorted(replicas))
 
     def canary(self, replica: int, good: bool, **said: Any) -> CanaryAnswer:
-        """A scorer's canary was answered, as at first or otherwise.
+        """Record the result of a scorer's canary.
 
-        If it has moved, groups that it has scored since its last good one are leased again, unless
-        the learner has taken them.
+        If it is bad, the groups that the scorer has scored since its last good canary are leased
+        again, except those that the learner has taken.
+
+        Args:
+            good: the answer agrees with the scorer's first one.
+            said: further fields of the event.
         """
         self.record("canary", replica=replica, good=good, **said)
         if good:
@@ -337,10 +351,10 @@ class Ledger:
         return self._version if first is None else first - 1
 
     def _score_again(self, ids: Collection[int], *, anew: bool) -> None:
-        """Leases delivered groups again; it is no fault of theirs.
+        """Make delivered groups pending again, without counting a failure.
 
         Args:
-            anew: their rewards are wrong, so they are sampled again.
+            anew: sample them again, too, because their rewards are wrong.
         """
         if not ids:
             return
@@ -358,7 +372,7 @@ class Ledger:
     # the driver's end
 
     def forfeit(self, worker: str, reason: str) -> list[int]:
-        """The worker died: what it had under way is leased again. Returns those ids."""
+        """Record a worker's death and make its leased groups pending again. Returns their ids."""
         ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
         self._answers.pop(worker, None)
         death = self._faults.died(worker, ids)
@@ -376,27 +390,29 @@ class Ledger:
         return ids
 
     def forfeit_unreported(self, worker: str, reason: str) -> None:
-        """`forfeit` as earlier releases wrote it down: it counted against every group."""
+        """Replay the `forfeit` event of earlier releases, which counted against every group."""
         self._answers.pop(worker, None)
         self._last_reason = reason
         self._lose(sorted(i for i, h in self._leased.items() if h.worker == worker), reason)
 
     def expire(self, now: float) -> list[int]:
-        """Ends the leases not renewed for `lease_s`, as if their workers had died."""
+        """End the leases that were not renewed for `lease_s`, as if their workers had died."""
         lease_s = self._settings.lease_s
         late = [i for i, held in self._leased.items() if now - held.since > lease_s]
         return self.release(late, f"without progress for more than {lease_s:g} s")
 
     def renew(self, ids: Iterable[int]) -> None:
-        """Renews the leases of groups that make progress. Not journalled, for leases that outlive a
-        restart of the queue begin anew as well."""
+        """Renew the leases of groups that make progress.
+
+        Not journalled, since a restart of the queue renews all leases.
+        """
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
             held = self._leased[group_id]
             self._leased[group_id] = replace(held, since=now)
 
     def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
-        """Ends the leases of `ids` (None: of all) early; returns those that were leased."""
+        """End the leases of `ids` (None: all leases) early; returns the ids that were leased."""
         leased = sorted(self._leased if ids is None else self._leased.keys() & set(ids))
         if leased:
             self._last_reason = reason
@@ -418,9 +434,10 @@ class Ledger:
         self.record("set_aside", id=group_id, reason=reason)
 
     def rewind(self, trained: TrainedGroups, reason: str) -> None:
-        """The learner went back to a checkpoint: what is above its watermark starts anew.
+        """Reset to a checkpoint that the learner returned to.
 
-        Groups that were set aside stay so, and failures still count: poison is poison.
+        Groups that the checkpoint does not contain start anew. Groups that were set aside for
+        failures stay set aside, and failure counts are kept.
         """
         self.epoch += 1
         self._last_reason = reason
@@ -429,19 +446,21 @@ class Ledger:
         self._meter()
 
     def commit(self, step: int, watermark: int) -> None:
-        """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
+        """Record that the checkpoint of `step` is on disk: groups below `watermark` are final."""
         self._faults.forget_below(watermark)
         self.record("commit", step=step, watermark=watermark)
 
     def overdue(self) -> list[int]:
-        """Groups that are to begin again, by the run's settings: without them the next step would
-        not have to wait, and they have been under way for unusually long, or are under way no
-        more."""
+        """Groups to begin again, with `overdue=again`.
+
+        These are groups that the next step would have to wait for, and that have been leased for
+        unusually long or are pending.
+        """
         settings = self._settings
         if settings.overdue != "again" or self._promised is not None:
             return []
         if len(self._seconds) < settings.groups_per_step:
-            return []  # nobody knows what is usual
+            return []  # too few for a meaningful median
         before = self._clock() - settings.begin_again_after * median(self._seconds)
         began = {i: held.began for i, held in self._leased.items() if held.began < before}
         able = [*sorted(self._pending), *sorted(began, key=lambda i: (began[i], i))]
@@ -449,9 +468,9 @@ class Ledger:
         return self._rule.begin_again(self._view(), able, self._steps)
 
     def begin_again(self, ids: Collection[int]) -> None:
-        """Ends leases for good, and has groups leased again that start only then.
+        """End the leases of groups permanently and make these pending, with their age reset.
 
-        What still comes of the earlier leases is dropped: it is as old as it was.
+        Deliveries on the ended leases are dropped, since their data is overdue.
         """
         if not ids:
             return
@@ -469,7 +488,7 @@ class Ledger:
     # the learner's end
 
     def ready(self) -> Step | None:
-        """The next step, if its groups are delivered."""
+        """The next step, or None if its groups are not all delivered."""
         if (taken := self._promised) is not None:
             return taken if self._delivered.issuperset(taken.group_ids) else None
         if (choice := self._rule.choose(self._view())) is None:
@@ -490,17 +509,22 @@ class Ledger:
 
     @property
     def _promised(self) -> Step | None:
-        """What was taken last, unless it can be made no more. (Its payloads may be lost.)"""
+        """The step that was taken last; None if one of its groups was set aside since.
+
+        Payloads of its groups may have been lost.
+        """
         taken = self._taken
         if taken is None or self._set_aside.keys() & set(taken.group_ids):
             return None
         return taken
 
     def foreseen(self, trained: TrainedGroups) -> Foreseen | None:
-        """Groups of the step that begins with weights which account for `trained`, as far as they
-        are known; None: that is not the next step, nor the one after what was taken.
+        """Groups, as far as known, of the step that starts from weights accounting for `trained`.
 
-        Nothing is promised, and nothing remembered: others may finish that go before them.
+        A forecast only, without side effects: groups that finish later may take precedence.
+
+        Returns:
+            None if that is neither the next step nor the one after the taken step.
         """
         behind, taken = len(trained) - len(self._trained), self._promised
         gone: set[int] = set()
@@ -515,17 +539,17 @@ class Ledger:
         return Foreseen(self._rule.foreseen(view), self._rule.choose(view) is not None)
 
     def take(self, trained: TrainedGroups | None = None, *, pushing: bool = False) -> Step | None:
-        """`ready`, remembered: it stays the next step, until it is pushed or published.
+        """Take the next step: as `ready`, and fixed from then on until it is pushed or published.
 
         Args:
-            trained: what the learner's weights account for.
-            pushing: those are on their way to the engines still.
+            trained: groups that the learner's weights account for.
+            pushing: True while the push of these weights to the engines is in progress.
 
         Raises:
-            AssertionError: that is not what is known of the learner.
+            AssertionError: `trained` differs from the ledger's record of the learner's weights.
         """
         if trained is not None and len(trained) > len(self._trained):
-            # The queue died with the lines of a full disk, that of the last step among them.
+            # The journal lacks the last step's event: the disk was full, and then the queue died.
             arrived = self.push if pushing else self.publish
             arrived(len(trained) // self._settings.groups_per_step, trained)
         assert trained is None or trained == self._trained, (
@@ -540,8 +564,10 @@ class Ledger:
         return step
 
     def lose(self, ids: Iterable[int], reason: str) -> list[int]:
-        """Groups that were taken cannot be fetched, for their node is gone: as if the lease had
-        run out, each is leased again. Returns those that were held."""
+        """Record that taken groups cannot be fetched, because their node is gone.
+
+        Each is leased again and counts as an expired lease. Returns the ids that were held.
+        """
         taken = set(self._taken.group_ids) if self._taken else set()
         gone = sorted(self._delivered & taken & set(ids))
         if gone:
@@ -555,7 +581,7 @@ class Ledger:
         return gone
 
     def missing(self) -> list[int]:
-        """Ids that the next step waits for: started ones, and if those are too few, the next."""
+        """Ids that the next step waits for: started ones, then new ids if those are too few."""
         if (taken := self._promised) is not None:
             return [i for i in taken.group_ids if i not in self._delivered]
         left = self._settings.total_groups - len(self._trained)
@@ -570,24 +596,23 @@ class Ledger:
         return missing
 
     def push(self, version: int, trained: TrainedGroups, epoch: int | None = None) -> None:
-        """The learner's weights account for `trained`, and are on their way to the engines.
+        """Record that a push of weights that account for `trained` has begun.
 
-        The next step may be taken; no slot is freed yet. Repeats, and calls of an `epoch` that is
-        over, change nothing, as of `publish`.
+        The next step can be taken; slots are not freed yet. As for `publish`, repeated calls and
+        calls from a past `epoch` have no effect.
         """
         if self._is_over_in(epoch) or len(trained) <= len(self._trained):
             return
-        self._arrive()  # one push follows another
+        self._arrive()  # pushes do not overlap: the previous one has ended
         self._account_for("push", version, trained)
 
     def publish(self, version: int, trained: TrainedGroups, epoch: int | None = None) -> None:
-        """Weights that account for `trained` are on every engine.
+        """Record that weights that account for `trained` are on every engine. Frees their slots.
 
-        Frees the slots of what they contain. A repeat changes nothing, nor does a call of an
-        `epoch` that is over: those weights are lost.
+        A repeated call has no effect, nor does a call from a past `epoch`, whose weights are lost.
 
-        What the learner took counts. Since then the queue may have died, had those groups made
-        again, and set one aside that the weights contain.
+        `trained` takes precedence over the ledger's state: since the step was taken, the queue may
+        have died, leased its groups again, and set aside one that the weights contain.
         """
         if self._is_over_in(epoch) or len(trained) <= len(self._published):
             return
@@ -601,11 +626,11 @@ class Ledger:
 
     @property
     def pushing(self) -> bool:
-        """The learner's weights are on their way to the engines."""
+        """True while the learner's weights are being pushed to the engines."""
         return len(self._published) < len(self._trained)
 
     def _arrive(self) -> None:
-        """What is on its way, if anything is, is on the engines."""
+        """Mark the push in progress, if there is one, as complete."""
         if self.pushing:
             self._published = self._trained
             self._steps += 1
@@ -645,16 +670,17 @@ class Ledger:
         )
 
     def _is_over_in(self, epoch: int | None) -> bool:
-        """A call of that epoch comes too late."""
+        """True if the epoch is given and is not the current one."""
         return epoch is not None and epoch != self.epoch
 
     # the queue's own
 
     def recover(self) -> None:
-        """The queue died and its payloads with it: what was delivered is to be sampled again.
+        """Recover from the queue's death, in which its payloads were lost.
 
-        Leases live on, and so do their workers, who will deliver. Groups that were to be replaced
-        are not sampled again: others have started in their place.
+        Delivered groups are sampled again. Leases stay valid, since their workers are alive and
+        will deliver. Up to `most_replaced` delivered groups of constant reward are set aside, not
+        sampled again, since others have started in their place.
         """
         now = self._clock()
         for group_id in sorted(self._constant)[: self._settings.most_replaced]:
@@ -662,19 +688,19 @@ class Ledger:
             self._delivered.discard(group_id)
             self._set_aside[group_id] = CONSTANT_REWARD
         self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
-        self._seconds.clear()  # of a journal that was played again
+        self._seconds.clear()  # durations from a replay, not from real time
         self._pending |= self._delivered
         lost = sorted(self._delivered)
         self.sampled_anew.clear()
         taken = set(self._taken.group_ids if self._taken else ())
-        self._custody.drop(self._delivered - taken)  # these may be trained all the same
+        self._custody.drop(self._delivered - taken)  # taken groups may still be trained
         self._delivered, self._constant = set(), {}
         above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
         self._meter()
 
     def _meter(self) -> None:
-        """Meters starvation; called after every change."""
+        """Update `starved_s`; called after every change."""
         now = self._clock()
         if self._starved:
             self._starved_s += now - self._metered_at
@@ -683,7 +709,11 @@ class Ledger:
         self._starved = not may_start and len(self._delivered) > len(self._leased)
 
     def _view(self, gone: Collection[int] = ()) -> View:
-        """`gone`: those of a step that is taken, if it is a view of the next."""
+        """The state for the step rule.
+
+        Args:
+            gone: groups of the taken step, for a view of the step after it.
+        """
         view = View(
             step=self._steps + self.pushing,
             groups_per_step=self._settings.groups_per_step,
@@ -705,12 +735,12 @@ class Ledger:
     @property
     def credit(self) -> int:
         """Number of new groups that may start."""
-        pushed = len(self._trained) - len(self._published)  # they hold their slots
+        pushed = len(self._trained) - len(self._published)  # these still hold their slots
         return max(0, min(self._rule.room(self._view()) - pushed, self._to_start))
 
     @property
     def all_started(self) -> bool:
-        """Every group of the run was leased at least once."""
+        """True if every group of the run was leased at least once."""
         return self._to_start <= 0
 
     @property
@@ -719,16 +749,16 @@ class Ledger:
 
     @property
     def trained(self) -> TrainedGroups:
-        """What the learner's weights account for."""
+        """Groups that the learner's weights account for."""
         return self._trained
 
     @property
     def published(self) -> TrainedGroups:
-        """What the weights on the engines account for."""
+        """Groups that the weights on the engines account for."""
         return self._published
 
     def holds(self, group_id: int) -> bool:
-        """It was delivered, and is in no weights."""
+        """True if the group was delivered and is not in the learner's weights."""
         return group_id in self._delivered
 
     def status(self) -> QueueStatus:

@@ -1,4 +1,4 @@
-"""What the ledger of prompt groups answers (cluster/queue/ledger.py)."""
+"""Return types of the ledger of prompt groups (cluster/queue/ledger.py)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Groups of a step.
+    """Groups of a training step.
 
     Attributes:
-        group_ids: in order.
-        set_aside: ids that its weights account for without having been trained on them, beside
-            those of the weights before, and why.
-        overdue: groups that are older than `max_staleness`.
-        begun_again: how often its groups were begun again in all.
+        group_ids: ids of the groups to train, in order.
+        set_aside: reason for each id that the step's weights account for without training on it,
+            ids of earlier weights excluded.
+        overdue: number of groups that are older than `max_staleness`.
+        begun_again: number of restarts of its groups, in total.
         start_max: weight versions since the first lease of the group that was leased first.
-        replaced: groups of constant reward that it passes over, and that reward.
+        replaced: reward of each group of constant reward that the step skips, by id.
     """
 
     group_ids: list[int]
@@ -30,8 +30,10 @@ class Step:
 
 
 class Foreseen(NamedTuple):
-    """Finished groups that a later step would take as things are; and whether they are all of it
-    and it may go on with them."""
+    """Finished groups that a later step would take in the current state.
+
+    `whole` is True if they are the complete step, which could then start.
+    """
 
     group_ids: list[int]
     whole: bool
@@ -39,13 +41,13 @@ class Foreseen(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryAnswer:
-    """What a scorer's canary means for the groups that it has scored.
+    """Consequences of a scorer's canary for the groups that it has scored.
 
     Attributes:
-        again: groups that are leased again, to be scored by another.
-        first_bad: the first version that contains, or that the learner is about to make of, groups
-            which it may have scored wrongly; None: no weights do.
-        proven: up to this version weights contain only groups that are proven.
+        again: ids of groups that are leased again, for another scorer.
+        first_bad: first version with groups that the scorer may have scored wrongly, the version
+            that the learner is computing included; None if there is none.
+        proven: newest version up to which weights contain only groups with proven scores.
     """
 
     again: tuple[int, ...] = ()
@@ -61,24 +63,24 @@ class QueueStatus:
         depth: groups delivered and not yet in published weights.
         leased: worker, attempt and age in seconds of every group under way, by id.
         pending: ids waiting to be leased again.
-        missing: ids that the next step waits for, lowest first. (While too few are finished it
-            waits for any, in `due_first`.)
-        credit: groups that may start now, beside the pending ones.
+        missing: ids that the next step waits for, lowest first. (With `due_first` and too few
+            finished groups, any group that finishes counts.)
+        credit: number of new groups that may start now, in addition to the pending ones.
         set_aside: groups set aside since the start of the run, because they failed.
-        newest_set_aside: the reasons of the newest of these, by group id.
+        newest_set_aside: reasons of the newest of these, by group id.
         re_leases: leases of groups that had been leased before.
-        delivered: groups that arrived and were wanted.
-        duplicates: groups that arrived and were not: again, or too late.
+        delivered: groups that arrived and were accepted.
+        duplicates: groups that arrived and were dropped, as duplicates or too late.
         consecutive_set_aside: groups set aside since the last delivery.
-        last_reason: of the newest failure, death or expiry; "" before the first.
-        published: the watermark of the weights on the engines.
-        exhausted: nothing is left to be started, again or for the first time.
+        last_reason: reason of the newest failure, death or expiry; "" before the first.
+        published: watermark of the weights on the engines.
+        exhausted: True if no group is left to lease, again or for the first time.
         epoch: see `Lease`.
-        starved_s: for so long, of the `age_s` seconds since the queue was made, nothing might
-            start and fewer groups were under way than finished. (Some credit is always with groups
-            that are being trained: workers that lack it for a moment are not too many.)
-        begun_again: of each group that was begun again and is not trained, the last attempt that
-            is over by that.
+        starved_s: seconds, of the `age_s` since the queue was created, in which no group could
+            start and fewer groups were leased than finished. (Groups in training always hold some
+            credit, so a short lack of it does not mean that there are too many workers.)
+        begun_again: last attempt that a restart ended, for each restarted group that is not
+            trained, by id.
     """
 
     depth: int

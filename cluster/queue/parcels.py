@@ -1,16 +1,16 @@
-"""What crosses the queue in place of a group: its outline, and references to its parts.
+"""Representation of a group in the queue: its outline, and references to its parts.
 
-    worker    offers packed groups       holds each until `deliver` has returned
-    queue     takes them over            owns the parts, and never looks into them
-    leader    reads outlines             deals out the rows that they stand for
-    learner's workers, each              ask the queue for the parts of the trajectories that they
-                                         train, and fetch those
+    worker    offers packed groups       keeps each until `deliver` has returned
+    queue     takes them over            owns the parts, and never opens them
+    leader    reads outlines             distributes the rows that they describe
+    each learner worker                  requests from the queue the parts with the trajectories
+                                         that it trains, and fetches them
 
-On Ray an object is lost with the process that owns it, and that is the one which called for it. So
-it is the queue that calls: a worker may die, or be drained, once its groups were delivered. They
-stay in the object store of the worker's node, and are lost with that, or with the queue. (What is
-below 100 kB Ray would hand to the owner itself: a group that is travels in the call, as bytes.) In
-one process parts are what they are.
+A Ray object is lost with the process that owns it, which is the caller of the task that returned
+it. So the queue makes the call: a worker may die or be drained after its groups were delivered. The
+parts stay in the object store of the worker's node, and are lost with that node or with the queue.
+(Ray would copy objects below 100 kB to the owner, so a group that small travels in the call, as
+bytes.) Within one process, parts are plain objects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from cluster.queue.codec import Packed, Part, unpack
 from distill.outlines import Fetched, GroupOutline, Place
 from distill.types import Trajectory, TrajectoryGroup
 
-# Of a group's arrays: with what describes them it stays below Ray's 100 kB, above which an argument
-# of a call takes the way by the object store.
+# Largest size of a group's arrays that travel in a call: together with their metadata they stay
+# below the 100 kB above which Ray puts an argument into the object store.
 _IN_CALL_BYTES = 90_000
 
 
 class PartPlace(NamedTuple):
-    """Of a part: its group, and its number there."""
+    """Identifies a part: its group id and its index within the group."""
 
     group_id: int
     number: int
@@ -43,12 +43,12 @@ class PartPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A group as the queue holds it.
+    """A group as the queue stores it.
 
     Attributes:
-        outline: its pickled `GroupOutline`.
-        firsts: number of the first trajectory of each part.
-        parts: of each a reference to it, its pickle, or the part itself.
+        outline: pickled `GroupOutline`.
+        firsts: index of the first trajectory of each part, within the group.
+        parts: for each part, a reference to it, its pickle, or the part itself.
     """
 
     outline: bytes
@@ -56,7 +56,7 @@ class Parcel:
     parts: tuple[Any, ...]
 
     def part_of(self, place: Place) -> PartPlace:
-        """The part that has a trajectory."""
+        """The part that contains a trajectory."""
         return PartPlace(place.group_id, bisect_right(self.firsts, place.member) - 1)
 
 
@@ -64,22 +64,26 @@ class Offer(Protocol):
     """A group on its way to the queue."""
 
     async def take_over(self) -> Parcel:
-        """Called by the queue, which owns it from now on."""
+        """Transfer the ownership of the parts. Called by the queue."""
         ...
 
     def withdraw(self) -> None:
-        """Called by the worker: it holds it no longer."""
+        """Release the worker's copy of the group. Called by the worker."""
         ...
 
 
 def offer(queue: Any, group: Packed) -> Offer:
-    """A group for the queue whose actor's handle this is."""
+    """Offer a packed group to the queue.
+
+    Args:
+        queue: handle of the queue's actor.
+    """
     if isinstance(queue, LocalActor):
         return _InHand(_parcel(group, group.parts))
     if group.nbytes <= _IN_CALL_BYTES:
         return _InHand(_each_part(group, partial(pickle.dumps, protocol=5)))
     holder = calls.this_actor()
-    if holder is None:  # nobody could call it: its groups end with it
+    if holder is None:  # no actor that the queue could call: the parts end with this process
         return _InHand(_each_part(group, calls.put))
     name = secrets.token_hex(8)
     _OFFERED[name] = group.parts
@@ -102,16 +106,16 @@ class _InHand:
         return self.parcel
 
     def withdraw(self) -> None:
-        """There is nothing to let go."""
+        """No-op: the worker's process keeps no copy."""
 
 
-# Of this process, until the queue has them.
+# Parts of offered groups in this process, by the name of the offer, until `withdraw`.
 _OFFERED: dict[str, tuple[Part, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """In the process of the actor `holder`, by `name`: so many `parts` of the parcel."""
+    """Offer whose parts, `parts` in number, are stored under `name` in the process of `holder`."""
 
     holder: Any
     name: str
@@ -121,7 +125,7 @@ class _Held:
     async def take_over(self) -> Parcel:
         call = self.holder.__ray_call__.options(num_returns=1 + self.parts)
         done, *parts = call.remote(_hand_over, self.name)
-        await done  # a small one: the others are stored by now
+        await done  # a small object; once it is here, the parts are stored
         outline, firsts = self.parcel.outline, self.parcel.firsts
         return Parcel(outline=outline, firsts=firsts, parts=tuple(parts))
 
@@ -130,18 +134,19 @@ class _Held:
 
 
 def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
-    """Runs in the worker's process: an acknowledgement, and the parts, each an object."""
+    """Acknowledgement and the parts, each as one object. Runs in the worker's process."""
     return None, *_OFFERED[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsAnswer:
-    """The queue's answer to who asks for trajectories.
+    """The queue's answer to a request for trajectories.
 
     Attributes:
-        parts: references, pickles or parts, by place. In dicts, or Ray would fetch them.
-        members: of each part: the trajectories asked for, by their number within it.
-        gone: groups that the queue holds no longer.
+        parts: references, pickles or parts, by place. Nested in dicts, so that Ray does not fetch
+            them.
+        members: requested trajectories of each part, by their index within the part.
+        gone: ids of groups that the queue no longer holds.
     """
 
     parts: Mapping[PartPlace, Any]
@@ -150,7 +155,7 @@ class PartsAnswer:
 
 
 def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAnswer:
-    """Where these trajectories are."""
+    """Parts that contain the trajectories at `places`."""
     members: dict[PartPlace, dict[int, Place]] = {}
     gone = []
     for place in places:
@@ -165,15 +170,19 @@ def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAns
 
 
 class OpenPart(NamedTuple):
-    """A part in this process: what the queue has of it, by which it is known again, and its
-    trajectories."""
+    """A part that was opened in this process.
+
+    Attributes:
+        held: the queue's value for the part, which identifies it.
+        trajectories: its trajectories.
+    """
 
     held: Any
     trajectories: Sequence[Trajectory]
 
 
 class OpenParts(NamedTuple):
-    """Parts that are there, and of the groups of others why not."""
+    """Opened parts by place, and the reason for each group with a lost part, by group id."""
 
     parts: Mapping[PartPlace, OpenPart]
     lost: Mapping[int, str]
@@ -182,11 +191,14 @@ class OpenParts(NamedTuple):
 def open_parts(
     parts: Mapping[PartPlace, Any], before: Mapping[PartPlace, OpenPart], timeout_s: float
 ) -> OpenParts:
-    """Parts in this process: those opened `before` as they are, and the others from wherever they
-    are.
+    """Open parts in this process.
+
+    Args:
+        before: parts that were opened earlier; those that are still the same are reused.
+        timeout_s: longest wait for one fetch, seconds.
 
     Raises:
-        GetTimeoutError: some node does not answer.
+        GetTimeoutError: a node did not answer in time.
     """
     opened = {
         place: before[place]
@@ -196,7 +208,7 @@ def open_parts(
     others = {place: part for place, part in parts.items() if place not in opened}
     references = [part for part in others.values() if calls.in_store(part)]
     if references:
-        calls.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
+        calls.wait(references, num_returns=len(references), timeout=timeout_s)  # concurrently
     lost = {}
     for place, part in others.items():
         try:
@@ -207,13 +219,13 @@ def open_parts(
 
 
 def _is_same(held: Any, part: Any) -> bool:
-    """True of one object: a group that was made or scored again has others."""
+    """True if both are the same object; a group that was sampled or scored again has new ones."""
     known = isinstance(part, bytes) or calls.in_store(part)
     return held is part or (known and bool(held == part))
 
 
 def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
-    """The trajectories that were asked for."""
+    """The requested trajectories, and the reason for each group that is lost."""
     found = {
         asked: opened.parts[place].trajectories[n]
         for place, members in answer.members.items()
@@ -225,7 +237,7 @@ def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
 
 
 def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
-    """A group in this process; None if its node is gone."""
+    """Fetch and unpack a whole group; None if a part is lost or its node does not answer."""
     outline: GroupOutline = pickle.loads(parcel.outline)
     answer = parts_of({outline.group_id: parcel}, outline.places)
     try:

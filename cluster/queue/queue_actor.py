@@ -18,7 +18,7 @@ from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
 from distill.delivery import Lease, TrainedGroups
 from distill.outlines import Place
 
-# How often leases are looked over, seconds.
+# Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
 
 Value = TypeVar("Value")
@@ -26,10 +26,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """`progress` changes whenever weights are published or lost, and whenever the driver looks at
-    the queue; see `WorkerEnd.lease`.
+    """Answer to a worker's request for leases.
 
-    `sampled`: of these, groups that are there and are to be scored again.
+    Attributes:
+        sampled: groups among the leased ones that exist already and only need new scores, by id.
+        progress: changes whenever weights are published or lost, and whenever the driver requests
+            the queue's status; see `WorkerEnd.lease`.
     """
 
     leases: list[Lease]
@@ -41,7 +43,11 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeAnswer:
-    """`outlines` are the step's pickled `GroupOutline`s, in order; None if it is not ready."""
+    """Answer to the learner's request for the next step.
+
+    Attributes:
+        outlines: the step's pickled `GroupOutline`s, in order; None if it is not ready.
+    """
 
     outlines: list[bytes] | None
     set_aside: dict[int, str]
@@ -55,16 +61,16 @@ class TakeAnswer:
 
 
 class GroupQueueActor:
-    """A `Ledger`, and the groups that are parked until weights contain them. A plain class."""
+    """A `Ledger`, and the delivered groups until weights contain them. A class without Ray."""
 
     def __init__(
         self, run: str, run_id: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
     ) -> None:
         """
         Args:
-            run: names this queue: a journal that ends with it is this one's, and is continued.
-            run_id: the run's own name, which its journal bears; "": it has none.
-            trained: what the starting weights account for.
+            run: identifies this queue. A journal whose last start has this value is continued.
+            run_id: id of the run, written to the journal; "" for none.
+            trained: groups that the starting weights account for.
             journal: path of the ledger's journal, on storage that the actor's node reaches.
         """
         before = replay(journal)
@@ -83,18 +89,19 @@ class GroupQueueActor:
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
         self._parcels: dict[int, Parcel] = {}
-        self._to_score: dict[int, Parcel] = {}  # leased, or to be leased, to be scored again
+        self._to_score: dict[int, Parcel] = {}  # groups to be scored again, leased or pending
         self._deaths: Counter[str] = Counter()
-        # Leases become possible, or a step ready: two crowds, woken apart.
+        # Notified when leases become possible, and when a step may be ready. Separate conditions,
+        # so that a delivery does not wake every worker.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
         self._looked_over = time.monotonic()
-        self._looks = 0  # of the driver
+        self._looks = 0  # status requests of the driver
 
     # the workers' end
 
     async def lease(self, worker: str, max_groups: int, request: str, poll_s: float) -> LeaseAnswer:
         await self._expire()
-        deaths = self._deaths[worker]  # one that dies meanwhile leaves this call behind
+        deaths = self._deaths[worker]  # a worker that dies during the call ends it
         leases = await _until(
             self._may_start,
             lambda: (
@@ -122,9 +129,9 @@ class GroupQueueActor:
         scored_by: Sequence[Sequence[int]],
         *offers: Offer,
     ) -> None:
-        # Arguments of their own: each of at most 100 kB travels in the call, without the store.
+        # Offers are separate arguments: Ray passes each of at most 100 kB in the call itself.
         taken = (offer.take_over() for offer in offers)
-        parcels = await asyncio.gather(*taken)  # before anything is written down
+        parcels = await asyncio.gather(*taken)  # before the journal records it
         suspects = self._ledger.has_suspects
         with self._journal.together():
             for lease, reward, replicas, parcel in zip(
@@ -137,8 +144,8 @@ class GroupQueueActor:
             [lease.group_id for lease in leases if not self._ledger.holds(lease.group_id)]
         )
         await _wake(self._may_train)
-        # A worker that has nothing now may start what it could not before; and so may all where
-        # a group is to be replaced.
+        # A worker without leases may now start a suspect; and every worker may start a group if one
+        # is to be replaced.
         if suspects or distrusted or any(reward is not None for reward in constant_rewards):
             await _wake(self._may_start)
 
@@ -150,8 +157,11 @@ class GroupQueueActor:
         await self._wake_all()
 
     def _score_again(self, ids: Sequence[int]) -> bool:
-        """Has groups that were delivered, and are leased again, scored by whoever leases them; or
-        made anew, if their rewards are wrong."""
+        """Move groups that the ledger made pending again from the delivered ones to `_to_score`.
+
+        Groups whose rewards are wrong are dropped instead, to be sampled again. Returns True if any
+        of `ids` was stored.
+        """
         again = {i: self._parcels.pop(i) for i in ids if i in self._parcels}
         anew = self._ledger.sampled_anew
         self._to_score |= {i: parcel for i, parcel in again.items() if i not in anew}
@@ -180,10 +190,10 @@ class GroupQueueActor:
     async def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
     ) -> list[bytes] | None:
-        """See `GroupQueue.foresee`; pickled outlines."""
+        """As `GroupQueue.foresee`, with pickled outlines."""
 
         def news() -> list[int] | None:
-            """None: there will be none."""
+            """Ids that are new to the caller; None if there will be no more."""
             foreseen = None if self._closed else self._ledger.foreseen(trained)
             if foreseen is None:
                 return None
@@ -196,13 +206,13 @@ class GroupQueueActor:
         return None if ids is None else [self._parcels[i].outline for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
-        """What was taken cannot be fetched."""
+        """Record that taken groups cannot be fetched, and drop their references."""
         for group_id in self._ledger.lose(ids, reason):
             del self._parcels[group_id]
         await self._wake_all()
 
     async def parts(self, places: Sequence[Place]) -> PartsAnswer:
-        """Where trajectories that were taken are."""
+        """References to the parts with trajectories of taken groups."""
         return parts_of(self._parcels, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
@@ -217,13 +227,16 @@ class GroupQueueActor:
         self._parcels = {i: p for i, p in self._parcels.items() if self._ledger.holds(i)}
         trained = self._ledger.trained
         self._to_score = {i: p for i, p in self._to_score.items() if i not in trained}
-        await self._wake_all()  # the next step may be ready: its bound on age has moved
+        await self._wake_all()  # the next step may be ready: its age limit has changed
 
     # the driver's end
 
     async def poll(self, poll_s: float) -> bool:
-        """True once the next step is there. It is taken by that: the learner is about to ask, and
-        while it waits no scorer could be admitted that would score a group of it again."""
+        """Wait up to `poll_s` seconds for the next step and take it. True if it is ready.
+
+        The step is taken here, before the learner requests it: otherwise a bad canary could make
+        one of its groups pending again while the learner waits, when no scorer can be admitted.
+        """
         await self._until_ready(poll_s)
         return not self._closed and self._ledger.take() is not None
 
@@ -275,7 +288,7 @@ class GroupQueueActor:
         return self._ledger.status()
 
     async def close(self) -> None:
-        """Ends every wait. What is put afterwards is still written down."""
+        """End every wait. Groups that are delivered afterwards are still journalled."""
         if not self._closed:
             self._closed = True
             self._journal.record("end")
@@ -294,7 +307,7 @@ class GroupQueueActor:
         if ids := self._ledger.overdue():
             self._ledger.begin_again(ids)
             for group_id in ids:
-                self._to_score.pop(group_id, None)  # as old as its lease was
+                self._to_score.pop(group_id, None)  # its data is as old as the ended lease
             await self._wake_all()
 
     async def _wake_all(self) -> None:
@@ -305,7 +318,7 @@ class GroupQueueActor:
 async def _until(
     changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
 ) -> Value | None:
-    """Waits for a true value of `ready` and returns it; None if that takes longer than `poll_s`."""
+    """Wait for a true value of `ready` and return it; None after `poll_s` seconds."""
     if found := ready():
         return found
     found_later: list[Value] = []  # kept even if the deadline passes at the same moment

@@ -1,7 +1,7 @@
-"""What a journal says of the scorers: their canaries, and whether what is trained lies between two.
+"""Audit of the scorers from a journal: whether each trained group lies between two good canaries.
 
-Reads events of cluster/queue/journal.py, one after the other, of all jobs of a run. Numbers of
-scorers are those of one job; what a job leaves open (it was killed) nobody can prove any more.
+Reads the events of cluster/queue/journal.py in order, for all jobs of a run. Numbers of scorers are
+valid within one job. Groups that a killed job left unproven cannot be proven later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from distill.delivery import TrainedGroups
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """One life of a scoring engine.
+    """One process lifetime of a scoring engine.
 
     Attributes:
-        who: its name; `said`: what it said of itself at its start, with its first answers.
-        canaries: good ones, the first not counted; `rode`: those that went along with a batch.
-        largest: the largest gap among them, nats.
-        moved: the answer that was not good; None: there was none.
-        trained: groups of the final weights that it has scored.
-        gaps: of these, those after its last good canary.
+        who: name of the engine.
+        said: the event of its start, with its first answers.
+        canaries: number of good canaries after the first.
+        rode: number of these that were sent together with a batch.
+        largest: largest gap among them, nats.
+        moved: the event of its bad canary; None without one.
+        trained: number of groups in the final weights that it has scored.
+        gaps: number of these that it scored after its last good canary.
     """
 
     who: str
@@ -42,15 +44,16 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Whether each trained group was scored between two good canaries of its scorers.
+    """Result of the audit: whether each trained group was scored between two good canaries.
 
     Attributes:
-        trained: groups in the final weights; `proven`: those for which it is so.
-        unwatched: those of which the journal names no scorer.
-        gaps: steps that contain others, by the scorer after whose last good canary they came.
-        bad: the same where that scorer had moved at the next one.
-        again: groups that were scored again.
-        problems: what the journal says of scorers and cannot be.
+        trained: number of groups in the final weights.
+        proven: number of these that were scored between two good canaries of their scorers.
+        unwatched: number of these for which the journal names no scorer.
+        gaps: steps with groups that were scored after their scorer's last good canary, by scorer.
+        bad: the same for scorers whose next canary was bad.
+        again: number of groups that were scored again.
+        problems: contradictions about scorers in the journal.
     """
 
     replicas: list[Replica]
@@ -67,7 +70,7 @@ class Scoring:
         return self.proven == self.trained
 
     def verdict(self) -> str:
-        """One line for people."""
+        """One-line summary for users."""
         moved = sum(replica.moved is not None for replica in self.replicas)
         watched = f"({sum(r.canaries for r in self.replicas)} of {len(self.replicas)} scorers"
         watched += (
@@ -107,12 +110,12 @@ class _Job:
 
 
 class ScoringRecord:
-    """Reads one event after the other."""
+    """Builds a `Scoring` from the events of a journal, read in order."""
 
     def __init__(self) -> None:
         self._job = _Job()
         self._jobs = [self._job]
-        self._by: dict[int, tuple[_Job, list[int]]] = {}  # of each group, who scored it last
+        self._by: dict[int, tuple[_Job, list[int]]] = {}  # by group: its last scorers
         self._trained: dict[int, int] = {}  # versions, by group
         self._taken: set[int] = set()
         self._again = 0
@@ -183,7 +186,7 @@ class ScoringRecord:
         ids, skipped = step_of(event)
         version: int = event["version"]
         if ids and all(self._trained.get(group_id) == version for group_id in ids):
-            return  # it was pushed before
+            return  # recorded by its push event already
         in_learner = self._job.custody.in_learner
         for group_id in ids:
             self._trained[group_id] = version
@@ -197,7 +200,7 @@ class ScoringRecord:
     _read_push = _read_train
 
     def result(self) -> Scoring | None:
-        """None if there never was a scorer that was asked for canaries."""
+        """The audit's result; None if the journal names no scorer."""
         replicas = [replica for job in self._jobs for replica in job.replicas.values()]
         if not replicas:
             return None
@@ -231,14 +234,14 @@ class ScoringRecord:
 
 
 def _nothing(_event: Mapping[str, Any]) -> None:
-    """Of other things than scorers."""
+    """Ignore an event that does not concern scorers."""
 
 
 def read_scoring(path: str | Path) -> Scoring | None:
-    """What a whole journal says.
+    """Audit the scorers of a whole journal; None if it names no scorer.
 
     Raises:
-        DataError: it is unreadable.
+        DataError: the journal is unreadable.
     """
     record = ScoringRecord()
     for event in read_journal(path):

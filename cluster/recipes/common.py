@@ -39,7 +39,7 @@ from learner.memory import estimate_memory, holding_of
 
 @dataclass(kw_only=True)
 class RunSession:
-    """One run under way: its directory, its records, its signals."""
+    """Session of a run: its directory, its records and its signals."""
 
     config: CommonConfig
     directory: RunDirectory
@@ -64,7 +64,7 @@ class RunSession:
         return self.resume_from.step if self.resume_from else 0
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """One optimizer step's metrics: to disk first, then to whoever watches."""
+        """Record an optimizer step's metrics: on disk first, then for observers and trackers."""
         self.under_way, self.last_step = True, int(metrics["step"])
         self.directory.append_metrics(metrics)
         self.best.see(metrics)
@@ -74,13 +74,13 @@ class RunSession:
         self.trackers.log(metrics)
 
     def note_lost_output(self) -> None:
-        """Record once in events.jsonl that nobody reads the console's output any more."""
+        """Record once in events.jsonl that the console's output is no longer read."""
         if not self.output_lost and (why := lost_output(self.console)):
             self.output_lost = True
             self.directory.append_event("output_lost", why=why)
 
     def record_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
-        """An evaluation outside of a step, of the weights after `step`: a line of its own."""
+        """Record an evaluation outside of a step, of the weights after `step`, on its own line."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
         self.best.see(line)
@@ -88,7 +88,7 @@ class RunSession:
         self.trackers.log(line)
 
     def record_late(self, metrics: Mapping[str, float], step: int) -> None:
-        """The same, known only when the weights are those of later steps."""
+        """Record an evaluation that ended after later steps had changed the weights."""
         self.record_evaluation(metrics, step)
         if self.best.due:
             self.best.pass_over()
@@ -98,19 +98,19 @@ class RunSession:
             )
 
     def found(self, finding: Finding) -> None:
-        """Something is wrong with the run: said to all who can be told."""
+        """Report a finding on the console, in events.jsonl and through notify=."""
         self.progress.note(finding.told())
         self.directory.append_event("finding", **finding.to_json())
         self.notifier.tell("finding", **(finding.to_json() | {"text": finding.told()}))
 
     def unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        """A checkpoint could not be written; `again`: the run goes on, for now."""
+        """Report a checkpoint that could not be written. `again`: it is tried again."""
         self.best.unsaved()
         self.progress.note(f"WARNING: {error}" + (". It is tried again" if again else ""))
         self.directory.append_event("unsaved", why=str(error))
 
     def rewound(self) -> None:
-        """The learner went back to its newest checkpoint."""
+        """Update the best checkpoint after the learner went back to its newest checkpoint."""
         self.best.saved({each.step for each in self.directory.store.complete()})
         self.best.unsaved()
 
@@ -135,7 +135,7 @@ class RunSession:
             self.console.print(f"best: step {best.step}, {best.metric} {best.value:.4g}, in {path}")
 
     def kept(self, steps: int) -> None:
-        """The same where groups were kept and nothing was trained."""
+        """Write a summary with status `finished` for a run that only kept groups."""
         self._finished("rollout", {"steps": steps, "kept": str(self.directory.replay)})
         self.console.print(
             f"kept the groups of {steps} steps in {self.directory.replay}; train on them with "
@@ -156,7 +156,7 @@ class RunSession:
 
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
-    """Ray, with a namespace of the run's own; nothing for a local run, which may lack Ray."""
+    """Connection to Ray in a namespace of this run; none for a local run, which may lack Ray."""
     if config.local:
         return nullcontext()
     from cluster.placement.on_ray import connected_to_ray
@@ -168,10 +168,10 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
 def opened(
     config: CommonConfig, directory: RunDirectory, say: Callable[[str], None]
 ) -> Iterator[Checkpoint | None]:
-    """The run's directory, held for this process; yields the checkpoint to resume from, or None.
+    """Lock the run's directory for this process; yields the checkpoint to resume from, or None.
 
-    The lock comes before every look into the directory: what another job still writes looks
-    damaged, and what it writes later would be dropped. A dry run writes nothing and takes no lock.
+    The lock is taken before the directory is read: files that another job is still writing look
+    damaged, and its later writes would be lost. A dry run writes nothing and takes no lock.
 
     Raises:
         ConfigError: a tracker or notify= cannot work; another job holds the directory for too
@@ -192,12 +192,12 @@ def session(
     fork: Fork | None,
     untrained: Mapping[str, Any],
 ) -> Iterator[RunSession]:
-    """All that a run needs besides its actors. However it ends, summary.json records it.
+    """Open everything that a run needs besides its actors; summary.json records how it ends.
 
     Args:
-        directory: held by this process; see `opened`.
-        fork: what a run begins from that has no checkpoint of its own yet.
-        untrained: what a checkpoint says of its data before the first step.
+        directory: locked by this process; see `opened`.
+        fork: start of a run that has no checkpoint of its own yet.
+        untrained: data state (`delivery`) of a checkpoint before the first step.
     """
     receiver = receiver_of(config.notify)
     observer = present_observer()
@@ -243,7 +243,7 @@ def session(
                 error.trained = running.under_way or first_step > 0
                 error.only_kept = config.only_keeps
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
-                error.exit_code = 1  # 2 promises that nothing was started
+                error.exit_code = 1  # 2 means that nothing was started
             running.summary = {
                 "status": "interrupted" if interrupted else "failed",
                 "reason": f"{type(error).__name__}: {error}",
@@ -265,7 +265,7 @@ def session(
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
-    """The error of a run that made no step, with the way out if it is the checkpoint's fault."""
+    """Error of a resumed run that made no step, with a remedy in case of a bad checkpoint."""
     return RunFailed(
         f"{error}. No step was made since resuming from {resume_from.path}: if it is the "
         "checkpoint that cannot be loaded, move it away, and the one before it is taken"
@@ -274,7 +274,7 @@ def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
 
 @contextmanager
 def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Places]]:
-    """The device, and room for every actor of the run, for as long as it lasts.
+    """Reserve places for every actor of the run; yields the device and the places.
 
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
@@ -302,7 +302,7 @@ def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Pla
 def already_complete(
     directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
 ) -> bool:
-    """True if `out/` already holds the finished run that is asked for."""
+    """True if `out/` already holds the requested run, finished."""
     done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
     if done:
         console.print(
@@ -313,7 +313,7 @@ def already_complete(
 
 
 def kept_line(config: CommonConfig, model: str, out: Path) -> str:
-    """Description of the checkpoints that stay, the disk that they need, and the trackers.
+    """Description of the checkpoints that are kept, their disk space, and the trackers.
 
     Raises:
         ConfigError: the disk has less room.

@@ -1,9 +1,9 @@
-"""Evaluations of an opd or rl run: before its steps, between or beside them (eval_engines=), after.
+"""Evaluations of an opd or rl run: before, between, during (eval_engines=) and after its steps.
 
 between   the driver waits; the metrics are in the step's own line
-beside    the weights of the step go to engines of their own, which hold them until the evaluation
-          is over; its metrics are a line of their own, of the same step, with `eval/version`. Lines
-          are written between steps, when nobody saves a checkpoint
+during    the weights of the step are pushed to separate engines, which hold them until the
+          evaluation ends; its metrics are a separate line of the same step, with `eval/version`.
+          Lines are written between steps, while no checkpoint is being saved
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Evaluations:
     """All evaluations of one run.
 
     Args:
-        problems: that are held out; with none there is no evaluation.
+        problems: number of held-out problems; with 0 there is no evaluation.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class Evaluations:
     # before and after all steps
 
     def before_steps(self) -> None:
-        """Evaluates the teachers, and at the same time the policy that nothing has trained yet."""
+        """Evaluate the teachers and, concurrently, the untrained policy.
+
+        A resumed run restores the policy's metrics of an earlier attempt instead.
+        """
         if not self._has_problems:
             return
         if self._running.first_step:
@@ -78,10 +81,10 @@ class Evaluations:
             self._running.record_evaluation(self._evaluate("after", step), step)
 
     def _evaluate_teachers(self) -> None:
-        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach.
+        """Evaluate each teacher with the same decoder on the same prompts, as the target level.
 
-        Not one that is the policy itself, whose level is the student's; nor, in a resumed run, one
-        that an earlier attempt has evaluated: its weights are the same.
+        A teacher that is the policy itself is skipped. A resumed run reuses the metrics of an
+        earlier attempt, since the teacher's weights are the same.
         """
         if self._config.teacher_moves:
             return
@@ -99,7 +102,7 @@ class Evaluations:
             )
 
     def _recall_before(self) -> None:
-        """The evaluation before the first step, from an earlier attempt's line of it."""
+        """Restore the evaluation before the first step from an earlier attempt's metrics."""
         for line in self._running.directory.read_metrics():
             if line["step"] == 0 and "time/eval" in line:
                 metrics = {name: value for name, value in line.items() if name != "step"}
@@ -121,15 +124,15 @@ class Evaluations:
         self._begin(step)
         return metrics
 
-    # beside steps
+    # during steps
 
     @property
     def wants_checkpoint(self) -> bool:
-        """The weights of the present step are being evaluated, and may be the best."""
+        """True if the weights of the current step are being evaluated, and may be the best."""
         return self._began_now and self._config.keep_best is not None
 
     def _begin(self, step: int) -> None:
-        """Begins an evaluation of the present weights, if an engine for it is up."""
+        """Begin an evaluation of the current weights, if an evaluation engine is up."""
         pinned = self._fleet.pin()
         if pinned is None:
             if self._schedule.due(step):
@@ -155,10 +158,10 @@ class Evaluations:
         )
 
     def collect(self) -> None:
-        """Records the evaluation beside training, if it is over.
+        """Record the evaluation that runs during training, if it has ended.
 
         Raises:
-            IsothermError: it failed, as an evaluation between steps would have.
+            IsothermError: the evaluation failed; the same error as of one between steps.
         """
         step, background = self._schedule.running, self._fleet.background
         if step is None or background.fate is Fate.RUNNING:
@@ -182,7 +185,7 @@ class Evaluations:
         )
 
     def _wait(self, before: int, step: int | None) -> float:
-        """Waits for the end of the one that is running; returns the seconds."""
+        """Wait for the running evaluation to end; returns the seconds waited."""
         began = time.monotonic()
         for_whom = "the run ends" if step is None else f"that of step {step} is due"
         self._running.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
@@ -197,17 +200,17 @@ class Evaluations:
         return seconds
 
     def finish(self) -> None:
-        """Waits for the one that is running, after the last step."""
+        """Wait for the running evaluation, after the last step."""
         self.collect()
         while (running := self._schedule.running) is not None:
             try:
                 self._wait(running, None)
-            except LearnerLost as lost:  # nobody needs it any more
+            except LearnerLost as lost:  # the learner is not needed any more
                 self._learner_lost = True
                 self._running.progress.note(f"{lost}; its last checkpoint holds every step")
 
     def give_up(self, why: str) -> None:
-        """Says of the one that is running, if any, that it will not be known."""
+        """Abandon the running evaluation, if any, and report why."""
         if (step := self._schedule.running) is None:
             return
         self._fleet.background.give_up()
@@ -216,7 +219,7 @@ class Evaluations:
         self._say_given_up(step, why)
 
     def rewound(self, step: int) -> None:
-        """The learner is back at a step: evaluations of later ones are done again."""
+        """Abandon evaluations of steps after `step`, to which the learner has returned."""
         if (given_up := self._schedule.rewound(step)) is not None:
             self._fleet.background.give_up()
             self._running.directory.store.release()
@@ -229,14 +232,14 @@ class Evaluations:
     # an evaluation
 
     def _evaluate(self, when: str, step: int) -> dict[str, float]:
-        """Evaluates the policy's present weights while nobody trains."""
+        """Evaluate the policy's current weights while training waits."""
         self._fleet.until_pushed()
         measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
         self._note(when, step, measured)
         return measured.metrics
 
     def _answered(self, questions: Questions[Measured], begun: Ask | None = None) -> Measured:
-        """The value of an evaluation, whose first call may have begun."""
+        """Run an evaluation to its value. `begun`: its first call, if it was begun before."""
         ask = begun or next(questions)
         while True:
             try:
@@ -247,7 +250,10 @@ class Evaluations:
     def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None
     ) -> Questions[Measured]:
-        """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
+        """Measure the held-out prompts: accuracy with the serving decoder, and KL(p_T || q_T).
+
+        The KL is measured only if there is a teacher.
+        """
         started = time.perf_counter()
         decoded = yield from self._decoded(when, policy)
         metrics = decoded.metrics
@@ -270,7 +276,7 @@ class Evaluations:
         return Measured(metrics, decoded.responses)
 
     def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
-        """Metrics of some engines' responses, some of which are kept."""
+        """Metrics of the engines' responses, and the responses that are kept."""
         sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
         evaluation = yield Ask(
             f"evaluation, {when}",
@@ -281,7 +287,7 @@ class Evaluations:
         return Measured(evaluation.metrics, evaluation.responses)
 
     def _models(self) -> dict[str, EnginePool]:
-        """What environments may ask in an evaluation, besides the policy."""
+        """Models that environments may call in an evaluation, besides the policy."""
         if self._config.reward_model is None:
             return {}
         return {REWARD_MODEL: self._pool(REWARD)}
@@ -290,7 +296,7 @@ class Evaluations:
         return self._fleet.pool(role, patience_s=self._config.hang_after_s)
 
     def _note(self, when: str, step: int, measured: Measured) -> None:
-        """Writes down an evaluation, in all places but metrics.jsonl."""
+        """Record an evaluation everywhere except in metrics.jsonl."""
         metrics, directory = measured.metrics, self._running.directory
         if measured.responses:
             directory.append_evaluation(step, when, measured.responses)
@@ -300,7 +306,7 @@ class Evaluations:
 
 
 def _of_family(lines: Sequence[Mapping[str, float]], family: str) -> dict[str, float]:
-    """The newest metrics of a teacher, as an evaluation's own; empty without any."""
+    """Newest metrics of a teacher, under the names of an evaluation; empty without any."""
     for line in reversed(lines):
         found = {n.replace(family, "eval/", 1): v for n, v in line.items() if n.startswith(family)}
         if found:

@@ -1,4 +1,4 @@
-"""A learner without engines, kept alive: what runs on data that is there already are driven by."""
+"""Runs of a learner without engines, on existing data; a lost learner is restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learner.checkpoint import Checkpoint
 
 
 class LearnerAlone:
-    """One run of it. What `drive` drives."""
+    """One run of a learner without engines. `drive` runs its steps."""
 
     def __init__(self, config: CommonConfig, running: RunSession, make: MakeLearners) -> None:
         self._config, self._running = config, running
@@ -44,7 +44,7 @@ class LearnerAlone:
         return self._lifecycle.leader
 
     def to_the_end(self) -> None:
-        """Starts the learner, makes every step, exports `final/`; ends the learner either way."""
+        """Start the learner, make every step, export `final/`; the learner is always ended."""
         try:
             self._lifecycle.fill(self._running.resume_from)
             self._driver.until_started([LEARNER], self._running.progress.note)
@@ -64,12 +64,12 @@ class LearnerAlone:
             self._supervisor.end_all()
 
     def before_steps(self) -> None:
-        """For those who measure something first."""
+        """Hook for subclasses that measure something before the first step."""
 
     def after_steps(self, checkpoint: Checkpoint) -> None:
-        """The same, of the last checkpoint."""
+        """Hook for subclasses that measure something on the last checkpoint."""
 
-    # what `drive` asks for
+    # calls of `drive`
 
     def before_step(self) -> float:
         return 0.0
@@ -95,4 +95,4 @@ class LearnerAlone:
         return checkpoint.step if checkpoint else 0
 
     def end_waits(self) -> None:
-        """It waits for nobody."""
+        """No-op: the learner waits for no groups."""

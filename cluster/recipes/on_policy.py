@@ -73,7 +73,7 @@ from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 
-# Longest that an interrupted run waits for its last canaries: a scheduler's patience is short.
+# Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
 _LAST_CANARIES_S = 30.0
 # Kinds of failures that the console's last lines name.
 _KINDS = 5
@@ -101,7 +101,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     config, said = with_routing_replay(config)
     if said:
         say(said)
-    # As they were given: the run may go on where auto is another.
+    # As given: `auto` may resolve to another value where the run is resumed.
     recorded = chz.replace(config, device=device, engine=engine)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
@@ -216,14 +216,14 @@ def _teachers(config: RolloutConfig) -> str:
 
 
 def _following(rule: ShadowRule | None) -> str:
-    """How old the teacher is that the student is itself."""
+    """Update rule of a teacher that is the student itself, for the plan."""
     if rule is None:
         return " as it trains"
     return f", renewed every {rule.every} steps" if rule.every else f", averaged by {rule.ema:g}"
 
 
 def _mode(config: RolloutConfig) -> str:
-    """How far rollout and training overlap."""
+    """Overlap of rollout and training, for the plan."""
     if config.max_staleness == 0:
         return "synchronous (max_staleness=0)"
     if config.step_rule == "in_order":
@@ -261,7 +261,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
 
 
 def _caution(objective: ObjectiveConfig) -> str:
-    """Measured in docs/objectives.md: under such a bucket the student's distribution went flat."""
+    """Warn of a bucket that flattens the student's distribution (measured: docs/objectives.md)."""
     flat = (
         objective.kl_coef
         and objective.divergence == "reverse_kl"
@@ -278,7 +278,7 @@ def _caution(objective: ObjectiveConfig) -> str:
 
 
 def _teacher_samples_line(config: RolloutConfig) -> str:
-    """What of the run's groups the teacher samples."""
+    """Line of the plan on the groups that the teacher samples; empty without any."""
     if not isinstance(config, OpdConfig):
         return ""
     parts = []
@@ -299,7 +299,7 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
 
 @contextmanager
 def _run(config: RolloutConfig, inputs: RolloutInputs, running: RunSession) -> Iterator[_Run]:
-    """Places the run on the cluster, and ends every actor of it afterwards."""
+    """Place the run on the cluster; all its actors are ended on exit."""
     with placed(config, running) as (device, placement):
         cast = RolloutCast(config, inputs, running.directory, device, placement)
         run = _Run(config, inputs, running, cast, placement, device)
@@ -310,7 +310,7 @@ def _run(config: RolloutConfig, inputs: RolloutInputs, running: RunSession) -> I
 
 
 class _Run:
-    """One run: actors, handshake, steps. What `drive` drives."""
+    """One run: actors, handshake and steps. `drive` runs its steps."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class _Run:
         fleet.start(running.resume_from)
         adapter = config.lora_adapter is not None and running.resume_from is None
         if adapter or config.teacher_rule is not None:
-            self._publish()  # what the engines' own checkpoint knows nothing of
+            self._publish()  # the engines' own checkpoint does not hold these weights
             fleet.pin()
             self._shake_hands()
         else:
@@ -418,7 +418,7 @@ class _Run:
             )
 
     def _ask_last_canaries(self) -> None:
-        """Ask every scorer once more after a signal: else nothing trained since is ever proven."""
+        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
         running = self._running
         if not running.under_way:
             return
@@ -432,7 +432,7 @@ class _Run:
             running.progress.note(f"the last canaries were not answered: {error}")
 
     def _certify(self) -> None:
-        """Writes certificate.json, and says its one line."""
+        """Write certificate.json, and print its verdict."""
         running = self._running
         found = certificate(self._config, read_scoring(running.directory.ledger))
         if found is not None:
@@ -440,7 +440,7 @@ class _Run:
             running.summary["certificate"] = found["verdict"]
             running.progress.note(f"certificate: {found['verdict']}")
 
-    # what `drive` asks for
+    # calls of `drive`
 
     def before_step(self) -> float:
         self._evaluations.collect()
@@ -451,14 +451,14 @@ class _Run:
         for finding in self._watch.see(metrics):
             self._running.found(finding)
         told = {"tokens_per_s": metrics["tokens_per_s"]}
-        if "staleness/mean" in metrics:  # what the teacher samples has no age
+        if "staleness/mean" in metrics:  # groups that the teacher samples have no staleness
             told["staleness"] = metrics["staleness/mean"]
         self._running.directory.append_event("step", step=step, **told)
         try:
-            if self._running.signals.received is None:  # or no checkpoint would be made
+            if self._running.signals.received is None:  # else no checkpoint would be made
                 metrics = metrics | self._evaluations.after_step(step)
         finally:
-            self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+            self._running.record(metrics)  # the step is trained even if its evaluation fails
         if self._running.signals.received is None:
             self.fleet.ask_canaries(step)
 
@@ -498,7 +498,7 @@ class _Run:
     # the handshake
 
     def _shake_hands(self) -> None:
-        """Refuses to train unless every party scores alike; writes calibration.json either way."""
+        """Raise unless all parties score alike; calibration.json is written in any case."""
         fleet = self.fleet
         scorers: dict[str, EnginePool] = {}
         for role in fleet.scorers:
@@ -535,10 +535,10 @@ class _Run:
         scorers: Mapping[str, EnginePool],
         reference: EnginePool | None = None,
     ) -> CalibrationReport:
-        """The handshake of some engines with the learner, and with its copies of teachers.
+        """Handshake of some engines with the learner, and with its copies of teachers.
 
         Args:
-            reference: a policy engine that answers in the learner's place.
+            reference: a policy engine that scores in place of the learner.
         """
         learner = self.learner
 
@@ -546,7 +546,7 @@ class _Run:
             return await learner.logprobs.remote(rows_D)
 
         learner_logprobs = None if self._config.only_keeps else logprobs
-        if self._config.only_keeps and reference is None:  # one that was proven stands for it
+        if self._config.only_keeps and reference is None:  # a proven engine replaces it
             proven = self.fleet.pool(POLICY).each()
             reference = next((proven[name] for name in proven if name not in policies), None)
 

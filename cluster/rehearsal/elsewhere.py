@@ -1,4 +1,4 @@
-"""Teachers that run elsewhere, in a rehearsal: each is asked one canary, a twin does the rest."""
+"""External teachers in a rehearsal: each scores one canary; a twin replaces it in the run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distill.engine import EngineInfo
 from distill.errors import EngineError, IsothermError
 from distill.handshake.canary import Answer, CanaryRows, first_fault
 
-# Of the whole conversation: a server that is this busy with others would hold up every step.
+# Deadline of all calls to one server; a server that is slower would delay every step.
 _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """What a server answered, or what is wrong with it and the remedy."""
+    """Result of a canary on an external server: its answer, or its problem and the remedy."""
 
     works: bool
     told: str
@@ -27,7 +27,7 @@ class Elsewhere:
 def ask_once(
     url: str, temperature: float, *, given: int, top_k: int, deadline_s: float = _DEADLINE_S
 ) -> Elsewhere:
-    """Has a server score one canary row at T and 1.5 T, as training will ask it.
+    """Score one canary row at T and 1.5 T on a server, with the requests of training.
 
     Args:
         given, top_k: tokens at each position, as `CanaryRows.of` takes them.

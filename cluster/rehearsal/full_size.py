@@ -1,4 +1,4 @@
-"""What a rehearsal in small cannot meet: lengths, memory, bytes and hours of the run in full."""
+"""Predictions that a small rehearsal cannot test: lengths, memory and hours of the full run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.models.loading import context_length, load_config
 
-# Problems whose prompts are measured, evenly spaced among all.
+# Problems whose prompts are measured, evenly spaced over the data set.
 _PROMPTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSize:
-    """What can be said before it runs.
+    """Predictions for the full-size run.
 
     Attributes:
-        warnings: what would break.
-        lines: the rest.
+        warnings: problems that would make it fail.
+        lines: all other predictions.
     """
 
     warnings: list[str]
@@ -37,10 +37,11 @@ class FullSize:
 def full_size(
     config: RolloutConfig, inputs: RolloutInputs, first_observations: Sequence[int]
 ) -> FullSize:
-    """
+    """Predict the lengths, memory and teacher tokens of the full-size run.
+
     Args:
-        first_observations: tokens before the first turn, of episodes that were rehearsed; used
-            where the environment's prompts are not known without playing.
+        first_observations: numbers of tokens before the first turn of rehearsed episodes; used
+            where the environment's prompts are not known without running it.
     """
     lengths = _prompt_lengths(config, inputs, _observed) or list(first_observations)
     context = context_length(load_config(config.student))
@@ -65,7 +66,7 @@ def _prompt_lengths(
     inputs: RolloutInputs,
     length: Callable[[SingleTurnGroupBuilder], Awaitable[int]],
 ) -> list[int]:
-    """Of prompts that are there without an environment being played; none of others."""
+    """Lengths of prompts that are known without running an environment; empty for others."""
     train = inputs.train
     if not isinstance(train.builder(0, config.group_size), SingleTurnGroupBuilder):
         return []
@@ -86,8 +87,8 @@ async def _observed(builder: SingleTurnGroupBuilder) -> int:
 
 
 async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuilder) -> int:
-    """Tokens that the teacher sees before the response, where what it is told of an episode is as
-    long as it may be; but for the environment's words, which nobody knows."""
+    """Tokens that the teacher sees before the response, if the feedback in its prompt has maximal
+    length; without the environment's text, whose length is unknown."""
     if builder.teacher_tokens_T is not None:
         return len(builder.teacher_tokens_T)
     if builder.feedback is None:
@@ -98,7 +99,7 @@ async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuild
 
 
 def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
-    """Tokens that teachers score, at most: every response as long as it may be."""
+    """Line on the most tokens that teachers score: all responses have maximal length."""
     if not config.teacher_models():
         return []
     live = config.teacher_moves and config.teacher_rule is None

@@ -1,9 +1,9 @@
-"""`rehearse=True`: the run in small, with everything that is the user's own.
+"""`rehearse=True`: a small version of the run, with all of the user's own code and data.
 
     twins      random models of the same families and vocabularies (distill/models/twins.py)
     run        handshake, steps, pushes, evaluations, checkpoints; one actor of each kind is killed
-    resume     the same run goes on from its checkpoint, and ends
-    judged     out/final loads, the audit proves exactly once; and what the full size would meet
+    resume     the same run continues from its checkpoint to its end
+    judged     out/final loads, the audit proves exactly once; and predictions for the full size
 
 Everything is written to OUT-rehearsal, which the next rehearsal replaces.
 """
@@ -53,14 +53,14 @@ from cluster.runtime.driver import Signals
 from distill.errors import ConfigError, IsothermError
 from distill.models.loading import load_causal_lm
 
-# The deaths and recoveries of all kinds; servers of a few models start in a minute each.
+# Deadline of all deaths and recoveries; servers of a few models start in a minute each.
 _DEADLINE_S = 900.0
 _REPORT = "rehearsal.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One thing that was tried."""
+    """Result of one check of the rehearsal."""
 
     what: str
     works: bool
@@ -69,11 +69,11 @@ class Outcome:
 
 
 def rehearse(config: RolloutConfig, console: Console) -> None:
-    """Rehearses the run; prints a table of what works, and what the full size would meet.
+    """Rehearse the run; print a table of the checks, and predictions for the full size.
 
     Raises:
         ConfigError, CheckpointError, DataError: before anything starts, as the run itself would.
-        RunFailed: something does not work.
+        RunFailed: a check failed.
     """
     began = time.monotonic()
     config, device_note = with_device(config)
@@ -81,7 +81,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     for said in filter(None, (device_note, engine_note)):
         console.print(said, markup=False, highlight=False)
     inputs = check_rollout(config)
-    if isinstance(config, OpdConfig):  # of the teachers themselves: twins are all alike
+    if isinstance(config, OpdConfig):  # from the teachers themselves: twins are all alike
         config, said = with_estimator(config)
         if said:
             console.print(said, markup=False, highlight=False)
@@ -94,10 +94,10 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
 
 
 def _cleared(place: Path) -> Path:
-    """An empty directory for it.
+    """Create an empty directory for the rehearsal.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: the directory holds something other than an earlier rehearsal.
     """
     if place.exists() and any(place.iterdir()) and not (place / _REPORT).exists():
         raise ConfigError(
@@ -124,7 +124,7 @@ class _Rehearsal:
         self._directory = RunDirectory(small.config.recipe, small.config)
 
     def run(self) -> None:
-        """Everything that is tried, until something fails that the rest needs."""
+        """Run all checks, until one fails that the others depend on."""
         self._say(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
         for name, twin in self._small.twins.items():
             said = (
@@ -145,7 +145,7 @@ class _Rehearsal:
             self._ended()
 
     def _ask_those_elsewhere(self) -> None:
-        """One canary to each teacher for which a twin stands in."""
+        """Send one canary to each external teacher, which a twin replaces in the run."""
         objective = self._config.objective()
         given, top_k = objective.asked_of_policy, objective.asked_of_teacher
         for name, url in self._small.stand_ins.items():
@@ -153,7 +153,7 @@ class _Rehearsal:
             self._found(f"{name}, elsewhere", asked.works, asked.told, asked.seconds)
 
     def _with_deaths(self) -> Strikes:
-        """The run until one actor of each kind has died and come back."""
+        """Run until one actor of each kind has died and recovered."""
         began, signals = time.monotonic(), Signals()
         strikes = Strikes(
             self._kinds(), self._directory.path / "events.jsonl", signals, _DEADLINE_S
@@ -178,7 +178,7 @@ class _Rehearsal:
         return strikes
 
     def _kinds(self) -> list[str]:
-        """The learner last: its death takes the run back to a checkpoint."""
+        """Kinds of actors to kill. The learner is last: its death rewinds to a checkpoint."""
         config = self._small.config
         kinds = [ROLLOUT, POLICY, *served_teachers(config).values()]
         kinds += [REFERENCE] if config.reference is not None else []
@@ -187,7 +187,7 @@ class _Rehearsal:
         return [*kinds, QUEUE, LEARNER]
 
     def _measured(self) -> None:
-        """What the steps' metrics and the handshake say."""
+        """Record outcomes from the steps' metrics and the handshake."""
         calibration = json.loads((self._directory.path / "calibration.json").read_text())
         agreed = [each for each in calibration["comparisons"] if not each["must_differ"]]
         gap = max(float(each["max_gap"]) for each in agreed)
@@ -204,7 +204,7 @@ class _Rehearsal:
             told += f"{len(handed)} times in {len(steps)} steps"
         self._found("push", True, told)
         rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
-        if self._inputs.judged and rewards:  # without, the teacher sampled everything
+        if self._inputs.judged and rewards:  # without rewards, the teacher sampled everything
             spread = f"{min(rewards):.3g} to {max(rewards):.3g} (of random models)"
             self._found("rewards", True, f"mean of a step {spread}")
 
@@ -215,7 +215,7 @@ class _Rehearsal:
         self._found("resume", True, f"from step {done}, to the end", time.monotonic() - began)
 
     def _ended(self) -> None:
-        """The evaluations, the exported model, and the ledger."""
+        """Check the evaluations, the exported model and the ledger."""
         summary = json.loads((self._directory.path / "summary.json").read_text())
         evaluated = [name for name in summary if name.startswith("eval ")]
         if len(self._inputs.held_out):
@@ -229,7 +229,7 @@ class _Rehearsal:
 
     @contextmanager
     def _tried(self, what: str) -> Iterator[None]:
-        """What goes wrong within is an outcome, and not the end of the rehearsal."""
+        """Record errors within as a failed outcome; the rehearsal continues."""
         try:
             yield
         except (RunFailed, IsothermError) as error:
@@ -239,10 +239,10 @@ class _Rehearsal:
         self._outcomes.append(Outcome(what=what, works=works, told=told, seconds=seconds))
 
     def report(self, seconds: float) -> None:
-        """Prints it, and writes rehearsal.json.
+        """Print the outcomes, and write rehearsal.json.
 
         Raises:
-            RunFailed: something does not work.
+            RunFailed: a check failed.
         """
         table = Table(title="rehearsal")
         for header in ("", "what", "how", "s"):

@@ -14,7 +14,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
 
-# Of what a step has, at most.
+# Upper limits of sizes in the small run.
 _MOST = {
     "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval_max_new_tokens": 24,
     "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "policy_engines": 2,
@@ -22,7 +22,7 @@ _MOST = {
     "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
     "warmup": 1, "teacher_lag": 2,
 }  # fmt: skip
-# What belongs to a GPU, to a cluster of many nodes, to the real models or to who watches.
+# Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "engines_sleep", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
@@ -32,19 +32,18 @@ _NOT_HERE = (
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
 _OWN = ("rehearse", "rehearse_tokens_per_s", "dry_run")
-# Deaths come as fast as the run makes steps; it ends by itself long before these.
+# Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
 STEPS_AT_MOST = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallRun:
-    """What is rehearsed.
+    """Settings and models of the rehearsal.
 
     Attributes:
-        twins: by the setting that names the model.
-        stand_ins: addresses of teachers that run elsewhere, for which a twin of the student stands,
-            by setting.
-        left_out: settings given by the user that the rehearsal does without.
+        twins: twins of the models, by the setting that names the model.
+        stand_ins: addresses of external teachers, by setting; a twin of the student replaces each.
+        left_out: settings given by the user that the rehearsal does not use.
     """
 
     config: RolloutConfig
@@ -54,10 +53,10 @@ class SmallRun:
 
 
 def small_run(config: RolloutConfig, out: Path) -> SmallRun:
-    """Writes the twins under `out`, and makes the settings of the run of them.
+    """Write the twins under `out`, and derive the settings of the small run.
 
     Raises:
-        CheckpointError: a model's family cannot be made small.
+        CheckpointError: a model's family cannot be scaled down.
     """
     twins, stand_ins = {}, {}
     for seed, (name, model) in enumerate(_models(config)):
@@ -97,7 +96,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
 
 
 def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
-    """Each model of the run, by the setting that names it."""
+    """Models of the run, each with the setting that names it."""
     yield "student", config.student
     if not config.teacher_moves:  # else it is the student
         for name, teacher in config.teacher_models().items():
@@ -109,7 +108,7 @@ def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
-    """The settings that name other models than the student."""
+    """Settings that name models other than the student, with the paths of their twins."""
     changes: dict[str, Any] = {}
     if isinstance(config, OpdConfig) and not config.teacher_moves and config.teacher is not None:
         changes["teacher"] = twins["teacher"].path

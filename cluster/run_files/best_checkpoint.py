@@ -10,19 +10,19 @@ from distill.errors import ConfigError
 from distill.lookup import known_names
 from learner.checkpoint import Best, CheckpointStore
 
-# What is better the smaller it is: divergences and losses.
+# Metrics for which smaller is better: divergences and losses.
 _SMALLER = re.compile(r"(^|[/_])(kl|nll|loss)($|[/_])")
-# In what every evaluation of the policy, or of held-out rows, measures.
+# Metrics that every evaluation of the policy, or of held-out rows, has.
 _EVALUATIONS = ("time/eval", "time/validation")
 
 
 def check_metric(metric: str | None, family: str, known: Collection[str], *, own: bool) -> None:
-    """Checks `keep_best` before the run, as far as what evaluations measure is known.
+    """Check `keep_best` before the run, as far as the metrics of its evaluations are known.
 
     Args:
-        family: what names of the run's evaluations begin with: eval/ or validation/.
-        known: names of that family that the run measures, without the sources' own.
-        own: an environment or a loss may measure more, under names that only the run tells.
+        family: prefix of the metrics of the run's evaluations: eval/ or validation/.
+        known: metrics of that family that the run measures, without those per source.
+        own: an environment or a loss may measure more, under names that are known only in the run.
 
     Raises:
         ConfigError: the run will not measure the metric.
@@ -40,7 +40,7 @@ def check_metric(metric: str | None, family: str, known: Collection[str], *, own
 
 
 class BestCheckpoint:
-    """Watches a run's evaluations. Its memory is the store's, so it outlives an attempt."""
+    """Tracks the best evaluation of a run. The store holds it, so it survives a restart."""
 
     def __init__(self, store: CheckpointStore, metric: str | None) -> None:
         self._store, self._metric = store, metric
@@ -49,11 +49,11 @@ class BestCheckpoint:
 
     @property
     def due(self) -> bool:
-        """The present weights are the best so far, and no checkpoint has them, or will."""
+        """True if the current weights are the best, and in no checkpoint, written or pending."""
         return self._found is not None and self._found.step != self._writing
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """Sees a line of metrics: a step's, with or without its evaluation, or an evaluation's.
+        """Process a line of metrics: a step's, with or without its evaluation, or an evaluation's.
 
         Raises:
             ConfigError: the run's evaluations do not measure the metric.
@@ -76,15 +76,15 @@ class BestCheckpoint:
             self.saved({each.step for each in self._store.complete()})
 
     def pass_over(self) -> None:
-        """The weights of the best evaluation are gone, and no checkpoint has them."""
+        """Drop the best evaluation: its weights are gone, and no checkpoint has them."""
         self._found = None
 
     def saving(self, step: int) -> None:
-        """A checkpoint of the present weights is being written."""
+        """Record that a checkpoint of the current weights is being written."""
         self._writing = step
 
     def saved(self, steps: set[int]) -> None:
-        """Checkpoints of these steps exist."""
+        """Record that checkpoints of these steps exist."""
         if self._found is not None and self._found.step in steps:
             self._store.mark_best(self._found)
             self._found = None
@@ -92,7 +92,7 @@ class BestCheckpoint:
             self._writing = None
 
     def unsaved(self) -> None:
-        """What was being written never will be."""
+        """Record that the checkpoint being written was not completed."""
         if self._found is not None and not self.due:
             self.pass_over()
         self._writing = None

@@ -1,6 +1,6 @@
-"""`out/certificate.json`: what is proven of the scores that a run was trained on, and what is not.
+"""`out/certificate.json`: proven and unproven facts about the scores that a run was trained on.
 
-Read off the ledger's journal (cluster/queue/scoring.py), so `cluster.audit` comes to the same.
+Derived from the ledger's journal (cluster/queue/scoring.py), so `cluster.audit` agrees with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOVES = (
 
 
 def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any] | None:
-    """The certificate of a run; None of one that has no scorers."""
+    """Certificate of a run; None if the run has no scorers."""
     by_frozen = (
         config.scored_by_reference or config.base_is_reference or config.reward_model is not None
     )
@@ -72,14 +72,14 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Three digits; they are sizes of errors."""
+    """Value with three significant digits, which is enough for the size of an error."""
     if not value:
         return 0.0
     return round(value, 2 - math.floor(math.log10(abs(value))))
 
 
 def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
-    """What canaries cannot prove of this run."""
+    """Limits of the canaries' proof in this run, as text."""
     found: dict[str, None] = {}
     for replica in scoring.replicas if scoring else []:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))

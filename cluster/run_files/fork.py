@@ -1,7 +1,7 @@
 """`fork_from=RUN[:STEP]`: a run that starts from a checkpoint of another.
 
 The new run counts its own steps from 0. Its first checkpoint, step 0, holds the other's weights
-(`learner.fork`), so whatever resumes it, or restarts its learner, needs the other run no more.
+(`learner.fork`), so resuming it, or restarting its learner, does not need the other run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Fork:
     """The checkpoint of another run that a run starts from.
 
     Attributes:
-        run, run_id, recipe: of the other one.
-        moments: AdamW's moments are taken over.
+        run, run_id, recipe: directory, id and recipe of the other run.
+        moments: AdamW's moments are copied as well.
     """
 
     run: Path
@@ -54,10 +54,10 @@ class Fork:
         """Writes the first checkpoint of the new run.
 
         Args:
-            delivery: what a checkpoint says of its data before the first step.
+            delivery: data state of a checkpoint before the first step.
 
         Raises:
-            CheckpointError: it could not be written, or the other run has dropped its own.
+            CheckpointError: it could not be written, or the other run has dropped its checkpoint.
         """
         write = partial(write_start, self.checkpoint.path, moments=self.moments)
         return store.save(step=0, write=write, delivery=delivery)
@@ -72,15 +72,15 @@ def find_fork(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> Fork | None:
-    """What `fork_from` names, checked; None where it is not set. Writes nothing.
+    """Checkpoint that `fork_from` names, checked; None if it is not set. Writes nothing.
 
     Args:
         title: the setting that names `model`.
-        say: is told of damaged checkpoints that are passed over.
+        say: prints messages about damaged checkpoints that are skipped.
 
     Raises:
-        ConfigError: it is no run, has no such checkpoint, or trained another model.
-        CheckpointError: its checkpoints, or that of the step, are damaged.
+        ConfigError: `fork_from` is not a run, has no such checkpoint, or trained another model.
+        CheckpointError: the checkpoints of the run, or the one of the step, are damaged.
     """
     if config.fork_from is None:
         return None
@@ -108,7 +108,7 @@ def find_fork(
 
 
 def _parts(fork_from: str) -> tuple[Path, int | None]:
-    """The run and the step, if one is named."""
+    """Run directory and step that `fork_from` names; None without a step."""
     run, colon, step = fork_from.rpartition(":")
     if not colon or Path(fork_from).exists():
         return Path(fork_from), None
@@ -128,7 +128,7 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
 
 
 def _read_run(run: Path, fork_from: str) -> tuple[str, str, Mapping[str, Any]]:
-    """The run's recipe, id and settings."""
+    """Recipe, id and settings of the run."""
     try:
         written = json.loads((run / "config.json").read_text())
         return str(written["recipe"]), str(written["run_id"]), dict(written["settings"])

@@ -1,4 +1,4 @@
-"""Notifications: findings and the run's end, to a URL or to a function of the user's.
+"""Notifications of findings and of the run's end, to a URL or to a user's function.
 
     {"event": "finding", "run": "first", "out": "/.../runs/first", "text": "step 40: the ...",
      "name": "kl_rises", "step": 40, "remedy": "...",
@@ -6,8 +6,8 @@
     {"event": "end", "run": "first", "out": "...", "text": "finished after step 100",
      "step": 100, "status": "finished"}            or interrupted, or failed, with its "reason"
 
-They are told by a thread of their own, in order. What takes long or fails never holds up or ends
-the run: it is named once, and the rest is tried all the same.
+A separate thread sends them in order. A slow or failed notification never delays or ends the run:
+the first failure is reported, and later notifications are still sent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from distill.errors import ConfigError, described
 from distill.lookup import resolve_function
 
 Receiver = Callable[[dict[str, Any]], object]
-# Of one POST, and what the run's end waits for those that are still to be told.
+# Timeouts of one POST, and of the pending notifications at the run's end.
 _POST_S, _END_S = 10.0, 15.0
-# Messages that may wait for a slow receiver.
+# Most messages that are queued for a slow receiver.
 _WAITING = 1000
 
 
 def receiver_of(notify: str | None) -> Receiver | None:
-    """What `notify=` names, or None.
+    """Receiver that `notify=` names, or None.
 
     Raises:
-        ConfigError: neither a URL with a host nor a function that can be imported.
+        ConfigError: `notify` is neither a URL with a host nor a function that can be imported.
     """
     if notify is None:
         return None
@@ -67,18 +67,19 @@ def _post(url: str, told: dict[str, Any]) -> None:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Leaves a redirect to be an error: what is told is meant for one host."""
+    """Treats a redirect as an error: notifications are meant for one host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
 class Notifier:
-    """Tells a receiver of a run.
+    """Sends notifications of a run to a receiver.
 
     Args:
-        receiver: None: nobody is told.
-        say: is told of one that fails, or is late.
+        receiver: None disables notifications.
+        say: prints a warning when a notification fails or is late.
+        end_s: longest wait for pending notifications at the run's end.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Notifier:
         self._thread = None if receiver is None else Background("notify", self._fail, _WAITING)
 
     def tell(self, event: str, *, text: str, **more: Any) -> None:
-        """Tells of an event, some time soon."""
+        """Queue a notification of an event."""
         told = {"event": event, "run": self._out.name, "out": str(self._out)}
         self._post({**told, **more, "text": text})
 
     def finish(self, summary: Mapping[str, Any], step: int) -> None:
-        """Tells of the run's end, and waits a little for all that is still to be told."""
+        """Queue a notification of the run's end, and wait at most `end_s` for all of them."""
         status = str(summary.get("status", "failed"))
         reason = {"reason": redacted(str(summary["reason"]))} if "reason" in summary else {}
         text = f"{status} after step {step}" + (f": {reason['reason']}" if reason else "")

@@ -1,18 +1,18 @@
-"""What a step needs to be done again, in out/replay: its groups, and what became of it.
+"""Replay log of a run, in out/replay: the groups of steps, and the steps' results.
 
     out/replay/step-000012.groups    the groups as they were taken; written before the step
-    out/replay/step-000012.json      its metrics and fingerprints of gradient and weights; after it
-    out/replay/checkpoints/          those that steps which stay begin from: links to the run's own,
-                                     which drops them in time
+    out/replay/step-000012.json      metrics and fingerprints of gradient and weights; after it
+    out/replay/checkpoints/          checkpoints that permanently kept steps start from: links to
+                                     the run's own, which the run drops in time
 
-The newest `keep` steps are there, and for good those that were out of bounds with those in the
-window before them, and a step that never ended: one that was not finite. Fingerprints of several
-workers' shares are put together to those of whole tensors (learner/fingerprints.py).
+The newest `keep` steps are kept. Steps that were out of bounds are kept permanently, with the steps
+in the window before them; so is a step that never ended because it was not finite. Fingerprints of
+several workers' shards are merged into those of whole tensors (learner/fingerprints.py).
 
-A run that only keeps (train=False) has the groups of all its steps there, and nothing else:
+A run with train=False has only the groups of all its steps there, and in addition:
 
-    out/kept/step-000012/            the mark of its newest ones, a checkpoint without weights; what
-                                     is above it was not scored well, or not finished
+    out/kept/step-000012/            mark of its newest step: a checkpoint without weights. Groups
+                                     of later steps were scored wrongly, or are incomplete
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a pickle of classes that have changed since raises, or one that is cut short.
+# Errors of loading a pickle that is truncated, or whose classes have changed since.
 _UNREADABLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -59,11 +59,11 @@ _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of steps that are nothing out of the ordinary; None: no bound.
+    """Bounds of ordinary steps; None for no bound.
 
     Attributes:
-        grad_norm: of the gradient, before it is clipped.
-        kl_jump: nats per token by which the reverse KL is above that of the step before.
+        grad_norm: norm of the gradient before clipping.
+        kl_jump: increase of the reverse KL over the step before, in nats per token.
     """
 
     grad_norm: float | None = None
@@ -71,12 +71,12 @@ class Bounds:
 
 
 class ReplayLog:
-    """Keeps steps of a run, as `learner.loop.Record` is told of them.
+    """Keeps steps of a run for replay. A `learner.loop.Record`.
 
     Args:
-        keep: at least 1.
-        store: of the run's checkpoints.
-        bounds: see the module.
+        keep: number of newest steps to keep, at least 1.
+        store: store of the run's checkpoints.
+        bounds: steps that exceed them are kept permanently.
     """
 
     def __init__(self, out: Path, store: CheckpointStore, keep: int, bounds: Bounds) -> None:
@@ -86,20 +86,20 @@ class ReplayLog:
         self._failed = False
 
     def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
-        """What `step` is about to train on; `groups_P` are its groups whole."""
+        """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
         with self._going_on(step):
             self._write_taken(step, taken, groups_P)
 
     def trained(
         self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
-        """What became of it, on so many workers."""
+        """Write the results of `step`, which ran on `workers` learner workers."""
         with self._going_on(step):
             self._write_trained(step, metrics, prints, workers)
 
     @contextmanager
     def _going_on(self, step: int) -> Iterator[None]:
-        """A disk that is full is named once, and costs the step its replay; training goes on."""
+        """Report a full disk once; the step cannot be replayed then, but training continues."""
         try:
             yield
         except OSError as error:
@@ -108,7 +108,7 @@ class ReplayLog:
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
 
     def _write_taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
-        self._path(step, "json").unlink(missing_ok=True)  # of this step as it was done before
+        self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
         write_groups(self._root, step, taken, groups_P)
 
     def _write_trained(
@@ -134,7 +134,7 @@ class ReplayLog:
         return any(bound is not None and value > bound for value, bound in found)
 
     def _keep_checkpoint_before(self, step: int) -> None:
-        """Links the newest checkpoint, which costs no room while the run keeps it as well."""
+        """Link the newest checkpoint before `step`; needs no space while the run keeps it, too."""
         if not (found := [each for each in self._store.complete() if each.step < step]):
             return
         kept = self._root / "checkpoints" / found[-1].path.name
@@ -145,8 +145,8 @@ class ReplayLog:
             partial.rename(kept)
 
     def _drop(self, newest: int) -> None:
-        """Drops steps that have left the window, but for those that stay, what these begin from,
-        and those that never ended."""
+        """Drop steps that have left the window, except permanently kept ones, the steps in the
+        window before these, and steps that never ended."""
         ended = [step for step in steps_in(self._root) if self._path(step, "json").exists()]
         staying = [step for step in ended if self._stays(step)]
         for step in staying:
@@ -166,7 +166,7 @@ class ReplayLog:
 
 
 class KeptSteps:
-    """The steps that a run has kept."""
+    """Steps that a run has kept for replay."""
 
     def __init__(self, out: Path) -> None:
         self._root = out / "replay"
@@ -180,10 +180,11 @@ class KeptSteps:
             self.steps = [step for step in self.steps if step <= made]
 
     def start_of(self, step: int) -> Checkpoint | None:
-        """The newest checkpoint from which `step` can be done again; None: the run's beginning.
+        """Newest checkpoint from which `step` can be repeated; None for the run's beginning.
 
         Raises:
-            ConfigError: it, or a step between, is not kept; with those that can be done.
+            ConfigError: the step, or one between, is not kept. The message lists the steps that
+                can be repeated.
         """
         checkpoints = {each.step: each for store in self._stores for each in store.complete()}
         starts = {0: None, **checkpoints}
@@ -203,11 +204,11 @@ class KeptSteps:
         )
 
     def groups(self, step: int) -> list[TrajectoryGroup]:
-        """The groups that `step` trained on."""
+        """Groups that `step` trained on."""
         return self._state(step)["groups"]
 
     def taken(self, step: int, source: GroupsHere) -> Taken:
-        """What `step` trained on, shown to `source`."""
+        """Data that `step` trained on, registered with `source`."""
         state = self._state(step)
         return source.taken(state.pop("groups"), **state)
 
@@ -222,16 +223,16 @@ class KeptSteps:
             ) from error
 
     def outcome(self, step: int) -> dict[str, Any] | None:
-        """Metrics and fingerprints after `step`; None of a step that never ended."""
+        """Metrics and fingerprints after `step`; None if the step never ended."""
         path = _path(self._root, step, "json")
         return json.loads(path.read_bytes()) if path.exists() else None
 
 
 class KeptGroups:
-    """The `GroupSource` that gives what these steps trained on, one after another.
+    """`GroupSource` that returns the groups of kept steps, one step after another.
 
-    Each of the learner's workers has one: the leader's takes, and another reads on until it has
-    what it is asked for.
+    Each of the learner's workers has one. The leader takes groups from its own; a follower's reads
+    further steps until it has the requested trajectories.
     """
 
     def __init__(self, kept: KeptSteps, steps: Sequence[int]) -> None:
@@ -251,15 +252,15 @@ class KeptGroups:
 
 
 def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
-    """The `Publish` of a learner without engines."""
+    """No-op `Publish` of a learner without engines."""
     return {}
 
 
 def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
-    """Keeps what `step` is made of, whole or not at all; `groups_P` are its groups whole.
+    """Write the data of `step` atomically; `groups_P` are its whole groups.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: for example, the disk is full.
     """
     root.mkdir(exist_ok=True)
     state = {
@@ -274,14 +275,14 @@ def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[Traject
 
 
 def drop_groups_after(root: Path, step: int) -> None:
-    """Drops the groups of later steps, which are made again."""
+    """Drop the groups of steps after `step`, which are made again."""
     for later in steps_in(root):
         if later > step:
             _path(root, later, "groups").unlink()
 
 
 def steps_in(root: Path) -> list[int]:
-    """The steps whose groups are kept, in order."""
+    """Steps whose groups are kept, in order."""
     names = (_NAME.match(path.name) for path in root.glob("step-*.groups"))
     return sorted(int(match[1]) for match in names if match)
 

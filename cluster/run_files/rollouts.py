@@ -1,4 +1,4 @@
-"""Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object per group.
+"""Rollouts that a run keeps for inspection: out/rollouts.jsonl, one object per group.
 
     {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "source": "",
      "answer": "12", "temperature": 0.7, "metrics": {...},
@@ -10,14 +10,14 @@
            "advantages": [...], "bonuses": null, "teacher_top": null}]}],
      "step_tokens": [[17, 40, 0.31, 0.12], ...]}
 
-`source` is named where prompts come from several, and `answer` is the prompt's. `actions` are the
-runs of tokens that the policy sampled, [start, stop), a turn each; the lists after it have an entry
-for each of those tokens alone. With estimator=top_k `teacher_top` has the teacher's first few
-tokens in each of those places, [id, log q], the likeliest first. `teacher_version`, where
-the teacher is the policy itself as it trains, is the version that scored. `step_tokens`, of the
+`source` is set where prompts come from several sources; `answer` is the prompt's. `actions` are the
+spans of tokens, [start, stop), that the policy sampled, one per turn; the lists after it have an
+entry for each of these tokens only. With estimator=top_k `teacher_top` has the teacher's few
+likeliest tokens at each of these positions, [id, log q], the likeliest first. `teacher_version` is
+the version that scored, if the teacher is the policy itself as it trains. `step_tokens`, of the
 first group kept of a step, are the tokens with the largest shares of the whole step's KL
-(`TokenGap`). The learner's leader writes the file, and nobody else; what it keeps comes from the
-workers that trained on it.
+(`TokenGap`). Only the learner's leader writes the file, with data from the workers that trained on
+the groups.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 
-# What reading a line that is no group may raise.
+# Errors of reading a line that is not a group.
 _ODD = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
-# Of a file's end, for who wants the newest groups only.
+# Bytes at the end of a file that are read for the newest groups.
 _NEWEST_BYTES = 16 << 20
-# Of what a teacher would have said at a token.
+# Likeliest tokens of the teacher that are kept per position.
 ALTERNATIVES = 5
-# Tokens of a step, by their shares of its KL.
+# Tokens that are kept per step, by their shares of its KL.
 STEP_TOKENS = 20
 
 
 class RolloutLog:
     """Keeps groups of the first step, of every `every`th after it, and of the `last`; 0 keeps none.
 
-    The first group of such a step, of those that a teacher scored (`scored`) if there are any, or
-    with `whole` all of them. A step whose groups were all
-    filtered out trained on none, and keeps none. `trains`: each step makes a version of weights.
+    Of such a step it keeps the first group that a teacher scored (`scored`), or the first group if
+    there is none, or with `whole` all groups. A step whose groups were all filtered out keeps none.
+    `trains`: each step makes a version of weights.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RolloutLog:
         self._trains, self._scored = trains, scored
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
-        """Those of the groups that `step` trained on which are kept."""
+        """Ids of the groups that are kept, among those that `step` trained on."""
         if self._every == 0 or ((step - 1) % self._every and step != self._last):
             return []
         if self._whole:
@@ -90,9 +90,9 @@ class RolloutLog:
         rows_D: Sequence[TrainingRow],
         tables: Sequence[TokenTable | None],
     ) -> None:
-        """Writes the chosen groups, with their rows and the tokens of the whole step.
+        """Write the chosen groups, with their rows and the tokens of the whole step.
 
-        On a full disk the lines wait in memory: see LineFile.
+        On a full disk the lines are kept in memory until there is space: see LineFile.
         """
         from distill.objective.rows import rows_by_group  # torch; readers of the file need none
 
@@ -106,10 +106,10 @@ class RolloutLog:
         self._lines.flush()
 
     def rewind(self, step: int) -> None:
-        """Drops the groups of later steps, which are done again. Takes no room on the disk.
+        """Drop the groups of steps after `step`, which are repeated. Needs no disk space.
 
         Raises:
-            CheckpointError: the file cannot be read, or not be written.
+            CheckpointError: the file cannot be read or written.
         """
         self._lines.close()
         path, kept = self._lines.path, 0
@@ -130,7 +130,7 @@ class RolloutLog:
 
 
 def _step_of(line: bytes) -> float:
-    """The line's step; a line that is none belongs to no step that is kept."""
+    """Step of the line; infinity for an invalid line, so that it is dropped."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -190,7 +190,7 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
 
 
 def _first(top: TopLogprobs) -> list[list[tuple[int, float]]]:
-    """The likeliest few of each position."""
+    """Likeliest tokens of each position, as (id, log q)."""
     likeliest_NK = np.argsort(-top.logprobs_NK, axis=1, kind="stable")[:, :ALTERNATIVES]
     ids_NK = np.take_along_axis(top.ids_NK, likeliest_NK, 1).tolist()
     logprobs_NK = np.take_along_axis(top.logprobs_NK, likeliest_NK, 1)
@@ -206,12 +206,12 @@ def _runs(mask_T: BoolArray) -> list[list[int]]:
 
 
 def _nats(logprobs_N: np.ndarray) -> list[float]:
-    """Four decimals: a KL is a difference of two, whose error must not grow with their size."""
+    """Values with four decimals: a KL is a difference, so its error must not grow with them."""
     return np.round(logprobs_N.astype(np.float64), 4).tolist()
 
 
 def _significant(value: float) -> float:
-    """Four digits, however small an advantage is."""
+    """Value with four significant digits, since an advantage may be small."""
     return float(f"{value:.4g}")
 
 
@@ -221,9 +221,9 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSegment:
-    """A segment as it was kept. `actions` are [start, stop) of each turn; `_N` are its actions.
+    """A kept segment. `actions` are [start, stop) of each turn; N counts the tokens in them.
 
-    `teacher_top_NK` are (id, log q) of the teacher's likeliest tokens; None: it was not asked.
+    `teacher_top_NK` are (id, log q) of the teacher's likeliest tokens; None if not requested.
     """
 
     tokens_T: Sequence[int]
@@ -252,7 +252,7 @@ class KeptSegment:
 
     @property
     def sampled_N(self) -> list[int]:
-        """The ids of its actions."""
+        """Ids of the sampled tokens."""
         return [self.tokens_T[t] for start, stop in self.actions for t in range(start, stop)]
 
 
@@ -268,9 +268,10 @@ class KeptTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptGroup:
-    """A group that `step` trained on, beginning with the weights of `version`.
+    """A kept group that `step` trained on, starting from the weights of `version`.
 
-    `by_teacher`: the teacher sampled it; `as_text`: as text, so its log-probs are 0 for unknown.
+    `by_teacher`: the teacher sampled the group. `as_text`: it was sampled as text, so its log-probs
+    are unknown and stored as 0.
     """
 
     step: int
@@ -289,7 +290,7 @@ class KeptGroup:
 
 
 def read_rollouts(path: Path) -> list[KeptGroup]:
-    """The groups of a rollouts.jsonl, in order; none where there is no such file.
+    """Read the groups of a rollouts.jsonl, in order; none if the file does not exist.
 
     Raises:
         DataError: names the line that is no group.
@@ -299,18 +300,18 @@ def read_rollouts(path: Path) -> list[KeptGroup]:
 
 
 class KeptGroups(Sequence[KeptGroup]):
-    """The groups of a rollouts.jsonl, each read when it is asked for: few are in memory at once.
+    """Groups of a rollouts.jsonl, each read from the file on access, so few are in memory.
 
     Attributes:
         places: step and id of each group.
 
     Raises:
-        DataError: names the line that is no group. All are read once, when this is made.
+        DataError: names the line that is no group. All lines are read once, by the constructor.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: list[tuple[int, int]] = []  # where each begins, and its bytes
+        self._lines: list[tuple[int, int]] = []  # offset and size of each line, in bytes
         self.places: list[tuple[int, int]] = []
         start = 0
         with path.open("rb") if path.is_file() else io.BytesIO() as file:
@@ -339,7 +340,7 @@ class KeptGroups(Sequence[KeptGroup]):
 
 
 def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
-    """The groups that were kept after the first `start` bytes, and the bytes that there are now.
+    """Read the groups after the first `start` bytes; returns them and the offset of the end.
 
     Raises:
         DataError: names the line that is no group.
@@ -347,7 +348,7 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
     if not path.exists():
         return [], 0
     groups = []
-    # Of a file that was rewound, what is new begins nobody knows where: all of it is read.
+    # Where new lines begin in a file that was rewound is not known: all of it is read.
     end = start if start <= path.stat().st_size else 0
     with path.open("rb") as file:
         file.seek(end)
@@ -360,7 +361,7 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
 
 
 def read_newest_rollouts(path: Path) -> list[KeptGroup]:
-    """The groups in the last 16 MiB of a file; none where there is no such file.
+    """Read the groups in the last 16 MiB of a file; none if the file does not exist.
 
     Raises:
         DataError: names the line that is no group.
@@ -396,10 +397,10 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         group_id=int(row["group_id"]),
         version=int(row["version"]),
         teacher=str(row["teacher"]),
-        by_teacher=bool(row.get("by_teacher", False)),  # runs of before it was kept have none
+        by_teacher=bool(row.get("by_teacher", False)),  # absent in files of earlier releases
         as_text=bool(row.get("as_text", False)),
         tag=None if row["tag"] is None else str(row["tag"]),
-        source=str(row.get("source", "")),  # runs of before it was kept have none
+        source=str(row.get("source", "")),  # absent in files of earlier releases
         answer=None if row.get("answer") is None else str(row["answer"]),
         temperature=_finite(row["temperature"]),
         metrics=_numbers(row["metrics"]),
@@ -421,7 +422,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
 
 def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
     teacher, bonuses = row["teacher_logprobs"], row["bonuses"]
-    top = row.get("teacher_top")  # runs of before it was kept have none
+    top = row.get("teacher_top")  # absent in files of earlier releases
     return KeptSegment(
         tokens_T=_integers(row["tokens"]),
         actions=[(int(start), int(stop)) for start, stop in row["actions"]],

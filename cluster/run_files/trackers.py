@@ -1,10 +1,10 @@
-"""Trackers: who gets a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow.
+"""Trackers that receive a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow.
 
-Each is its library's own writer, told of the same: the metrics of steps and evaluations with the
-sizes of pools and the count of restarts beside them, kept rollouts as text, deaths as alerts, and
-the end. Resuming goes on in the same run of theirs. Each has a thread of its own, where it is also
-made, since a library may wait for its server for minutes. One that fails, or is late, is named once
-and left out: what it would have shown is in `out/` all the same.
+Each uses its library's own writer and receives the same data: metrics of steps and evaluations with
+pool sizes and the number of restarts, kept rollouts as text, deaths as alerts, and the run's end. A
+resumed run continues the same run of the tracker. Each tracker is created and called in a thread of
+its own, since a library may wait for its server for minutes. A tracker that fails or is late is
+reported once and dropped; `out/` has all of its data.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from cluster.config.common import OutputSettings
     from cluster.run_files.run_directory import RunDirectory
 
-# A tracker is late if so many messages wait for it, or it takes so long for one, or for all that is
-# left at the run's end.
+# A tracker is late if this many messages wait for it, or if it takes this many seconds for one
+# message, or for all remaining messages at the run's end.
 _WAITING, _CALL_S, _END_S = 1000, 300.0, 60.0
-# Of kept rollouts, so many are shown at a time.
+# Most kept rollouts that are shown at a time.
 _SHOWN = 64
-# Events of which people want to know at once, with what their line says.
+# Events that are sent as alerts, with the text of the alert.
 _ALERTS = {
     "death": "{who} died: {why}",
     "rewind": "the learner goes on from step {step}",
@@ -48,7 +48,7 @@ _ALERTS = {
 
 @dataclass(frozen=True, slots=True)
 class RolloutText:
-    """A kept trajectory for people to read."""
+    """A kept trajectory as text."""
 
     step: int
     group: int
@@ -59,7 +59,7 @@ class RolloutText:
 
 
 class Tracker(Protocol):
-    """One tracker's writer, of one run."""
+    """Protocol of a tracker's writer for one run."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def show(self, rollouts: Sequence[RolloutText], step: int) -> None: ...
@@ -68,13 +68,13 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run, or none.
+    """All trackers of a run; there may be none.
 
     Args:
-        run: started, with its config.json written.
-        first_step: the steps that are done.
-        say: is told of one that fails or is late.
-        end_s: how long the run's end waits for them.
+        run: directory of a started run, whose config.json exists.
+        first_step: number of steps that are done.
+        say: prints a warning when a tracker fails or is late.
+        end_s: longest wait for the trackers at the run's end.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Trackers:
         run.on_event = self.event
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, or of an evaluation; `step` is among them."""
+        """Log the metrics of a step or of an evaluation; `step` is among them."""
         step = int(metrics["step"])
-        late = step < self._step and "eval/version" in metrics  # of weights of steps ago
+        late = step < self._step and "eval/version" in metrics  # of the weights of an earlier step
         values = {name: value for name, value in metrics.items() if name != "step"}
         if not late:
             self._step = step
@@ -108,7 +108,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(values, step))
 
     def event(self, event: str, given: Mapping[str, Any]) -> None:
-        """An event of the run, as events.jsonl has it."""
+        """Process an event of the run, as written to events.jsonl."""
         if event == "size":
             self._beside[f"pool/{given['pool']}"] = float(given["ready"])
         self._beside["restarts"] += event == "restart"
@@ -131,7 +131,7 @@ class Trackers:
             self._each(lambda tracker: tracker.show(texts, step))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Tells of the run's end, and waits a little for all that is still to be told."""
+        """Send the summary of the run, and wait at most `end_s` for all queued messages."""
         told = dict(summary)
         if "reason" in told:
             told["reason"] = redacted(str(told["reason"]))
@@ -146,17 +146,17 @@ class Trackers:
 
 
 class _Threaded:
-    """A tracker that is made, and told everything, in a thread of its own."""
+    """Tracker that is created and called in a thread of its own."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None]) -> None:
         self._name, self._make, self._say = name, make, say
         self._tracker: Tracker | None = None
         self._left_out = threading.Event()
         self._thread = Background(f"tracker {name}", self._fail, _WAITING)
-        self.tell(lambda _tracker: None)  # its start
+        self.tell(lambda _tracker: None)  # creates the tracker
 
     def tell(self, tell: Callable[[Tracker], None]) -> None:
-        """Queues a call of the tracker; leaves one out that is late."""
+        """Queue a call of the tracker; drop the tracker if it is late."""
         if self._left_out.is_set():
             return
         if (seconds := self._thread.busy_s) > _CALL_S:
@@ -165,7 +165,7 @@ class _Threaded:
             self._leave_out(f"is late by {_WAITING} messages")
 
     def close(self, wait_s: float) -> None:
-        """Waits until the tracker was told everything."""
+        """Wait until the tracker has processed all calls; drop it if that takes too long."""
         if not self._left_out.is_set() and not self._thread.finish(wait_s):
             self._leave_out(f"has not answered within {wait_s:.0f} s of the run's end")
 
@@ -177,7 +177,7 @@ class _Threaded:
         tell(self._tracker)
 
     def _fail(self, error: BaseException) -> None:
-        # A tracker's network, disk or library (which may even exit) is not the run's end.
+        # Errors of a tracker's network, disk or library (which may even exit) must not end the run.
         first = (str(error).splitlines() or [""])[0]
         self._leave_out(f"failed ({type(error).__name__}: {first})")
 
@@ -208,7 +208,7 @@ def _texts(group: KeptGroup, tokenizer: PreTrainedTokenizerBase) -> Iterator[Rol
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What a tracker begins with."""
+    """Facts about the run that a tracker is created with."""
 
     run: RunDirectory
     run_id: str
@@ -222,7 +222,7 @@ class _Started:
 
 
 class _Wandb:
-    """Weights & Biases. WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY and the rest have the last word."""
+    """Weights & Biases. WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY and others take precedence."""
 
     def __init__(self, started: _Started) -> None:
         import wandb  # optional, and slow to import
@@ -244,7 +244,7 @@ class _Wandb:
             self._newest = step
             self._run.log(dict(metrics), step=step)
             return
-        # Weights & Biases drops what is of a step before its newest: beside it, with its own step.
+        # Weights & Biases drops data of steps before its newest, so it is logged with the newest.
         self._newest = max(step, self._newest)
         self._run.log({**metrics, "eval/step": step}, step=self._newest)
 
@@ -353,7 +353,7 @@ class _Mlflow:
 
 
 def _as_code(values: Mapping[str, Any]) -> str:
-    """As a block of code in Markdown."""
+    """Values as a block of code in Markdown."""
     return _quoted(json.dumps(values, indent=1, default=str))
 
 

@@ -17,10 +17,10 @@ from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
 from distill.lookup import listed
 
-# Longest that one which is ready waits for others that come back, seconds; a round takes longer.
+# Longest wait of a ready engine for others that restart, seconds; a round takes longer.
 _TOGETHER_S = 10.0
-# Examines engines that join, policies and scorers by name; the report says whether they agree. A
-# third argument is a policy engine in the learner's place, while that computes.
+# Handshake of joining policies and scorers, by name; the report says whether they agree. A third
+# argument is a policy engine that replaces the learner while the learner computes.
 Examine = Callable[..., Coroutine[Any, Any, CalibrationReport]]
 
 
@@ -33,16 +33,17 @@ class Pinned:
 
 
 class Admission:
-    """Gives engines that are ready the present weights, examines them, and lets them serve.
+    """Admits ready engines: pushes the current weights, runs the handshake, lets them serve.
 
     Args:
-        roles: of the engines that are admitted; other actors serve without.
-        learner: the present learner's leader.
+        roles: roles of the engines that are admitted; other actors serve without admission.
+        learner: returns the leader of the current learner.
         examine: the handshake of some engines with the learner.
-        following: role of the teacher that follows the policy: the learner hands it weights, too.
-        join: has scorers that passed it answer their first canaries; why of those that are refused.
+        following: role of the lagged or EMA teacher, which receives weights from the learner, too.
+        join: gets the first canary answers of scorers that passed the handshake; returns the
+            reasons of refusals, by name.
         require_handshake: False admits engines whose handshake fails.
-        deadline_s: longest that a handshake beside a step may take.
+        deadline_s: longest that a handshake during a step may take.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Admission:
         )
 
     def admit_waiting(self) -> None:
-        """Admits those that wait; call it while the learner is idle. One that fails is buried.
+        """Admit waiting engines, and terminate those that fail; call it while the learner is idle.
 
-        Those that died together come back one after the other: the first wait a little for the
-        last, since each round holds up training.
+        Engines that died together come back one after the other. The first ones wait briefly for
+        the last, since each round delays training.
 
         Raises:
             LearnerLost: the learner died meanwhile.
@@ -86,11 +87,11 @@ class Admission:
             if m.spec.name in self._roles and m not in self.joining.members
         ]
         self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
-        if self._supervisor.serving(POLICY):  # else there is nobody whose samples are to be scored
+        if self._supervisor.serving(POLICY):  # else there are no samples to score
             self._admit(self._together([m for m in waiting if m.spec.name != POLICY]))
 
     def _together(self, members: Sequence[Member]) -> Sequence[Member]:
-        """The members; none while others of a role can still join them."""
+        """Return the members, or none while others of their roles are about to be ready."""
         roles = {member.spec.name for member in members}
         if any(self._supervisor.coming_back(role) for role in roles):
             first = min(member.ready for member in members)
@@ -99,10 +100,10 @@ class Admission:
         return members
 
     def pin(self) -> Pinned | None:
-        """Hands the present weights to the engines of evaluations; call it as `admit_waiting`.
+        """Push the current weights to evaluation engines; call it while the learner is idle.
 
-        Those that have started since are examined with them. One that fails is buried. Returns
-        None if none of them is up.
+        Engines that have started since run the handshake. An engine that fails is terminated.
+        Returns None if no evaluation engine is up.
 
         Raises:
             LearnerLost: the learner died meanwhile.
@@ -123,9 +124,9 @@ class Admission:
         return Pinned(version, pinned) if pinned else None
 
     def _admit(self, members: Sequence[Member]) -> None:
-        """Admits all of them at once. If that fails, each half by itself: one is the cause.
+        """Admit all members together; if that fails, each half separately, to isolate the cause.
 
-        Those that do not answer are known by name: the others are tried without them.
+        Engines that do not answer are known by name; the others are admitted without them.
         """
         if not members:
             return
@@ -151,12 +152,12 @@ class Admission:
         if len(members) == 1:
             self._refuse(members[0], why)
             return
-        present = self._supervisor.waiting()  # one may have been buried meanwhile
+        present = self._supervisor.waiting()  # one may have been terminated meanwhile
         for half in (members[: len(members) // 2], members[len(members) // 2 :]):
             self._admit([member for member in half if member in present])
 
     def _admit_without(self, members: Sequence[Member], silent: EnginesSilent) -> None:
-        known = [*members, *self._supervisor.members(POLICY)]  # one of these asks scorers
+        known = [*members, *self._supervisor.members(POLICY)]  # one of them calls the scorers
         for member in {m.name: m for m in known if m.name in silent.names}.values():
             self._refuse(member, str(silent))
         left = [member for member in members if member.name not in silent.names]
@@ -165,7 +166,7 @@ class Admission:
             self._admit([member for member in left if member in present])
 
     def _serve_if_they_agree(self, members: Sequence[Member], report: CalibrationReport) -> bool:
-        """Lets policy engines that joined beside a step serve; False if they do not agree."""
+        """Let policy engines that joined during a step serve; False if they do not agree."""
         if self._agree(report):
             self._say_admitted(members, report)
         return self._agree(report)
@@ -183,7 +184,7 @@ class Admission:
         self._say(f"{names} {verb}: {whose} handshake agrees to {report.largest_gap:.1e} nats")
 
     def _examined(self, members: Sequence[Member]) -> CalibrationReport:
-        """Their handshake; of policy engines, with the learner's present weights.
+        """Handshake of the members. Policy engines get the learner's current weights first.
 
         Args:
             members: policy engines, engines of evaluations, or scorers.

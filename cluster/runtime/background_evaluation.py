@@ -1,9 +1,9 @@
-"""An evaluation beside training: pinned engines hold its weights, and no step waits for it.
+"""An evaluation during training: pinned engines hold its weights, and no step waits for it.
 
 begin -> calls of the evaluator, one after another -> its value
              |                   |
              |                   a call fails as it does in `EvaluatorCalls`: an error
-             every pinned engine is gone: lost, to begin again with later weights
+             every pinned engine is gone: lost, and repeated with later weights
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Pending(Protocol):
 
 
 class EvaluationSchedule:
-    """Steps whose weights are evaluated. With evaluations beside training, one at a time.
+    """Schedule of the steps whose weights are evaluated. One evaluation runs at a time.
 
     Args:
-        every: steps between two.
-        steps: of the run; the last one's evaluation is another.
+        every: steps between two evaluations.
+        steps: steps of the run; the evaluation after the last one is not scheduled here.
     """
 
     def __init__(self, every: int, steps: int) -> None:
@@ -51,7 +51,7 @@ class EvaluationSchedule:
         return self._every > 0 and step % self._every == 0 and step < self._steps
 
     def wanted(self, step: int) -> bool:
-        """After a step: its own evaluation is due, or one that was lost begins again."""
+        """True if an evaluation should begin after `step`: its own, or one that was lost."""
         if self.due(step):
             self._owed = step
         return self._owed is not None and step < self._steps
@@ -64,11 +64,11 @@ class EvaluationSchedule:
         self.running = None
 
     def lost(self) -> None:
-        """The running one begins again, with the weights of a later step."""
+        """Schedule the running evaluation again, with the weights of a later step."""
         self.running, self._owed = None, self._newest[0]
 
     def rewound(self, step: int) -> int | None:
-        """The learner is back at `step`. Returns the running one, if its weights are lost."""
+        """Go back to `step`. Returns the step of the running evaluation if its weights are lost."""
         given_up = None
         due, taken = self._newest
         if taken > step:
@@ -80,11 +80,11 @@ class EvaluationSchedule:
 
 
 class BackgroundEvaluation(Generic[Value]):
-    """The evaluation that is under way, if any.
+    """The evaluation in progress, if any.
 
     Args:
         begin: begins a call of the evaluator.
-        serving: the engines for evaluations that serve now, by name.
+        serving: returns the evaluation engines that serve now, by name.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class BackgroundEvaluation(Generic[Value]):
         self._error: Exception | None = None
 
     def begin(self, pinned: Pinned, questions: Questions[Value]) -> None:
-        """Begins one with the weights that some engines hold."""
+        """Begin an evaluation of the weights that the pinned engines hold."""
         assert self._questions is None
         self._pinned, self._questions = pinned, questions
         self._value = self._error = None
@@ -106,7 +106,7 @@ class BackgroundEvaluation(Generic[Value]):
 
     @property
     def engines(self) -> dict[str, Any]:
-        """Those that hold its weights; one that was restarted does not."""
+        """Engines that still hold the evaluation's weights; a restarted engine does not."""
         serving = self._serving()
         return {
             name: handle
@@ -123,13 +123,13 @@ class BackgroundEvaluation(Generic[Value]):
         return Fate.RUNNING if self.engines else Fate.LOST
 
     def poll(self) -> None:
-        """Goes on as far as it can without waiting. Raises nothing: see `collect`."""
+        """Continue the evaluation without blocking. Its errors are raised by `collect`."""
         if self._call is None or self.fate is not Fate.RUNNING:
             return
         try:
             if (answer := self._call.poll()) is not PENDING:
                 self._go_on(answer)
-        except Exception as error:  # of the evaluation: raised where somebody asks for its value
+        except Exception as error:  # of the evaluation: raised by `collect`
             self._error = error
 
     def _go_on(self, answer: Any) -> None:
@@ -140,7 +140,7 @@ class BackgroundEvaluation(Generic[Value]):
             self._call, self._value = None, end.value
 
     def collect(self) -> Value | None:
-        """Ends it. Its value; None if it was lost; raises the error by which it failed."""
+        """End the evaluation; returns its value, or None if it was lost, or raises its error."""
         fate, value, error = self.fate, self._value, self._error
         self.give_up()
         if error is not None:
@@ -148,5 +148,5 @@ class BackgroundEvaluation(Generic[Value]):
         return value if fate is Fate.DONE else None
 
     def give_up(self) -> None:
-        """Forgets it, whatever became of it."""
+        """Discard the evaluation, in any state."""
         self._questions = self._call = self._error = None

@@ -1,16 +1,16 @@
-"""Canaries of a run: who is asked, when, and what becomes of a scorer that has moved.
+"""Canaries of a run: fixed rows that scorers score again and again, to detect drift.
 
-    join         a scorer that starts: first answers, tolerance, agreement with its role's others
-    after_step   every so many steps: canaries go along with the next batch that a worker sends it
-    poll         answers are judged against the scorer's own first ones. One that has moved is ended
-                 (and restarted); what it scored since its last good canary is scored again
-    check        where weights contain that, the learner goes back, or the run stops
-    ask_last     at the end of a run or of a scorer: no batch may come any more, so they go alone
+    join         a new scorer: first answers, tolerance, agreement with the others of its role
+    after_step   every `canary_every` steps: canaries are sent with a worker's next batch
+    poll         answers are compared with the scorer's first ones. A scorer that has drifted is
+                 terminated and restarted; its scores since its last good canary are repeated
+    check        if weights contain such scores, the learner goes back, or the run stops
+    ask_last     at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
 
-Frozen models in the learner itself are asked there, between steps (`copy_canaries.py`); the reward
-model, which gives no log-probs, in a way of its own (`reward_canaries.py`).
-That an answer proves what was scored before it follows from the order of the queue's journal
-(cluster/queue/custody.py): canaries are sent once `ask` is written there.
+Frozen models in the learner are checked there, between steps (`copy_canaries.py`). The reward model
+gives no log-probs, and has its own canaries (`reward_canaries.py`).
+An answer proves the scores before it because of the order of the queue's journal
+(cluster/queue/custody.py): canaries are sent after `ask` is written there.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from distill.handshake.canary import (
 
 logger = logging.getLogger(__name__)
 
-# Longest that canaries wait for a batch to go along with, seconds; then they go alone.
+# Longest wait of canaries for a batch to be sent with, seconds; then they are sent alone.
 _PATIENCE_S = 60.0
-# The queue answers at once, or is being restarted.
+# Deadline of the queue's answers, which are immediate except during its restart.
 _QUEUE_S = 120.0
 
 
 class ScoredWrongly(LearnerLost):
-    """Weights contain what a scorer that has moved may have scored: the learner goes back."""
+    """Raised if weights may contain scores of a drifted scorer: the learner goes back."""
 
     def __init__(self, why: str, first_bad: int) -> None:
         super().__init__(why)
@@ -64,7 +64,7 @@ class ScoredWrongly(LearnerLost):
 
 
 class ScorerMoved(RunFailed):
-    """The same where the run is to stop (on_bad_teacher=stop)."""
+    """Raised instead of `ScoredWrongly` with on_bad_teacher=stop: the run stops."""
 
     def __init__(self, why: str, first_bad: int) -> None:
         super().__init__(why)
@@ -73,13 +73,14 @@ class ScorerMoved(RunFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySetup:
-    """What canaries are asked, and what follows.
+    """Settings of a run's canaries, and of the reaction to a drifted scorer.
 
     Attributes:
-        every: steps between two; 0: nobody is asked.
-        listed: (given, likeliest) tokens that training asks for at a position, by role.
+        every: steps between two canaries; 0 disables them.
+        listed: numbers of (given, likeliest) tokens that training requests per position, by role.
         require: False lets engines serve that disagree with the others of their role.
-        copies: the learner holds frozen models of its own, and `base`: its adapter's base is one.
+        copies: the learner holds frozen models of its own.
+        base: the base of the learner's adapter is one of them.
     """
 
     every: int
@@ -92,7 +93,7 @@ class CanarySetup:
 
 
 def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
-    """The setup of a run; `scorers` are the roles whose weights never change."""
+    """Canary setup of a run; `scorers` are the roles whose weights never change."""
     objective = config.objective()
     asked = objective.asked_of_policy, objective.asked_of_teacher
     return CanarySetup(
@@ -108,7 +109,7 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
 
 @dataclass(slots=True, eq=False)
 class _Scorer:
-    """One life of a scoring engine; `asked`: the canary under way, and since when."""
+    """One life of a scoring engine. `asked`: the pending canary, sent at `since`."""
 
     number: int
     member: Member
@@ -129,7 +130,7 @@ class _Introduced:
     tolerance: Tolerance
 
     def restless(self, rows: CanaryRows) -> Verdict | None:
-        """The verdict on a repeated answer that is off by itself."""
+        """Verdict on a repeated answer that differs from the first one; None if none does."""
         verdicts = [judge(each, self.answers[0], self.tolerance, rows) for each in self.answers]
         return next((verdict for verdict in verdicts if not verdict.good), None)
 
@@ -138,9 +139,9 @@ class Canaries:
     """The canaries of one run's scorers: teachers and the reference, on engines and in the learner.
 
     Args:
-        learner: the present learner's leader.
-        found: is told of a scorer that has moved.
-        trusted: is told up to which step weights contain proven groups only.
+        learner: returns the leader of the current learner.
+        found: called with a finding for each scorer that has drifted.
+        trusted: called with the step up to which weights contain only proven groups.
     """
 
     def __init__(
@@ -159,11 +160,11 @@ class Canaries:
         self._setup, self._say, self._found, self._trusted = setup, say, found, trusted
         self._scorers: dict[Any, _Scorer] = {}  # by handle
         self._rows: dict[str, CanaryRows] = {}
-        self._anchors: dict[str, Answer] = {}  # of roles
+        self._anchors: dict[str, Answer] = {}  # by role
         self._next_number = 0
         self._turn = 0
         self._step = 0
-        self._told: list[Any] = []  # good answers on their way into the journal
+        self._told: list[Any] = []  # pending writes of good answers to the journal
         self._bad: tuple[int, str] | None = None
         self._copies = CopyCanaries(
             driver,
@@ -198,7 +199,7 @@ class Canaries:
 
     @property
     def lives(self) -> dict[str, int]:
-        """The numbers of the scorers that serve, by name."""
+        """Numbers of the scorers that serve, by name."""
         return {
             scorer.member.name: scorer.number
             for scorer in self._scorers.values()
@@ -208,10 +209,10 @@ class Canaries:
     # first answers
 
     def join(self, members: Sequence[Member]) -> dict[str, str]:
-        """First answers of scorers that start, before they serve; why of those that are refused.
+        """Get first answers of new scorers before they serve; returns reasons of refusals by name.
 
         Raises:
-            EngineError, RunFailed: one of them did not answer.
+            EngineError, RunFailed: a scorer did not answer.
         """
         scorers = [m for m in members if m.spec.name in self._setup.listed]
         if not self._setup.every or not scorers:
@@ -244,7 +245,7 @@ class Canaries:
     def _strangers(
         self, members: Sequence[Member], answered: Sequence[_Introduced]
     ) -> dict[str, str]:
-        """Those that disagree with themselves, or with the others of their role."""
+        """Find scorers that disagree with themselves or with others of their role; with reasons."""
         refused: dict[str, str] = {}
         by_role: dict[str, dict[str, Answer]] = {}
         between = {
@@ -294,20 +295,20 @@ class Canaries:
         )
 
     def join_learner(self) -> None:
-        """First answers of the frozen models of a learner that has started."""
+        """Get first answers of the frozen models of a learner that has started."""
         self._copies.introduce()
 
     def join_reward_model(self) -> None:
-        """First answers of the reward model that the run begins with, if it has one."""
+        """Get first answers of the initial reward model, if the run has one."""
         self._rewards.introduce()
 
     # the later ones
 
     def after_step(self, step: int) -> None:
-        """Has scorers asked that are due; call it between steps.
+        """Send canaries if they are due after `step`; call it between steps.
 
         Raises:
-            ScoredWrongly, ScorerMoved: as `check`; of a model in the learner, which answers now.
+            ScoredWrongly, ScorerMoved: as `check`, for a model in the learner, which answers here.
         """
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
@@ -347,10 +348,10 @@ class Canaries:
         scorer.asked = worker.canary.remote(member.spec.name, member.name, requests, _PATIENCE_S)
 
     def poll(self) -> None:
-        """Collects answers. Never waits for one; a scorer that has moved is ended here.
+        """Collect answers without blocking, and terminate scorers that have drifted.
 
         Raises:
-            RunFailed: it has moved, or died, too often.
+            RunFailed: a scorer has drifted or died too often.
         """
         self._collect_proofs()
         self._rewards.poll()
@@ -390,7 +391,7 @@ class Canaries:
         self._quarantine(scorer, verdict, self._queue_says(told))
 
     def _queue_says(self, reference: Any) -> CanaryAnswer:
-        """Not by the driver's call, which would poll: this is a poll."""
+        """Answer of the queue, without `Driver.call`, which would poll within this poll."""
         return calls.get(reference, timeout=_QUEUE_S)
 
     def _collect_proofs(self) -> None:
@@ -427,9 +428,7 @@ class Canaries:
             self._supervisor.bury(member, f"it has moved, {verdict.told()}")
 
     def check(self) -> None:
-        """Raises what follows where weights contain what a scorer that has moved scored.
-
-        Call it between steps.
+        """Raise an error if weights contain scores of a drifted scorer; call it between steps.
 
         Raises:
             ScoredWrongly: the learner goes back; or, with on_bad_teacher=stop, ScorerMoved.
@@ -447,7 +446,7 @@ class Canaries:
         raise ScoredWrongly(why, first_bad)
 
     def before_checkpoint(self, step: int) -> None:
-        """Asks the learner's frozen models: of a learner that dies, its checkpoint is proven.
+        """Check the learner's frozen models, so that its checkpoint is proven if it dies.
 
         Raises:
             ScoredWrongly, ScorerMoved: as `check`.
@@ -456,7 +455,7 @@ class Canaries:
         self.check()
 
     def after_last(self, step: int) -> None:
-        """Asks everyone after the last step, and waits.
+        """Send canaries to all scorers after the last step, and wait for the answers.
 
         Raises:
             ScoredWrongly, ScorerMoved: as `check`.
@@ -468,7 +467,7 @@ class Canaries:
         self.check()
 
     def ask_last(self, members: Sequence[Member] | None = None) -> None:
-        """Asks these, or all that serve, by themselves, and waits; then `check`.
+        """Send canaries alone to the members, or to all that serve; wait for answers; `check`.
 
         Raises:
             ScoredWrongly, ScorerMoved: as `check`.
@@ -481,7 +480,7 @@ class Canaries:
         self._ask(asked, alone=True)
         pending = [(scorer, scorer.asked) for scorer in asked]
         for scorer in asked:
-            scorer.asked = None  # no poll takes them
+            scorer.asked = None  # so that no poll collects them
         for scorer, reference in pending:
             try:
                 scores = self._driver.call(f"the last canary of {scorer.member.name}", reference)

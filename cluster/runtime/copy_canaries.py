@@ -1,11 +1,11 @@
 """Canaries of the frozen models in the learner: copies of teachers, and the base of an adapter.
 
-    introduce   a learner that starts: first answers. All its workers, and all learners of the run,
-                must hold the very same weights
-    ask         between steps: checksums against the first ones, answers within their tolerance
+    introduce   first answers of a new learner. All its workers, and all learners of the run, must
+                hold identical weights
+    ask         between steps: checksums equal the first ones, answers are within their tolerance
 
-One that has moved is gone with its learner, which starts again from the checkpoint before the
-first weights that it may have spoilt (`Canaries.check`).
+A model that has drifted ends with its learner, which restarts from the checkpoint before the first
+weights that the model may have affected (`Canaries.check`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Copy:
     tolerance: Tolerance
 
     def moved(self, answer: CopyAnswer) -> tuple[dict[str, float], str]:
-        """Its gaps, and how it has moved; "" if it has not."""
+        """Gaps of an answer, and a description of the drift; "" if there is none."""
         verdict = judge(answer.answers[0], self.first, self.tolerance, self.rows)
         gaps = {"gap": verdict.max_gap, "mean": verdict.mean_gap}
         if not (answer.changed or not verdict.good):
@@ -54,16 +54,16 @@ class _Copy:
 
 
 class CopyCanaries:
-    """Those of one run's learner.
+    """Canaries of the frozen models in one run's learner.
 
     Args:
-        learner: the present learner's leader.
-        temperature: None: the learner holds no frozen model, and nobody is asked.
+        learner: returns the leader of the current learner.
+        temperature: None if the learner holds no frozen model, which disables these canaries.
         base: the model without its adapter is the reference.
-        number: a number for a scorer, as no other has.
-        found: is told of one that has moved.
-        bad: is told of the first weights that it may have spoilt, and why.
-        trusted: is told up to which step weights contain proven groups only.
+        number: returns a unique number for a scorer.
+        found: called with a finding for each model that has drifted.
+        bad: called with the step of the first weights that it may have affected, and the reason.
+        trusted: called with the step up to which weights contain only proven groups.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class CopyCanaries:
         self._temperature, self._base = temperature, base
         self._number, self._found, self._bad, self._trusted = number, found, bad, trusted
         self._copies: list[_Copy] = []
-        self._asked_at: int | None = None  # the step after which they were asked last
+        self._asked_at: int | None = None  # the step of the last canaries
         self._digests: dict[tuple[int, str | None] | str, str] = {}
 
     def introduce(self) -> None:
-        """First answers of a learner that has started; call it before its next step.
+        """Get first answers of a learner that has started; call it before its next step.
 
         Raises:
-            CalibrationError: its models are not those of its other workers, or of the learner
-                that it replaces.
-            LearnerLost: it died meanwhile.
+            CalibrationError: a frozen model differs between workers, or from the one of the
+                learner that was replaced.
+            LearnerLost: the learner died meanwhile.
         """
         self._copies, self._asked_at = [], None
         for rank, answers in enumerate(self._answers(COMPANY)):
@@ -101,7 +101,7 @@ class CopyCanaries:
                 self._welcome(rank, answer)
 
     def _answers(self, company: Sequence[int]) -> list[list[CopyAnswer]]:
-        """Of every worker, by rank."""
+        """Canary answers of every worker, by rank."""
         if self._temperature is None:
             return []
         question = CopyQuestion(
@@ -111,7 +111,7 @@ class CopyCanaries:
         return self._driver.ask_learner("the canaries of the learner's frozen models", asked)
 
     def _recognise(self, rank: int, answer: CopyAnswer) -> None:
-        # Of a base that is sharded each worker has a share of its own.
+        # Each worker has its own shard of a sharded base.
         key = answer.teacher if answer.teacher is not None else (rank, None)
         known = self._digests.setdefault(key, answer.digest)
         if known != answer.digest:
@@ -150,7 +150,7 @@ class CopyCanaries:
         self._copies.append(copy)
 
     def ask(self, step: int) -> None:
-        """Asks all, between steps, and waits; after the same step once.
+        """Check all frozen models between steps, and wait; at most once per step.
 
         Raises:
             LearnerLost: the learner died meanwhile.
@@ -175,7 +175,7 @@ class CopyCanaries:
             else:
                 self._trusted(noted.proven)
         if bad:
-            self._copies = []  # the learner, and with it the others, is restarted
+            self._copies = []  # the learner is restarted, with all its frozen models
 
     def _quarantine(self, copy: _Copy, why: str, first_bad: int | None, step: int) -> None:
         if first_bad is None:

@@ -13,9 +13,9 @@ driver --> learner.step: take -> loss -> optimizer -> publish to policy engines 
 driver    waits for: the step's groups         unblocked by: the rollout workers' puts
           waits for: the learner's step        unblocked by: the learner, or its death
 
-Between two steps the learner is idle: then are engines admitted that need its weights from itself;
-those that can read a copy join at any time (cluster/runtime/joining.py). While the driver waits,
-for whatever it is, the supervisor polls everyone (cluster/supervision/supervise.py).
+Between two steps the learner is idle. Engines that need the weights from the learner itself are
+admitted then; engines that can read a copy join at any time (cluster/runtime/joining.py). Whenever
+the driver waits, the supervisor polls all actors (cluster/supervision/supervise.py).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from distill.lookup import listed
 
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
-# When a start that takes long first says who is missing; then after twice as long each time.
+# Time until a slow start first reports missing actors; it doubles up to the second value.
 _SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
-# A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
+# Two signals within this time are one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
 
 
 class CallFailed(RunFailed):
-    """What the driver waited for raised, or took too long; all actors may be well."""
+    """Raised if an awaited call failed or took too long, although all actors may be alive."""
 
 
 class Signals:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP, for the driver to act on between waits.
+    """Records the first SIGINT, SIGTERM or SIGHUP; the driver checks for it between waits.
 
     A SIGHUP that the process was started to ignore (nohup) stays ignored.
     """
@@ -64,7 +64,10 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install after `ray.init`, which takes SIGTERM itself. A second signal ends at once."""
+        """Install the handlers; call it after `ray.init`, which installs its own for SIGTERM.
+
+        A second signal ends the process immediately.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # handlers can be set in the main thread only; a test's thread goes without
             return
@@ -85,7 +88,7 @@ class Signals:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context of what a run still does after the first signal. A second one ends it at once."""
+        """Context of the work after a first signal. A second signal ends it immediately."""
         self._ending = True
         try:
             yield
@@ -106,7 +109,7 @@ class Signals:
 
 
 def _starts(members: Sequence[Member]) -> list[str]:
-    """Names of members that start, each with what its start does where that is known."""
+    """Names of starting members, each with the current activity of its start if known."""
     return [
         f"{member.name} ({does})" if (does := member.spec.start_is(member.index)) else member.name
         for member in members
@@ -118,7 +121,7 @@ class Driver:
 
     Args:
         deadline_s: longest any one call may take.
-        idle: called now and then while a call is waited for; may raise.
+        idle: called repeatedly while a call is awaited; may raise.
     """
 
     def __init__(
@@ -143,15 +146,16 @@ class Driver:
             self._deadline_s = usual
 
     def poll(self) -> None:
-        """One poll of a wait: signals, supervisor, idle work. Raises as `call` does."""
+        """Poll once during a wait: signals, supervisor, idle work. Raises as `call` does."""
         self._signals.check()
         self._supervisor.tick()
         self._idle()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
-        """The value of a call of the learner; if it dies or hangs, that is LearnerLost.
+        """Value of a call of the learner; raises LearnerLost if the learner dies or hangs.
 
-        It hangs if it has not got on for the deadline: its work may take as long as it does.
+        The learner hangs if it makes no progress for the deadline. A call that makes progress may
+        take any time.
         """
         return self.call(what, reference, lost=LearnerLost, worker=LEARNER)
 
@@ -165,14 +169,14 @@ class Driver:
         """The value of an actor call.
 
         Args:
-            worker: the role of whoever carries it out: while that gets on, by its heartbeat, so
-                does the call. None: it has the deadline and no more.
+            worker: role of the actor that executes the call. The call may exceed the deadline
+                while that actor's heartbeat shows progress. None: it may not.
 
         Raises:
-            Interrupted: a signal came in while waiting. The call goes on.
+            Interrupted: a signal came in while waiting. The call continues.
             ActorLost: the actor died; Overdue: it hangs.
             LearnerLost: a learner worker died meanwhile.
-            RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
+            RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
         began = time.monotonic()
         while True:
@@ -185,7 +189,7 @@ class Driver:
                 raise late(f"{what} {why}")
 
     def overdue(self, began: float, worker: str | None = None) -> str | None:
-        """Why a call that began then is waited for no longer; None: it may go on. See `call`."""
+        """Reason to stop waiting for a call that began at `began`, or None. See `call`."""
         seconds = time.monotonic() - began
         if seconds <= self._deadline_s:
             return None
@@ -205,11 +209,11 @@ class Driver:
             time.sleep(0.05)
 
     def until_started(self, roles: Sequence[str], say: Callable[[str], None]) -> None:
-        """Waits until every actor of the roles has answered; says now and then who has not.
+        """Wait until every actor of the roles has answered; report missing ones periodically.
 
         Raises:
-            RunFailed: not within `deadline_s`, or their own deadlines if one of those is longer;
-                or one cannot start.
+            RunFailed: an actor cannot start, or not all started within the longest of
+                `deadline_s` and their own deadlines.
         """
         since = said = time.monotonic()
         pause = _SAY_FIRST_S
@@ -232,7 +236,7 @@ class Driver:
         return [m for role in roles for m in self._supervisor.members(role, *states)]
 
     def pause(self, seconds: float) -> None:
-        """Sleeps, and polls meanwhile; raises as `call` does."""
+        """Sleep while polling; raises as `call` does."""
         end = time.monotonic() + seconds
         self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
 
@@ -247,7 +251,7 @@ class Driver:
         task = asyncio.create_task(coroutine)
         deadline = time.monotonic() + self._deadline_s
         while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
-            self.poll()  # what it raises ends the task, as the loop ends
+            self.poll()  # an error ends the event loop, and so the task
             if time.monotonic() > deadline:
                 raise CallFailed(f"{what} did not end within {self._deadline_s:.0f} s")
         return task.result()
@@ -276,7 +280,7 @@ class Driver:
             return cause
         if isinstance(cause, NonFiniteError):
             return Diverged(f"{what} failed: {cause}")
-        # What is left of a broken connection is explained by who is at its other end.
+        # A connection error is explained by the death of the actor at the other end.
         if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, errors.RayError | EngineLost):

@@ -1,9 +1,9 @@
 """Calls of the evaluator, with retries, and the cause of its deaths.
 
-an engine dies meanwhile              the call is tried again, up to 5 times
-the evaluator dies                    the same, of the one that is made in its place
-it does not get on for deadline_s:    it is ended and replaced, and the same
-    no engine that it waits for does,
+an engine dies during the call        the call is retried, up to 5 times
+the evaluator dies                    the call is retried on its replacement
+it makes no progress for deadline_s,  it is terminated and replaced, and the call is retried
+    nor do engines that it waits for,
     and it gets no answer
 ... in an environment or a reward     the second time ends the run, with the problems' names
 """
@@ -30,7 +30,7 @@ from cluster.supervision.supervise import (
 )
 
 _TRIES = 5
-# Of evaluators that ended in somebody's code: once may be chance.
+# Tries if the evaluator ended in user code: once may be chance.
 _TRIES_INSIDE = 2
 _PAUSE_S = 1.0
 
@@ -39,18 +39,18 @@ PENDING = object()
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of the evaluator: its name in messages, and how to make it."""
+    """A call of the evaluator: its name in messages, and a function that begins it."""
 
     what: str
     make: Callable[[], Any]
 
 
 class EvaluatorCalls:
-    """Asks the evaluator, whichever serves at the time.
+    """Calls the evaluator that currently serves, with retries.
 
     Args:
-        prepare: is called before each try.
-        deadline_s: longest it waits for one that serves; how long a call may take is the driver's.
+        prepare: called before each try.
+        deadline_s: longest wait for a serving evaluator; the driver limits the time of a call.
     """
 
     def __init__(
@@ -67,17 +67,20 @@ class EvaluatorCalls:
         self._last_words: list[str] = []
 
     def buried(self, member: Member) -> None:
-        """An evaluator has ended; its successor has not begun."""
+        """Record the problems in whose code an evaluator ended, before its successor begins."""
         if words := member.spec.last_words():
             self._last_words.append(words)
 
     def begun(self, ask: Ask) -> Ask:
-        """The same call for `persist`, begun now if an evaluator serves; later tries begin anew."""
+        """Begin the call now if an evaluator serves; returns it for `persist`.
+
+        Retries begin a new call.
+        """
         tries = [ask.make()] if self._members() else []
         return Ask(ask.what, lambda: tries.pop() if tries else ask.make())
 
     def persist(self, ask: Ask) -> Any:
-        """The value of the call that `ask` makes.
+        """Value of the call that `ask` makes.
 
         Raises:
             RunFailed: it did not end, or its actor died, too often.
@@ -95,7 +98,7 @@ class EvaluatorCalls:
                 self._driver.pause(_PAUSE_S)
 
     def begin(self, ask: Ask) -> PendingCall:
-        """The same beside other calls: it goes on as far as it is polled."""
+        """Begin a call that runs concurrently with others, and advances when it is polled."""
         self._last_words.clear()
         return PendingCall(ask, self._members, self._value, self._failed)
 
@@ -106,11 +109,11 @@ class EvaluatorCalls:
             return PENDING
         try:
             return self._driver.value(ask.what, reference)
-        except LearnerLost as lost:  # a dead learner is for the supervisor to report
+        except LearnerLost as lost:  # the supervisor reports a dead learner
             raise ActorLost(str(lost)) from lost
 
     def _failed(self, what: str, member: Member, lost: ActorLost, left: int) -> None:
-        """Has the call tried again, by a new evaluator if need be; raises if that is no use."""
+        """Prepare a retry, on a new evaluator if necessary; raises if there is no retry left."""
         self._replace(member, lost)
         if len(self._last_words) >= _TRIES_INSIDE:
             raise RunFailed(self._explain(what)) from lost
@@ -128,7 +131,7 @@ class EvaluatorCalls:
         return self._members()[0]
 
     def _replace(self, member: Member, lost: ActorLost) -> None:
-        """Restarts the evaluator if it was the one that died, or hangs."""
+        """Restart the evaluator if it died or hangs."""
         if member not in self._supervisor.members(EVALUATOR):
             return
         if isinstance(lost, Overdue) or dead_among({member.name: member.handle}):
@@ -144,12 +147,12 @@ class EvaluatorCalls:
 
 
 class PendingCall:
-    """One call of the evaluator, whichever serves at the time, that nobody stands and waits for.
+    """One non-blocking call of the evaluator that currently serves.
 
     Args:
-        members: the evaluators that serve.
-        value: of a call, with its reference and when it began; or `PENDING`.
-        failed: told of a try that was lost and of how many are left; raises if it was the last.
+        members: returns the evaluators that serve.
+        value: returns a call's value, from its reference and start time, or `PENDING`.
+        failed: called with a try that was lost and the number left; raises if it was the last.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class PendingCall:
         self._not_before = 0.0
 
     def poll(self) -> Any:
-        """Its value, or `PENDING`; raises as `EvaluatorCalls.persist` does."""
+        """Return the call's value, or `PENDING`; raises as `EvaluatorCalls.persist` does."""
         now = time.monotonic()
         if self._running is None:
             if now < self._not_before or not (members := self._members()):

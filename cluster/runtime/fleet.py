@@ -1,14 +1,14 @@
 """Lifecycle of a rollout run's actors: start, admission, drain, restart, recovery.
 
-    a rollout worker dies     its groups are leased again at once; it is restarted
-    an engine dies            requests under way go to another; it is restarted, given the present
-                              weights (a copy, or by the learner while it is idle), examined, and
-                              announced
-    an engine leaves          no worker gives it anything new; it goes once it is idle
-    the learner dies          see `recover`: back to its checkpoint, and the queue with it
+    a rollout worker dies     its groups are leased again immediately; it is restarted
+    an engine dies            requests in progress go to another engine; it is restarted, receives
+                              the current weights (from a copy, or from the learner while that is
+                              idle), passes a handshake, and is announced
+    an engine leaves          workers send it no new requests; it is terminated once it is idle
+    the learner dies          see `recover`: the learner and the queue return to its checkpoint
 
-Only the driver knows everyone. Workers are told of the engines that serve (`announcer.py`),
-the learner of the policy engines that join and leave.
+Only the driver has handles of all actors. Workers receive those of the engines that serve
+(`announcer.py`), the learner those of the policy engines that join and leave.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Fleet:
 
     Args:
         examine: the handshake of some engines with the learner.
-        say: prints a line for people.
-        found: is told of scorers that moved and of groups that fail.
+        say: prints a line on the console.
+        found: called with findings on scorers that drifted and on groups that fail.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Fleet:
         self._engine_roles = list(self._specs)
         reward_models = cast.reward_specs()
         self._specs |= {spec.name: spec for spec in reward_models}
-        # All that workers ask; a reward model is no engine: it has no log-probs to agree on.
+        # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
             self.supervisor,
@@ -169,8 +169,8 @@ class Fleet:
             config.checkpoint_every,
         )
         self._queue_spec = cast.queue_spec
-        # Engines that sleep have left their memory to the learner: none may load beside a step.
-        # Nor need they, where no step takes long.
+        # Sleeping engines leave their memory to the learner, so none may load during a step. Steps
+        # that only keep groups are short: engines need not join during them.
         self._join_beside = not (cast.engines_sleep or config.only_keeps)
         self._working = False
         self._announcer = Announcer()
@@ -199,7 +199,7 @@ class Fleet:
         return evaluator
 
     def pool(self, role: str, patience_s: float = 0) -> EnginePool:
-        """The engines of a role that serve now."""
+        """Engines of a role that serve now."""
         return EnginePool(role, self.supervisor.serving(role), patience_s)
 
     @property
@@ -213,7 +213,7 @@ class Fleet:
 
     @property
     def frozen(self) -> list[str]:
-        """Those whose weights never change."""
+        """Roles of scorers whose weights never change."""
         return [role for role in self.scorers if role != self._following]
 
     @property
@@ -240,7 +240,7 @@ class Fleet:
     # start and end
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        """Creates all actors and waits until all have answered. None works yet.
+        """Create all actors, and wait until all have answered. Rollouts do not begin yet.
 
         Raises:
             RunFailed: an actor did not start.
@@ -254,7 +254,7 @@ class Fleet:
         self.supervisor.under_way = True
         if resume_from is not None and self._config.canary_every and self.frozen:
             self._trust(resume_from.step)
-        # What they hold is for the first handshake to say.
+        # The first handshake checks their weights.
         for role in (*self._engine_roles, EVALUATION):
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
@@ -270,17 +270,17 @@ class Fleet:
         self._committed = self.queue.commit(checkpoint.step, watermark)
 
     def work(self) -> None:
-        """Rollouts begin."""
+        """Begin rollouts."""
         self._working = True
         self.poll()
 
     def close(self) -> None:
-        """Ends everyone."""
+        """End all actors."""
         try:
             calls.get(self.queue.close(), timeout=_CLOSE_S)
             if self._committed is not None:  # Ray would report a call that is cut short
                 calls.get(self._committed, timeout=_CLOSE_S)
-        except errors.RayError as error:  # dead, or it hangs: its journal lacks its end alone
+        except errors.RayError as error:  # dead or hanging: its journal lacks only its end
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()
 
@@ -301,7 +301,7 @@ class Fleet:
 
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
-        self._poller.forget_freshness()  # they may know other engines
+        self._poller.forget_freshness()  # workers may have other engines now
         running = set(self._runs.values())
         members = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
         self._announcer.announce(
@@ -320,7 +320,7 @@ class Fleet:
             except errors.RayTaskError as error:
                 raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
             except errors.RayError:
-                continue  # it died, as its heartbeat will tell
+                continue  # it died, as its heartbeat will show
             if member in self.supervisor.members(ROLLOUT, State.DRAINING):
                 self._dismiss(member)
 
@@ -351,7 +351,7 @@ class Fleet:
     # while the learner is idle
 
     def wait_for_groups(self) -> float:
-        """Returns once the next step's groups are there; the seconds that took.
+        """Wait until the next step's groups are available; returns the seconds waited.
 
         Raises:
             RunFailed: too many groups were set aside, or none arrived for too long.
@@ -379,18 +379,18 @@ class Fleet:
         self.driver.ask_learner("the push", self.learner.pushed.remote(wait))
 
     def re_lease(self, ids: list[int], reason: str) -> None:
-        """Groups under way are given to other workers, too."""
+        """Lease groups in progress to other workers, too."""
         self.queue.expire_now(ids, reason)
 
     def bury(self, name: str, why: str) -> None:
-        """Ends an actor that hangs; it is restarted."""
+        """Terminate an actor that hangs; it is restarted."""
         for role in (*self._asked_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
                     self.supervisor.bury(member, why)
 
     def _renew_leases(self, status: QueueStatus) -> None:
-        """Renews the leases of groups that are half through them, and make progress."""
+        """Renew leases that are more than half over, of groups that make progress."""
         half_s = self._config.lease_s / 2
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
         if not old:
@@ -401,14 +401,14 @@ class Fleet:
             self.queue.renew(moving)
 
     def _give_up_overdue(self, status: QueueStatus) -> None:
-        """Has workers give up what was begun again elsewhere: nobody wants it any more."""
+        """Make workers give up overdue groups that were restarted elsewhere."""
         if not status.begun_again:
             return
         for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
             member.handle.give_up.remote(status.begun_again, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
-        """Raises RunFailed if so many groups fail that it is not their own fault."""
+        """Raise RunFailed if so many groups fail that the cause is not in the groups."""
         config = self._config
         self.report_failures(status.newest_set_aside)
         in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
@@ -423,7 +423,7 @@ class Fleet:
         """Report each kind of failure at its first group that is set aside.
 
         Args:
-            set_aside: reasons by group id; what was reported before may be among them.
+            set_aside: reasons by group id; they may include groups that were reported before.
         """
         for group_id, reason in set_aside.items():
             if (kind := kind_of(reason)) not in self._kinds_of_failures:
@@ -431,7 +431,7 @@ class Fleet:
                 self._found(groups_fail(group_id, reason, self._step))
 
     def let_go(self) -> None:
-        """Ends engines that were to leave and where nothing is under way any more."""
+        """Terminate draining engines that have no requests in progress."""
         if not self._poller.all_fresh():
             return
         for role in self._engine_roles:
@@ -446,13 +446,13 @@ class Fleet:
                 self._dismiss(member)
 
     def recover(self, lost: LearnerLost) -> Checkpoint | None:
-        """A new learner, from the newest checkpoint, and the queue back where it stands."""
+        """Start a new learner from the newest checkpoint, and rewind the queue to it."""
         since = time.monotonic()
         self._admission.joining.forget()
         checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
         self.driver.until_started([LEARNER], self._say)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
-        # Only now: what is leased from here on must not be sampled from weights that are lost.
+        # After the push: groups leased from here on must not be sampled from the lost weights.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
         self._epoch = self.driver.call("taking the queue back", rewound)
         self.canaries.join_learner()
@@ -464,11 +464,11 @@ class Fleet:
         return checkpoint
 
     def introduce_scorers(self) -> None:
-        """First answers of the scorers that the run begins with, and of the learner's frozen
-        models; between handshake and work.
+        """Get first canary answers of the initial scorers, of the learner's frozen models and of
+        the reward model; call it between handshake and work.
 
         Raises:
-            CalibrationError: one of them is not what the others of its role are.
+            CalibrationError: a scorer disagrees with the others of its role.
         """
         members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
         if refused := self.canaries.join(members):
@@ -477,7 +477,7 @@ class Fleet:
         self.canaries.join_reward_model()
 
     def ask_canaries(self, step: int) -> None:
-        """Has scorers asked that are due after this step; after the last one, waits for them."""
+        """Send canaries that are due after `step`; after the last step, wait for the answers."""
         self._step = step
         if step == self._config.steps:
             self.canaries.after_last(step)
@@ -487,13 +487,13 @@ class Fleet:
     def _trust(self, step: int) -> None:
         try:
             self._directory.store.trust(step)
-        except CheckpointError as error:  # of a full disk: the checkpoint goes when its time comes
+        except CheckpointError as error:  # full disk: the checkpoint is dropped as usual
             self._say(f"WARNING: {error}")
 
     # pools that change their size
 
     def grow(self, role: str) -> None:
-        """One more member, in a place of its own on the cluster."""
+        """Add a member to the pool, in a place of its own on the cluster."""
         if self._has_place(role):
             index = self._placement.add(role)
         else:
@@ -502,12 +502,12 @@ class Fleet:
         self.supervisor.add(self._specs[role], index)
 
     def shrink(self, role: str) -> None:
-        """Cancels a pending restart; else the newest member leaves once it is idle."""
+        """Cancel a pending restart, or else drain the newest member."""
         if (index := self.supervisor.give_up_restart(role)) is not None:
             self._give_back_place(role, index)
             return
         member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]
-        if member.state is not State.SERVING:  # it never worked
+        if member.state is not State.SERVING:  # it never served
             self._dismiss(member)
             return
         self.supervisor.drain(member)
@@ -515,19 +515,19 @@ class Fleet:
             member.handle.drain.remote()
 
     def pin(self) -> Pinned | None:
-        """Hands the present weights to the engines of evaluations; see `Admission`."""
+        """Push the current weights to the evaluation engines; see `Admission`."""
         return self._admission.pin()
 
     def admit_waiting(self) -> None:
-        """Admits engines that have started; call it while the learner is idle."""
+        """Admit engines that have started; call it while the learner is idle."""
         self._admission.admit_waiting()
 
     def begun(self, ask: Ask) -> Ask:
-        """The same call of the evaluator, begun now; see `EvaluatorCalls`."""
+        """Begin a call of the evaluator now; see `EvaluatorCalls`."""
         return self._evaluator_calls.begun(ask)
 
     def persist(self, ask: Ask) -> Any:
-        """The value of a call of the evaluator; see `EvaluatorCalls`."""
+        """Value of a call of the evaluator; see `EvaluatorCalls`."""
         return self._evaluator_calls.persist(ask)
 
 

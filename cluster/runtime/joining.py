@@ -1,11 +1,11 @@
 """Policy engines that join while the learner computes.
 
-    load      the copy of the last push                  waits for: a push under way
-    examine   the handshake with an engine that serves   again, if a push falls into it
-    serve     as those that are admitted between steps
+    load      the copy of the last push                  waits for: a push in progress
+    examine   the handshake with an engine that serves   repeated, if a push interrupts it
+    serve     like engines that are admitted between steps
 
-The driver polls; nothing here waits. What cannot join so (there is no copy that the engine could
-read, no other engine serves, it fails, it disagrees) is left to `Admission`, between two steps.
+The driver polls; nothing here blocks. An engine that cannot join this way (it can read no copy, no
+other engine serves, it fails, or its handshake fails) is left to `Admission`, between two steps.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from distill.handshake.comparison import CalibrationReport
 
 logger = logging.getLogger(__name__)
 
-# Handshakes that a push may fall into, and how often it is looked whether a push is over.
+# Tries of a handshake that pushes interrupt, and seconds between checks for the end of a push.
 _TRIES = 3
 _PAUSE_S = 0.2
 
 
 class Joining:
-    """At most one group of engines at a time: all that wait when it begins.
+    """Joins policy engines in groups, one at a time: all engines that wait when it begins.
 
     Args:
-        learner: the present learner's leader.
+        learner: returns the leader of the current learner.
         examine: the handshake of some engines with one that holds the learner's weights.
-        serve: lets engines serve whose handshake says so; False: it does not.
+        serve: lets engines serve if their handshake agrees; returns False if it does not.
         deadline_s: longest that a handshake may take.
     """
 
@@ -54,19 +54,19 @@ class Joining:
         self.forget()
 
     def forget(self) -> None:
-        """The learner is another one: what it handed out counts no more."""
+        """Reset after the learner was replaced: weights of the old one are invalid."""
         self._members: list[Member] = []
-        self._left: list[Member] = []  # to `Admission`
+        self._left: list[Member] = []  # left to `Admission`
         self._loading: Any = None
         self._examining: Background[CalibrationReport | None] | None = None
 
     @property
     def members(self) -> Sequence[Member]:
-        """Those under way."""
+        """Engines that are joining."""
         return self._members
 
     def poll(self) -> None:
-        """Goes on as far as it can without waiting. Raises nothing."""
+        """Continue without blocking. Raises nothing."""
         try:
             if self._loading is not None:
                 self._after_load()
@@ -74,7 +74,7 @@ class Joining:
                 self._after_handshake(self._examining)
             else:
                 self._begin()
-        except Exception as error:  # whatever it is, between steps it is seen again, and raised
+        except Exception as error:  # any: it recurs between steps, and is raised there
             self._leave(reason_of(error))
 
     def _begin(self) -> None:
@@ -107,7 +107,7 @@ class Joining:
     async def _examined(
         self, joining: Mapping[str, EnginePool], reference: EnginePool
     ) -> CalibrationReport | None:
-        """Their handshake, at one version of everyone's weights; None: pushes fell into it."""
+        """Handshake at one weight version of all engines; None if pushes interrupted all tries."""
         everyone = [*joining.values(), reference]
 
         async def versions() -> set[int]:
@@ -137,7 +137,7 @@ class Joining:
             self._members = []
 
     def _leave(self, why: str) -> None:
-        """They are admitted between steps."""
+        """Leave the members to be admitted between steps."""
         names = ", ".join(member.name for member in self._members)
         logger.info("%s: not admitted beside a step: %s", names, why)
         self._left += self._members

@@ -1,11 +1,11 @@
-"""Canaries of the reward model: whether the one that rewards is the one that rewarded at first.
+"""Canaries of the reward model: checks that it is unchanged since its first answer.
 
-    poll         one that has (re)started says what it is before it has a number
-    ask          every so many steps, and after the last: checksums, and scores of fixed rows
+    poll         a model that has (re)started answers a first canary before it has a number
+    ask          every `canary_every` steps, and after the last: checksums, and scores of fixed rows
 
-One that has moved is ended and restarted. What it may have rewarded since its last good canary is
-sampled again, for rewards come of whole episodes; where weights contain it, the learner goes back
-(`Canaries.check`). Which groups those are: cluster/queue/custody.py.
+A reward model that has drifted is terminated and restarted. Groups that it may have rewarded since
+its last good canary are sampled again, since rewards depend on whole episodes. If weights contain
+them, the learner goes back (`Canaries.check`). These groups are found by cluster/queue/custody.py.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from distill.handshake.comparison import TOLERANCE
 
 logger = logging.getLogger(__name__)
 
-# The queue answers at once, or is being restarted.
+# Deadline of the queue's answers, which are immediate except during its restart.
 _QUEUE_S = 120.0
-# A later score may be so many times as far away as the first ones were from each other, and this
-# share of what two kernels may differ by, of the largest score.
+# Allowed gap of a later score: this multiple of the gap between the first ones, or, if larger, this
+# share of the tolerance between two kernels, relative to the largest score.
 _ALLOWED_TIMES, _ALLOWED_SHARE = 4.0, 1 / 8
 
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A reward model from its start on; `number` is None until it has said what it is."""
+    """One life of the reward model; `number` is None until its first answer."""
 
     member: Member
     asked: Any
@@ -51,7 +51,7 @@ class _Life:
     measured: float = 0.0
 
     def moved(self, answer: RewardAnswer) -> tuple[dict[str, float], str]:
-        """Its gaps, and how it has moved; "" if it has not."""
+        """Gaps of an answer, and a description of the drift; "" if there is none."""
         assert self.first is not None
         gap_N = np.abs(np.subtract(answer.scores[0], self.first.scores[0]))
         gaps = {"gap": float(gap_N.max()), "mean": float(gap_N.mean())}
@@ -63,12 +63,12 @@ class _Life:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RewardCanaries:
-    """Those of one run, whose reward model is one actor.
+    """Canaries of one run's reward model, which is one actor.
 
     Attributes:
-        number: a number for a scorer, as no other has.
-        found, bad, trusted: as `CopyCanaries` has them.
-        on: False: nobody is asked.
+        number: returns a unique number for a scorer.
+        found, bad, trusted: see `CopyCanaries`.
+        on: False disables these canaries.
     """
 
     supervisor: Supervisor
@@ -84,7 +84,7 @@ class RewardCanaries:
     _step: int = field(default=0)
 
     def introduce(self) -> None:
-        """Has the reward model that the run begins with say what it is, and waits."""
+        """Get the first answer of the initial reward model, and wait for it."""
         self._look()
         if self._life is not None and self._life.number is None:
             life = self._life
@@ -94,10 +94,10 @@ class RewardCanaries:
                 raise CalibrationError(f"the reward model {why}")
 
     def ask(self, step: int, *, wait: bool = False) -> None:
-        """Asks it, between steps; `wait`: also until it has answered."""
+        """Send a canary between steps; `wait`: wait for its answer."""
         self._step = step
         if wait:
-            self._wait()  # for what is under way
+            self._wait()  # for a pending canary
         life = self._present()
         if life is None or life.number is None or life.asked is not None:
             return
@@ -110,7 +110,7 @@ class RewardCanaries:
         life = self._present()
         if life is None or life.asked is None:
             return
-        asked, life.asked = life.asked, None  # no poll takes it
+        asked, life.asked = life.asked, None  # so that no poll collects it
         try:
             answer = self.driver.call("a canary of the reward model", asked)
         except (ActorLost, EngineError) as error:
@@ -125,7 +125,7 @@ class RewardCanaries:
             self._end(life, why)
 
     def poll(self) -> None:
-        """Takes an answer that is there. Never waits for one; one that has moved is ended."""
+        """Collect an answer without blocking; terminate a reward model that has drifted."""
         self._look()
         life = self._life
         if life is None or life.asked is None or not calls.wait([life.asked], timeout=0)[0]:
@@ -135,7 +135,7 @@ class RewardCanaries:
             answer: RewardAnswer = calls.get(asked)
         except (errors.RayError, EngineError) as error:
             logger.warning("%s: no canary (%s)", life.member.name, reason_of(error))
-            if life.number is None:  # else the next comes in its time
+            if life.number is None:  # else the next canary follows as scheduled
                 self._life = None
             return
         self._answered(life, answer)
@@ -146,7 +146,7 @@ class RewardCanaries:
         return life if there else None
 
     def _look(self) -> None:
-        """Asks one that has started what it is."""
+        """Send the first canary to a reward model that has started."""
         if not self.on or self._present() is not None:
             return
         self._life = None
@@ -154,7 +154,7 @@ class RewardCanaries:
             self._life = _Life(member, member.handle.canary.remote(COMPANY))
 
     def _known(self, life: _Life, answer: RewardAnswer) -> str:
-        """Gives it a number; why not, if it is not what rewarded before."""
+        """Give the model a number; returns the reason if its weights are not the first ones."""
         self._digest = self._digest or answer.digest
         if answer.digest != self._digest:
             return f"has other weights than it had at first: {answer.model} was changed"

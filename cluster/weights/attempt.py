@@ -1,7 +1,7 @@
-"""One attempt to push weights over some transports: begun on each, then waited for.
+"""One attempt to push weights over several transports: start each one, then collect the answers.
 
-Where all of them send a copy (`Transport.copies`), what follows the beginning needs the learner's
-weights no more, and may go on while these change.
+If every transport sends a copy (`Transport.copies`), the rest of the push does not read the
+learner's weights after `Attempt.begin` has returned, and can continue while they change.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from distill.weights.model_weights import Weights, total_bytes
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A push that has begun.
+    """A push that has been started on its transports.
 
     Attributes:
-        started: transports, and what their engines were asked, by engine.
-        failures: why a transport could not begin, by its engines.
-        nbytes: of all its tensors.
-        waiting: called now and then while they are waited for.
+        started: each started transport with its pending acknowledgements, by engine name.
+        failures: reason that a transport could not start, by engine name.
+        nbytes: total size of the pushed tensors, bytes.
+        waiting: called repeatedly while answers are outstanding.
     """
 
     version: int
@@ -42,7 +42,7 @@ class Attempt:
         version: int,
         waiting: Callable[[], None],
     ) -> Attempt:
-        """Begins on all of them. A transport by copy has made its copy when this returns."""
+        """Start the push on all transports. Transports by copy have made their copy on return."""
         begun = cls(version, [], {}, total_bytes(weights), waiting)
         for transport in transports:
             try:
@@ -54,16 +54,16 @@ class Attempt:
 
     @property
     def allowance_s(self) -> float:
-        """What engines may take for its bytes, beyond the deadline of any answer."""
+        """Seconds that loading this many bytes may take, added to the deadline of any answer."""
         return loading_s(self.nbytes)
 
     @property
     def needs_weights(self) -> bool:
-        """What is left to do, a second try included, reads the learner's weights."""
+        """True if the rest of the push, a retry included, still reads the learner's weights."""
         return bool(self.failures) or not all(each.copies for each, _ in self.started)
 
     def answers(self, timeout_s: float) -> GatherResult:
-        """Waits for every engine; ends the push on each transport."""
+        """Wait for every engine, then finish or abort the push on each transport."""
         total = GatherResult(failures=dict(self.failures))
         for transport, pending in self.started:
             answers = collect(
@@ -92,7 +92,7 @@ class Attempt:
         return total
 
     def again(self, engines: Mapping[str, Any], timeout_s: float) -> GatherResult:
-        """A second try of some engines, from the copies that were made."""
+        """Retry the load on some engines, from the copies that the transports hold."""
         assert not self.needs_weights
         pending: dict[str, Any] = {}
         for transport, _ in self.started:
@@ -101,10 +101,13 @@ class Attempt:
         return collect(pending, timeout_s + self.allowance_s, waiting=self.waiting)
 
     def to_others(self, transports: Sequence[Transport], timeout_s: float) -> GatherResult | None:
-        """Has other engines load the copies that were made; None: one of them can read none.
+        """Load the existing copies into other engines.
 
         Args:
-            transports: the ways to them.
+            transports: transports to those engines.
+
+        Returns:
+            None if no copy exists for the transport of one of them.
         """
         made = {type(transport): transport for transport, _ in self.started if transport.copies}
         if not all(type(transport) in made for transport in transports):

@@ -1,11 +1,11 @@
-"""What policy engines are asked after a push, and answer before the next: probe and proof.
+"""Checks of policy engines after a push, collected before the next one: probe and proof.
 
     within a step   push v -> acknowledged -> ask(v, weights) ............. next push: settle()
     beside it       ask_later = prepare(v, weights) -> the learner goes on
                     push v -> acknowledged -> ask_later() ................. next push: settle()
 
-Both compare with the learner's weights as they were pushed, so its side is computed while it has
-them: weight_probe.py and proof.py.
+Both compare an engine with the pushed weights, so the learner's side is computed while the learner
+still holds them. See weight_probe.py and proof.py.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """What engines answer, under one deadline for all of them together."""
+    """Collects answers of several engines under one shared deadline."""
 
     def __init__(self, timeout_s: float, progress: Progress) -> None:
         self._timeout_s, self._progress = timeout_s, progress
         self._due = 0.0
 
     def begin(self) -> None:
-        """The deadline is `timeout_s` from now."""
+        """Set the deadline to `timeout_s` from now."""
         self._due = time.monotonic() + self._timeout_s
 
     def collect(self, what: str, reference: Any) -> Any:
-        """What the engine answered; None if it did not."""
+        """The engine's answer, or None if the call failed or missed the deadline.
+
+        Args:
+            what: the requested action, for the log.
+        """
         self._progress.mark()
         try:
             return calls.get(reference, timeout=max(0.0, self._due - time.monotonic()))
@@ -51,7 +55,7 @@ class Answers:
             return None
 
     def proof(self, engines: Mapping[str, Any]) -> PushProof[Any, Any]:
-        """The proof of some engines' weights, by answers of this kind."""
+        """A `PushProof` for these engines that collects its answers under this deadline."""
         return PushProof[Any, Any](
             engines=engines,
             submit=lambda engine: engine.weight_checksums.remote(),
@@ -72,8 +76,8 @@ class PushChecks:
     ) -> None:
         """
         Args:
-            engines: those that hold what is pushed, whenever they are asked.
-            learner_logprobs: of rows, under the learner's weights.
+            engines: live view of the engines that hold the pushed weights, by name.
+            learner_logprobs: returns log-probs of rows under the learner's weights.
         """
         self._engines, self._settings, self._progress = engines, settings, progress
         self._learner_logprobs, self._answers = learner_logprobs, answers
@@ -81,7 +85,10 @@ class PushChecks:
         self._proof = answers.proof(engines)
 
     def ask(self, version: int, weights: Weights) -> None:
-        """Call when every engine has acknowledged `version`, before the learner's next step."""
+        """Send the checks of `version` to the engines.
+
+        Call after every engine has acknowledged `version`, before the learner's next step.
+        """
         self._progress.mark()
         if self._is_probed(version) and (probe := self._probe or self._first_probe()):
             self._probe = probe
@@ -91,14 +98,21 @@ class PushChecks:
             self._proof.ask(version, weights)
 
     def can_prepare(self, version: int) -> bool:
-        """It is known what probe and proof of this version ask for: the first have found out."""
+        """True if `prepare` can run for this version.
+
+        The first probe and the first proof determine what later ones request.
+        """
         return (self._probe is not None or not self._is_probed(version)) and (
             self._proof.knows_recipes or not self._settings.is_proven(version)
         )
 
     def prepare(self, version: int, weights: Weights) -> Callable[[], None]:
-        """Computes the learner's side. What it returns asks the engines, once all have
-        acknowledged, whatever the learner's weights are by then."""
+        """Compute the learner's side of the checks of `version`.
+
+        Returns:
+            A function that sends the checks to the engines. Call it after all have acknowledged;
+            the learner's weights may have changed by then.
+        """
         learnt_N = digests = None
         if self._is_probed(version) and self._probe is not None:
             learnt_N = self._probe.learnt()
@@ -115,7 +129,7 @@ class PushChecks:
         return ask
 
     def settle(self) -> dict[str, float | None]:
-        """Metrics of what the engines answered; None: they were not asked, or none did.
+        """Collect the answers and return their metrics; None if no check was sent or answered.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
@@ -129,7 +143,10 @@ class PushChecks:
         return self._settings.is_probed(version) and bool(self._engines)
 
     def _first_probe(self) -> WeightProbe[Any, Any] | None:
-        """Of what an engine says of itself; None: it has just died, the next asks another."""
+        """Probe that is built from the first engine's info.
+
+        None if that engine has just died; the next push tries again with another engine.
+        """
         name, engine = next(iter(self._engines.items()))
         try:
             asked = {name: engine.info.remote()}

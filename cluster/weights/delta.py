@@ -1,12 +1,13 @@
-"""Weights by what changed, through Ray's object store: for engines behind a slow network.
+"""Weight deltas through Ray's object store, for engines behind a slow network.
 
-    learner   keeps what was sent last, in the engines' precision; puts into the store what differs
-              now, and all of it for engines that hold something else
-    engine    keeps the same copy in main memory and patches it; its model, or its server, reads
-              that as it reads shared memory
+    learner   keeps a copy of the last sent weights in the engines' precision; stores the values
+              that differ now, and the whole copy for engines that hold other weights
+    engine    keeps the same copy in main memory and patches it; its model or server reads that
+              copy as it reads shared memory
 
-Who joined, was restarted, or refused the last push gets all. Either is of the learner's copy,
-whatever has become of the weights since. The copies: distill/weights/delta.py.
+An engine that joined, was restarted, or refused the last push receives the whole copy. Deltas and
+whole copies are both made from the learner's copy, so the weights may change meanwhile. The copies
+are implemented in distill/weights/delta.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distill.weights.model_weights import Weights
 
 
 class _Order(NamedTuple):
-    """What an engine was last told to hold, and its acknowledgement to be."""
+    """Last load request to an engine: digest of the weights, and the pending acknowledgement."""
 
     engine: Any
     digest: str
@@ -30,7 +31,7 @@ class _Order(NamedTuple):
 
 
 class DeltaSender:
-    """The copy of what was sent, and who has it; of one learner, for all of its pushes."""
+    """Copy of the last sent weights and the engines that hold it, for all pushes of a learner."""
 
     def __init__(self) -> None:
         self._sent = SentWeights()
@@ -40,12 +41,19 @@ class DeltaSender:
         self._changed_share: float | None = None
 
     def send(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, Any]:
-        """The engines' acknowledgements to be, by name. Raises as `Transport.start`."""
+        """Send `weights`, as a delta where possible.
+
+        Returns:
+            The engines' pending acknowledgements, by name.
+
+        Raises:
+            As `Transport.start`.
+        """
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         up_to_date = [name for name, engine in engines.items() if self._holds(name, engine)]
         self._sent.advance(weights, version)
-        if self._changed_share is None:  # again for engines that failed: nothing has changed since
+        if self._changed_share is None:  # set already in a retry, where nothing changed
             self._changed_share = self._sent.changed_share
         delta = self._sent.delta()
         pending: dict[str, Any] = {}
@@ -55,7 +63,7 @@ class DeltaSender:
         return pending | self.send_whole(others, version)
 
     def send_whole(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """All of the copy, whatever the weights are by now; returns as `send`."""
+        """Send the whole copy, even if the weights have changed since. Returns as `send`."""
         assert version == self._sent.version, "the copy is of another version"
         self._whole |= engines.keys()
         return self._load(engines, self._sent.whole())
@@ -84,12 +92,20 @@ class DeltaSender:
         return True
 
     def count(self) -> None:
-        """Begins to count anew what is sent."""
+        """Reset the counters behind `metrics`."""
         self._bytes, self._whole, self._changed_share = {}, set(), None
 
     def metrics(self, engines: Mapping[str, Any], whole_bytes: int) -> dict[str, float]:
-        """What was sent since: the bytes of an engine on the mean of these, those reached otherwise
-        included; how many got all; the share of values that changed."""
+        """Metrics since the last `count`.
+
+        Args:
+            engines: all engines of the push, those reached by other transports included.
+            whole_bytes: bytes counted for an engine that was reached by another transport.
+
+        Returns:
+            Mean bytes per engine, number of engines that received the whole copy, and the share of
+            values that changed.
+        """
         sent = [self._bytes.get(name, whole_bytes) for name in engines]
         made: dict[str, float] = {"push/whole_engines": len(self._whole & engines.keys())}
         if sent:
@@ -100,7 +116,7 @@ class DeltaSender:
 
 
 class DeltaTransport(Transport):
-    """What changed to engines that hold the weights before, all to the others."""
+    """Sends a delta to engines that hold the previous weights, and the whole copy to the others."""
 
     copies = True
 

@@ -1,4 +1,4 @@
-"""Gathering of several engines' answers under one deadline, each failure by its engine's name."""
+"""Collection of several engines' answers under one deadline, with failures by engine name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from cluster.handles import calls, errors
 from cluster.supervision.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 
-# Once one of several linked engines has failed, the others have this long to come out of what they
-# share, seconds.
+# Time that linked engines have to leave their shared collective after one of them failed, seconds.
 GRACE_S = 15.0
 _POLL_S = 0.25
 
 
 @dataclass(slots=True)
 class GatherResult:
-    """Values by engine, failures by engine, and what went wrong on this side.
+    """Values by engine, failures by engine, and a problem on the caller's side.
 
-    `lost` are the failing engines that must be restarted: an actor, or its server, is gone, or is
-    in a collective that does not end.
+    `lost` names the failed engines that must be restarted: their actor or server is gone, or is
+    stuck in a collective.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +30,7 @@ class GatherResult:
     problem: str | None = None
 
     def complaint(self) -> str:
-        """All that went wrong, in a line."""
+        """One line that lists every failure and the problem on the caller's side."""
         own = [self.problem] if self.problem else []
         return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
 
@@ -46,21 +45,21 @@ def collect(
     sent: Callable[[], int] = lambda: 0,
     waiting: Callable[[], None] = lambda: None,
 ) -> GatherResult:
-    """Waits for each engine's call and returns answers and failures.
+    """Wait for each engine's call and return answers and failures.
 
     Args:
-        timeout_s: longest that no answer comes, and nothing is sent.
-        linked: a failure of one keeps the others from answering, so they are given up soon, and
-            are lost.
-        give_up: called once when one of the linked has failed; may have the others answer.
-        problem: asked now and then; an answer counts as an engine's failure does.
-        sent: a count that moves while this side sends.
-        waiting: called now and then, while there is still time.
+        timeout_s: longest time without an answer and without progress of `sent`, seconds.
+        linked: one engine's failure keeps the others from answering, so these get `GRACE_S` more
+            and then count as lost.
+        give_up: called once after a linked engine failed; may unblock the others.
+        problem: polled; a returned message has the effect of an engine's failure.
+        sent: counter that increases while the caller's side sends.
+        waiting: called at every poll before the deadline.
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
     answers = GatherResult()
-    stuck_since: str | None = None  # who of the linked failed first
+    stuck_since: str | None = None  # the first linked engine that failed
     seen = sent()
     while names:
         if stuck_since is None and seen != (seen := sent()):
@@ -73,7 +72,7 @@ def collect(
                     answers.failures[name] = f"still in the collective that {stuck_since} left"
                     answers.lost.add(name)
             break
-        # A look at all every so often, not one at each answer: those would be N looks at N.
+        # Poll all of them at intervals. Waking at each answer would scan N references N times.
         ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
         waiting()
         failed_before = bool(answers.failures or answers.problem)
@@ -94,7 +93,7 @@ def collect(
             give_up()
             timeout_s = min(GRACE_S, left)
             deadline = time.monotonic() + timeout_s
-    # By engine, whoever answered first.
+    # In the order of `pending`, not of arrival.
     answers.values = {n: answers.values[n] for n in pending if n in answers.values}
     answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}
     return answers
@@ -104,10 +103,10 @@ def values(pending: Mapping[str, Any], what: str, timeout_s: float) -> dict[str,
     """The value of each engine's call, by the engine's name.
 
     Args:
-        what: the calls have in common, for the errors.
+        what: what the calls do, for the error.
 
     Raises:
-        EngineError: names every engine that refused, died, or did not answer.
+        EngineError: an engine refused, died, or did not answer; the message names each.
     """
     answers = collect(pending, timeout_s)
     if answers.failures:

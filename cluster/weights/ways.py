@@ -1,4 +1,4 @@
-"""Which way weights go to each policy engine: pure, from where learner and engines are.
+"""Choice of a transport for each policy engine, from the locations of learner and engines. Pure.
 
     learner and engine                          auto               why
     one node, on CPUs                           shared_memory      the shortest pause
@@ -8,11 +8,11 @@
     different nodes                             group              no full copy anywhere
     an engine over several nodes                group              each rank is sent its own
 
-The embedded engine joins no group and opens no handles: on the learner's node it reads shared
-memory, elsewhere Ray's object store.
+The embedded engine supports neither groups nor IPC handles: it reads shared memory on the learner's
+node, and Ray's object store on other nodes.
 
-With `deltas` what engines on other nodes get is what changed, by the object store: a group's
-ranks take whole tensors.
+With `deltas`, engines on other nodes receive weight deltas through the object store, since the
+ranks of a group receive whole tensors.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Way = Literal["shared_memory", "object_store", "disk", "group", "ipc"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a learner or an engine computes.
+    """Location of a learner or an engine.
 
     Attributes:
-        node: id of its node.
+        node: id of its node; the first one, for a server over several nodes.
         host: name of its machine.
-        gpus: ids of its GPUs on that node, none on a CPU. Of the learner those of rank 0, which
-            sends.
-        nccl: its process's settings of NCCL (`distill.nccl`).
-        nodes: over which the engine's server is spread, from `node` on.
+        gpus: ids of its GPUs on that node, empty on a CPU. For the learner, those of rank 0, which
+            sends the weights.
+        nccl: NCCL settings of its process (`distill.nccl`).
+        nodes: number of nodes that the engine's server spans.
     """
 
     node: str
@@ -48,7 +48,7 @@ class Place:
     nodes: int = 1
 
     def beside(self, other: Place) -> bool:
-        """True if all of both is on one node."""
+        """True if both are entirely on the same node."""
         return self.node == other.node and self.nodes == other.nodes == 1
 
     def shares_gpu(self, other: Place) -> bool:
@@ -64,15 +64,15 @@ def plan_ways(
     deltas: bool = False,
     lenders: Sequence[LenderPlace] = (),
 ) -> dict[Way, list[str]]:
-    """The names of the engines of each way; ways without engines are left out.
+    """Names of the engines of each transport; transports without engines are left out.
 
     Args:
         served: the engines are SGLang servers, which can join a group.
-        deltas: on other nodes they are to be sent what changed.
+        deltas: send weight deltas to engines on other nodes.
         lenders: the learner's workers, by rank.
 
     Raises:
-        ConfigError: a choice that cannot reach these engines.
+        ConfigError: `choice` cannot reach these engines.
     """
     ways: dict[Way, list[str]] = {}
     for name, place in engines.items():
@@ -87,7 +87,7 @@ def plan_ways(
             "nodes; use weights=auto"
         )
     grouped = {name: engines[name] for name in ways.get("group", ())}
-    if choice == "auto":  # of engines that share a GPU one is in the group
+    if choice == "auto":  # NCCL takes one engine per GPU; the others of it use shared memory
         for name in _who_shares(grouped):
             if engines[name].beside(learner):
                 ways["group"].remove(name)
@@ -108,12 +108,13 @@ def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, del
 
 
 def lenders_of(name: str, engine: Place, ranks: int, lenders: Sequence[LenderPlace]) -> list[int]:
-    """The learner's worker, by rank, that lends to each rank of the engine of this name.
+    """Ranks of the learner workers that lend weights, one for each rank of the engine `name`.
 
-    Each rank reads on its own GPU; ranks on CPUs read of the workers of their machine in turn.
+    Each engine rank reads from the worker on its own GPU. Ranks on CPUs are assigned to the workers
+    of their machine in turn.
 
     Raises:
-        ConfigError: there is none for one of them.
+        ConfigError: no learner worker can lend to one of the ranks.
     """
     here = {worker.gpu: i for i, worker in enumerate(lenders) if worker.host == engine.host}
     if engine.nodes > 1 or not here:
@@ -136,7 +137,7 @@ def lenders_of(name: str, engine: Place, ranks: int, lenders: Sequence[LenderPla
 
 
 def _is_lent(engine: Place, lenders: Sequence[LenderPlace]) -> bool:
-    """True if each of the engine's GPUs is that of a learner's worker."""
+    """True if a learner worker runs on each of the engine's GPUs."""
     try:
         lenders_of("", engine, len(engine.gpus), lenders)
     except ConfigError:
@@ -156,7 +157,7 @@ def _elsewhere(learner: Place, engines: Mapping[str, Place]) -> list[str]:
 
 
 def _who_shares(engines: Mapping[str, Place]) -> list[str]:
-    """Those that share a GPU with one before them."""
+    """Names of the engines that share a GPU with an earlier engine."""
     names = list(engines)
     return [
         name
@@ -166,7 +167,7 @@ def _who_shares(engines: Mapping[str, Place]) -> list[str]:
 
 
 def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
-    """Raises ConfigError where NCCL would fail or hang, and say so minutes later or never."""
+    """Raises ConfigError for groups in which NCCL would fail or hang without an early error."""
     if not learner.gpus:
         return
     if doubled := [name for name, place in engines.items() if place.shares_gpu(learner)]:

@@ -1,9 +1,9 @@
-"""A conversation and the exact tokens behind it: what the model sees next, turn by turn.
+"""A conversation and its exact tokens: the model's next observation, turn by turn.
 
-What was sampled is never encoded again. The next observation is what a server of this model would
-show it, so the chat template has the last word: where it goes on from all that the model saw and
-said, so do the tokens; where it writes any of that otherwise, the history is encoded anew, and
-`distill.chat.segments` opens a new segment with it.
+Sampled tokens are never encoded again. The next observation is the prompt that a server of this
+model would build with the chat template. Where the rendered text extends everything that the model
+saw and sampled, the tokens are extended too. Where the template renders any of it differently, the
+history is encoded anew, and `distill.chat.segments` opens a new segment with it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class PrefixBreak:
     """A place where the re-rendered template does not extend the token prefix.
 
     Attributes:
-        turn: of the assistant's turns, the one after which it happened, from 0.
-        seen, served: the model's text and the template's, from shortly before they part.
+        turn: index of the assistant's turn after which the break happened, from 0.
+        seen, served: the model's text and the template's, from shortly before they differ.
         reason: one of this module's `NO_TEXT`, `BEFORE`, `TURN`, `STOP`, `JOIN`.
     """
 
@@ -66,10 +66,10 @@ class PrefixBreak:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
-    """All that the model saw and said since the last prefix break, as text and as tokens.
+    """Text and tokens of everything that the model saw and sampled since the last prefix break.
 
-    The last turn's text is `text[turn:]`, its stop token's `text[stop:]`. `spoiled`: the tokens
-    have no text of their own.
+    `text[turn:]` is the last turn's text, `text[stop:]` that of its stop token. `spoiled` is True
+    if the tokens have no text of their own.
     """
 
     text: str
@@ -83,13 +83,13 @@ _NOTHING = _Seen(text="", tokens_T=np.empty(0, np.int32), turn=0, stop=0)
 
 
 class Conversation:
-    """Messages so far, and what the model sees now. One episode's; not for concurrent use.
+    """Messages of one episode so far, and the model's current observation. Not for concurrent use.
 
-    `said` and `hear` take turns. Without tools, a turn is content and nothing else.
+    Calls of `said` and `hear` alternate. Without tools, a turn consists of content only.
 
     Raises:
         DataError: the chat template refuses the messages.
-        ConfigError: there are tools, no `tool_format` is given, and the template tells none.
+        ConfigError: there are tools, no `tool_format` is given, and the template implies none.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Conversation:
         self._prefix_breaks: list[PrefixBreak] = []
         self._turns = self._calls = 0
         self._seen = _NOTHING
-        self._spoken: tuple[int, dict[str, Any]] | None = None  # its place, and it as plain text
+        self._spoken: tuple[int, dict[str, Any]] | None = None  # last turn's index, plain-text form
         self._observe([dict(message) for message in messages])
 
     @property
     def observation_T(self) -> TokenArray:
-        """int32 ids of all that the model sees now. After `said` it is out of date."""
+        """int32 ids of the model's current observation. Out of date after `said`."""
         return self._observation_T
 
     @property
@@ -126,13 +126,13 @@ class Conversation:
 
     @property
     def messages_apart(self) -> list[Message]:
-        """The messages so far in OpenAI's form, whatever the template takes."""
+        """The messages so far in OpenAI's form, whatever form the template takes."""
         return [self._marks.apart(message) for message in self._messages]
 
     @property
     def response(self) -> Response:
-        """The last turn as it is judged: without tool calls, and without an answer if it was cut
-        off within one."""
+        """The last turn in the form that rewards judge: without tool calls, and without an answer
+        if it was cut off within one."""
         assert self._response is not None, "response: said() comes first"
         return self._response
 
@@ -141,10 +141,10 @@ class Conversation:
         return tuple(self._prefix_breaks)
 
     def said(self, sample: Sample) -> ParsedTurn:
-        """Adds the assistant's turn: its tokens as sampled, and what they say as a message.
+        """Add the assistant's turn: its tokens as sampled, and the message that they decode to.
 
-        The message has the thinking, what the prompt opened included, where the chat template takes
-        it: in a field of its own, or as it was sampled within the content.
+        The message includes the thinking (with the part that the prompt opened) if the chat
+        template takes it: in a separate field, or within the content as it was sampled.
         """
         assert self._listening, "said() again: hear() or replace() must come between two turns"
         response = read_response(self._tokenizer, self._observation_T, sample)
@@ -165,7 +165,7 @@ class Conversation:
         return parsed
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """Adds what came back, such as tools' results, and works out the next observation.
+        """Add messages that follow a turn, such as tool results, and compute the next observation.
 
         Raises:
             DataError: the template refuses the messages, or they cannot be encoded; nothing is
@@ -174,10 +174,10 @@ class Conversation:
         self._observe([*self._messages, *map(dict, messages)])
 
     def replace(self, messages: Sequence[Message]) -> None:
-        """The history is these messages from now on; what the model sees is rendered anew.
+        """Replace the history with these messages, and render the observation anew.
 
         Raises:
-            DataError: as of `hear`.
+            DataError: see `hear`.
         """
         before = self._seen, self._spoken
         self._seen, self._spoken = _NOTHING, None
@@ -200,10 +200,10 @@ class Conversation:
         self._listening = True
 
     def _served(self, messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-        """The template's text, and the messages that it takes.
+        """The rendered text, and the messages that the template accepted.
 
-        Tool calls that the template refuses (several at once) become plain text. Results that it
-        refuses without their calls (gpt-oss) become the user's words.
+        Tool calls that the template refuses (several in one turn) become plain text. Results that
+        it refuses without their calls (gpt-oss) become user messages.
         """
         try:
             return self._rendered(messages), messages
@@ -214,7 +214,7 @@ class Conversation:
             raise refused
 
     def _plainer(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """The messages with the last turn as plain text; then with its results as the user's."""
+        """The messages with the last turn as plain text; then also with its results as user's."""
         if self._spoken is None:
             return
         at, plain = self._spoken
@@ -230,7 +230,7 @@ class Conversation:
         )
 
     def _continued(self, served: str) -> tuple[str, TokenArray | None]:
-        """The tokens that follow what was seen; or why none can."""
+        """(reason for a prefix break, tokens that continue `_seen`; None if none can)."""
         seen = self._seen
         if seen.spoiled:
             return NO_TEXT, None

@@ -1,8 +1,8 @@
 """The run's chat template: the tokenizer's own or a file's, with arguments of the run's choice.
 
-Arguments such as Qwen3's `enable_thinking` become defaults within the template itself. So every
-part that renders says the same, and so does a server of `final/`, whose requests may still say
-otherwise.
+Arguments such as Qwen3's `enable_thinking` become defaults within the template itself. Thus every
+part that renders uses the same values, and so does a server of `final/`, whose requests can still
+override them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @chz.chz
 class ChatTemplateSettings:
-    """How chats are written for the model."""
+    """Settings of the chat template that renders the model's chats."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -54,7 +54,7 @@ class ChatTemplateSettings:
             raise ConfigError(f"chat_date={self.chat_date} is no date: {error}") from error
 
     def chat_day(self) -> datetime:
-        """Time that chat templates are told: the start of `chat_date`, else the present."""
+        """Time that chat templates receive: the start of `chat_date`, or else the present."""
         return datetime.now() if self.chat_date is None else datetime.fromisoformat(self.chat_date)
 
     @chz.validate
@@ -109,8 +109,9 @@ class ChatTemplateSettings:
     ) -> PreTrainedTokenizerBase:
         """The teacher's tokenizer, with the template that `teacher_messages` go through.
 
-        Its own, with those of the arguments that it mentions; the run's if it has none, or one that
-        is as the student's own was (`own`), in whose place the run's stands.
+        This is the teacher's own template, with those of the arguments that it mentions. It is the
+        run's tokenizer and template if the teacher has no template, or one equal to the student's
+        original template (`own`), which the run's template replaced.
         """
         template = teacher.chat_template
         if not template or template == own:
@@ -144,7 +145,7 @@ def _read(path: str) -> str:
     text = template_text(path)
     try:
         _compile_jinja_template(text)
-    except Exception as error:  # jinja2's, which transformers alone imports
+    except Exception as error:  # an error of jinja2, which only transformers imports
         line = getattr(error, "lineno", "?")
         raise ConfigError(
             f"chat_template={path} is no chat template: line {line}: {error}; correct the file"
@@ -158,7 +159,7 @@ def _mentions(template: Any, name: str) -> bool:
 
 
 def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
-    """The template, or each of several, with values for what it is not given."""
+    """The template, or each of several, with default values for arguments that are not given."""
     if isinstance(template, Mapping):
         return {name: _with_defaults(text, arguments) for name, text in template.items()}
     if not template:

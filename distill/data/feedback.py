@@ -1,11 +1,11 @@
-"""Feedback for a teacher: its context, made anew of how each trajectory went.
+"""Feedback for a teacher: its context, rebuilt from the outcome of each trajectory.
 
     template    "{prompt}\\nA pupil answered: {response}\\nThat was {outcome}; it is {answer}."
-    context     the template filled in, in place of a plain prompt; of a chat, in place of what the
-                user said last, through the teacher's own chat template
+    context     the filled-in template in place of a plain prompt; in a chat, in place of the last
+                user message, through the teacher's own chat template
 
-The response that the teacher scores is the policy's, token by token: only what stands before it is
-another (`distill.privileged`).
+The response that the teacher scores is the policy's, token by token: only the context before it
+differs (`distill.privileged`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 RIGHT, WRONG = "right", "wrong"
-# What a template may name: of the prompt's row, and of how an episode went.
+# Placeholders that a template may name: fields of the prompt's row, and of an episode's outcome.
 _OF_ROW = ("prompt", "answer")
 _OF_EPISODE = ("response", "reward", "outcome", "feedback")
 PLACEHOLDERS = (*_OF_ROW, *_OF_EPISODE)
@@ -32,12 +32,12 @@ PLACEHOLDERS = (*_OF_ROW, *_OF_EPISODE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an episode went.
+    """Outcome of an episode.
 
     Attributes:
-        reward: all that it earned, its group's comparison included.
-        response: the text of what was sampled; special tokens within it are broken up.
-        feedback: what the environment says of it; empty: nothing.
+        reward: total reward, including that of the group's comparison.
+        response: text of the sampled tokens; special tokens within it are broken up.
+        feedback: the environment's feedback on the episode; empty if there is none.
     """
 
     reward: float
@@ -88,7 +88,7 @@ class FeedbackTemplate:
 
     @property
     def judges(self) -> bool:
-        """True if it tells the teacher what a reward found."""
+        """True if the template shows the teacher the reward or the outcome."""
         return not self.placeholders.isdisjoint(("reward", "outcome"))
 
     def filled(self, prompt: str, answer: str | None, outcome: Outcome) -> str:
@@ -104,14 +104,15 @@ class FeedbackTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedbackContext:
-    """A problem's own: makes what the teacher sees in place of its prompt, of each episode.
+    """Maker of the teacher's context for each episode of one problem, in place of its prompt.
 
     Attributes:
-        tokenizer: the teacher's, which has its chat template.
-        prompt: the plain prompt, or what the user said last.
+        tokenizer: the teacher's, with its chat template.
+        prompt: the plain prompt, or the last user message.
         messages: the chat; empty for a plain prompt.
-        room: longest chain that the teacher has room for.
-        anew: each episode begins with messages of its own (`begun`); these are an example.
+        room: longest token chain that the teacher has room for.
+        anew: True if each episode begins with its own messages (`begun`); `messages` are then an
+            example.
     """
 
     template: FeedbackTemplate
@@ -124,10 +125,10 @@ class FeedbackContext:
     anew: bool = False
 
     def begun(self, messages: Sequence[Message]) -> FeedbackContext:
-        """That of an episode which began with these messages.
+        """The context maker of an episode that began with these messages.
 
         Raises:
-            DataError: the user said nothing in them.
+            DataError: they have no user message, or the last one is no text.
         """
         if not self.anew:
             return self
@@ -135,7 +136,11 @@ class FeedbackContext:
         return replace(self, messages=messages, prompt=prompt)
 
     def tokens_T(self, outcome: Outcome) -> TokenArray:
-        """Raises DataError if the tokenizer, or its chat template, refuses the text."""
+        """Tokens of the teacher's context for an episode with this outcome.
+
+        Raises:
+            DataError: the tokenizer, or its chat template, refuses the text.
+        """
         text = self.template.filled(self.prompt, self.answer, outcome)
         if not self.messages:
             return render_text(self.tokenizer, text)
@@ -147,16 +152,16 @@ class FeedbackContext:
         return render_messages(self.tokenizer, said, tools=self.tools)
 
     def context_T(self, outcome: Outcome, later: int) -> TokenArray | None:
-        """The context of an episode; None where it leaves no room for its `later` tokens."""
+        """Tokens of an episode's context, or None if they leave no room for its `later` tokens."""
         made_T = self.tokens_T(outcome)
         return made_T if 0 < len(made_T) <= self.room - later else None
 
 
 def last_of_user(messages: Sequence[Message]) -> int:
-    """The place of what the user said last.
+    """Index of the last user message.
 
     Raises:
-        DataError: there is no such message, or it is no text.
+        DataError: there is no such message, or its content is no text.
     """
     for place in reversed(range(len(messages))):
         if messages[place]["role"] == "user":
@@ -178,10 +183,10 @@ def feedback_context(
     max_new_tokens: int,
     anew: bool = False,
 ) -> FeedbackContext:
-    """The context maker of a prompt, which has room for what can be known before it is answered.
+    """Context maker of a prompt, checked for room as far as lengths are known before the response.
 
     Args:
-        anew: each episode begins with messages of its own.
+        anew: True if each episode begins with its own messages.
 
     Raises:
         DataError: the template names an answer that the row lacks; there is no room.

@@ -47,19 +47,20 @@ class Prompt:
     """One prompt, rendered.
 
     Attributes:
-        tokens_T: what the policy sees.
-        answer: the reference for the reward; None where the row has none.
+        tokens_T: the prompt's tokens for the policy.
+        answer: the reference for the reward; None if the row has none.
         line: the row of the source, from 1.
-        teacher: the name of the one that scores it, where teachers have names.
-        tag: the kind of prompt, for metrics by kind; None where the row has none.
-        teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
-        feedback: makes that of how each episode went; None: it does not depend on it.
-        bonuses: what each occurrence of a phrase in the response pays.
+        teacher: name of the teacher that scores it, if teachers have names.
+        tag: the kind of prompt, for metrics by kind; None if the row has none.
+        teacher_tokens_T: the prompt's tokens for the teacher; None: the same as `tokens_T`.
+        feedback: maker of the teacher's context from each episode's outcome; None: the context does
+            not depend on the outcome.
+        bonuses: reward of each occurrence of a phrase in the response.
         messages: the prompt as a chat; empty for a plain string.
         text: the plain string; empty for a chat.
-        tools: the row's, which went to the chat template.
-        told: what the teacher sees in place of all that, in words: a text, or a chat; empty: the
-            same.
+        tools: the row's tools, which went to the chat template.
+        told: prompt of a teacher that is queried with text: a text, or a chat; empty: `messages` or
+            `text`.
     """
 
     tokens_T: TokenArray
@@ -77,7 +78,7 @@ class Prompt:
 
     @property
     def in_words(self) -> str | Sequence[Message]:
-        """What a teacher that is asked in words sees: a text, or a chat."""
+        """Prompt of a teacher that is queried with text: a text, or a chat."""
         return self.told or self.messages or self.text
 
 
@@ -88,10 +89,10 @@ def prompt_key(prompt: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatStyle:
-    """Settings by which every prompt becomes the beginning of a chat.
+    """Settings that turn every prompt into the beginning of a chat.
 
-    A plain string becomes what the user says. `system` is said before, where the row has no system
-    message of its own; `tools` are schemas that go to the chat template.
+    A plain string becomes a user message. `system` becomes the system message of rows that have
+    none; `tools` are schemas that go to the chat template.
     """
 
     system: str | None = None
@@ -112,7 +113,7 @@ def load_prompts(
     feedback: FeedbackTemplate | None = None,
     read: Callable[[str], Rows] = read_rows,
 ) -> list[Prompt]:
-    """Reads, renders and checks every prompt of a source before anything expensive starts.
+    """Read, render and check every prompt of a source before anything expensive starts.
 
     A row has `prompt` (a string, encoded as it stands) or `messages`, in `prompt` as well
     (OpenAI chat format, through the model's chat template, with `tools` if the row has them; an
@@ -125,23 +126,23 @@ def load_prompts(
                           as the prompt and its solution
         bonuses           an object of phrase -> reward
 
-    Other fields are left alone, unless one is nearly called like one of these.
+    Other fields are ignored, unless a name is nearly equal to one of these.
 
     Args:
-        vocab_size: of the model; ids are below it.
-        context_length: of the policy: the longest prompt and response together.
+        vocab_size: the model's vocabulary size; ids are below it.
+        context_length: the policy's limit for prompt and response together, in tokens.
         max_new_tokens: longest response.
-        teachers: names of the teachers. One named teacher scores the rows that name none as well;
-            with no names `teacher` is ignored.
+        teachers: names of the teachers. A single named teacher also scores the rows that name none;
+            without names, `teacher` is ignored.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
         teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
             that `teacher_messages` go through; the run's own for a teacher that is not among them.
         chat: makes a chat of every prompt; None: strings are encoded as they stand.
-        feedback: what teachers see of each episode; None: what the row says.
+        feedback: template of the teachers' context, filled in per episode; None: the row's context.
         read: reads the rows of the source at `path`.
 
     Raises:
-        DataError: names the source, the row, and what is wrong with it.
+        DataError: the message names the source, the row and the fault.
     """
     teacher_limit = context_length if teacher_context_length is None else teacher_context_length
     prompts = []
@@ -234,7 +235,7 @@ def _render(
     prefix: str,
     chat: ChatStyle | None,
 ) -> tuple[TokenArray, Sequence[Message]]:
-    """Tokens and messages of the prompt whose fields' names begin with `prefix`."""
+    """Tokens and messages of the prompt whose field names begin with `prefix`."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
         raise DataError(
@@ -265,7 +266,7 @@ def _columns_of(row: Mapping[str, Any]) -> str:
 def _in_style(
     messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, chat: ChatStyle | None
 ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
-    """The messages and the schemas of tools that go to the template."""
+    """The messages and the tool schemas that go to the template."""
     if chat is None:
         return messages, tools
     if is_begun(messages):

@@ -1,4 +1,4 @@
-"""Sources of rows: what `prompts=` and `data=` name, one or several, each with its weight.
+"""Sources of rows, as in `prompts=` and `data=`: one or several, each with its weight.
 
     SOURCE[:WEIGHT],SOURCE[:WEIGHT],...
 
@@ -26,7 +26,7 @@ from distill.data.row_files import SUFFIXES, require_file, suffix_of
 from distill.data.shards import is_pattern, matching_files
 from distill.errors import ConfigError
 
-# Sources are mixed in blocks in which each has its exact share.
+# Sources are mixed in blocks that contain each source's exact share.
 _LONGEST_BLOCK = 10_000
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class Kind(Enum):
-    """What a source is."""
+    """Kind of a source."""
 
     FILE = auto()
     DIRECTORY = auto()
@@ -49,8 +49,8 @@ class Source:
 
     Attributes:
         place: the file, directory, hub data set or function.
-        name: in metrics; no other source of the setting has it.
-        weight: how many of `sum of weights` rows in a row come from it.
+        name: name in metrics, unique among the setting's sources.
+        weight: number of its rows among each `sum of weights` consecutive rows.
     """
 
     place: str
@@ -59,12 +59,13 @@ class Source:
 
 
 def parse_sources(setting: str, value: str) -> list[Source]:
-    """The sources that the `value` of `setting` names; weights in lowest terms.
+    """Sources named by the `value` of `setting`, with weights in lowest terms.
 
-    A file or directory of exactly that name is meant, whatever commas and colons are in it.
+    If a file or directory of exactly that name exists, it is the only source, even if its name
+    contains commas or colons.
 
     Raises:
-        ConfigError: an empty or repeated source, or a weight that is none.
+        ConfigError: an empty or repeated source, or an invalid weight.
     """
     parts = [value] if Path(value).exists() else value.split(",")
     if not all(part.strip() for part in parts):
@@ -84,7 +85,7 @@ def parse_sources(setting: str, value: str) -> list[Source]:
 
 
 def kind_of(place: str) -> Kind:
-    """What `place` is, by what lies there and else by how it is written."""
+    """Kind of the source `place`, by the file or directory there, or else by its spelling."""
     path = Path(place)
     if path.is_dir():
         return Kind.DIRECTORY
@@ -98,9 +99,9 @@ def kind_of(place: str) -> Kind:
 
 
 def require_source(place: str) -> None:
-    """Raises DataError if the file that `place` names is missing, or no file matches its pattern.
+    """Raise DataError if the file that `place` names is missing, or no file matches its pattern.
 
-    Directories, data sets of the hub and functions are left to their reader.
+    Directories, data sets of the hub and functions are checked by their reader.
     """
     if kind_of(place) is Kind.FILE:
         require_file(place)
@@ -109,7 +110,7 @@ def require_source(place: str) -> None:
 
 
 def _weighted(setting: str, part: str) -> tuple[str, Fraction]:
-    """A source and its weight, 1 by default."""
+    """A source's place and its weight, 1 by default."""
     place, colon, last = part.rpartition(":")
     if not colon or Path(part).exists():
         return part, Fraction(1)
@@ -140,7 +141,7 @@ def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
 
 
 def _names(places: Sequence[str]) -> list[str]:
-    """Of each place its last part, without a suffix; all of it where two would be called alike."""
+    """Name of each place: its last part without suffix, or the whole place if names would clash."""
     short = [_short_name(place) for place in places]
     counts = Counter(short)
     return [name if counts[name] == 1 else place for name, place in zip(short, places, strict=True)]

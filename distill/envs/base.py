@@ -1,9 +1,9 @@
-"""Environments: what a policy acts in. Single use: make one, run one episode, drop it.
+"""Environments that a policy acts in. Each is used once: make one, run one episode, discard it.
 
     EnvConfig -> EnvDataset -> EnvGroupBuilder -> G Envs
 
-Settings make a dataset, which is a list of problems; each problem makes groups of environments that
-start alike. A dataset and its builders pickle: workers may be elsewhere.
+Settings make a dataset, which is a list of problems; each problem makes groups of environments with
+the same start. A dataset and its builders must pickle, because workers may be on other machines.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StepResult:
         reward: adds up over the episode.
         observation_T: everything the model sees next; None ends the episode.
         bonuses_T: rewards of the sampled tokens, one each; None: no such rewards.
-        trained: False leaves the turn out of training: it is context, and has no loss.
-        stop_reason: why the episode ends; None: as the last sample did.
-        metrics: of the episode so far; later turns overwrite what earlier ones said.
-        feedback: what is to be said of the episode, to a teacher whose context has `{feedback}`
-            (`distill.data.feedback`); the last that is not empty counts.
+        trained: False excludes the turn from training: it is context, and has no loss.
+        stop_reason: reason why the episode ends; None: that of the last sample.
+        metrics: metrics of the episode so far; later turns overwrite the values of earlier ones.
+        feedback: feedback on the episode for a teacher whose context has `{feedback}`
+            (`distill.data.feedback`); the last one that is not empty counts.
     """
 
     reward: float = 0.0
@@ -69,10 +69,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """One environment from its first turn, if it ever had one, to its end.
+    """Record of one environment from its first turn, if it had one, to its end.
 
     Attributes:
-        first_messages: as `Env` has them.
+        first_messages: see `Env`.
     """
 
     turns: tuple[Turn, ...]
@@ -84,11 +84,11 @@ class Episode:
 
 
 class Env(ABC):
-    """One episode.
+    """Environment of one episode.
 
-    `starts`: its first observation waits for no other member of the group. Members that start
-    from the same observation are sampled together.
-    `first_messages`: what the model saw first, where that was a chat.
+    `starts`: True if the first observation does not wait for another member of the group. Members
+    that start from the same observation are sampled together.
+    `first_messages`: messages of the first observation, if it is a chat.
     """
 
     starts: bool = True
@@ -96,30 +96,31 @@ class Env(ABC):
 
     @abstractmethod
     async def initial_observation(self) -> TokenArray | None:
-        """All that the model sees before its first turn; None: it never has one."""
+        """Tokens that the model sees before its first turn, or None if it never has a turn."""
 
     @abstractmethod
     async def step(self, sample: Sample) -> StepResult: ...
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Releases the episode's resources; called once, however it ended."""
+        """Release the episode's resources; called once, however the episode ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvGroupBuilder(ABC):
-    """Builder of the single-use environments of one group. It pickles.
+    """Builder of the single-use environments of one group. Must pickle.
 
     Attributes:
-        teacher: the name of the teacher that scores the group; empty where teachers have none.
+        teacher: the name of the teacher that scores the group; empty if teachers have no names.
         tag: the kind of the group's problem, for metrics by kind.
-        teacher_tokens_T: what the teacher sees in place of the initial observation, in every
-            segment that begins with it; None: the same.
-        feedback: makes that of how each episode went; None: it does not depend on it.
-        judged: whether rewards mean anything here.
-        pays_bonuses: whether single tokens may earn rewards.
-        answer: what a right response says, where that is known.
+        teacher_tokens_T: the teacher's tokens in place of the initial observation, in every segment
+            that begins with it; None: the same tokens.
+        feedback: maker of the teacher's context from each episode's outcome; None: the context does
+            not depend on the outcome.
+        judged: True if rewards are meaningful.
+        pays_bonuses: True if single tokens may earn rewards.
+        answer: the correct answer, if it is known.
         prompt_key: equal for problems with the same prompt, which are held out together; None: no
-            other problem has it.
+            other problem has this prompt.
     """
 
     teacher: str = ""
@@ -133,24 +134,26 @@ class EnvGroupBuilder(ABC):
 
     @property
     def gives_words(self) -> bool:
-        """Whether there may be `StepResult.feedback` here."""
+        """True if `StepResult.feedback` may be set in this group."""
         return True
 
     @property
     def hinted(self) -> bool:
-        """True if the teacher sees something else than the policy."""
+        """True if the teacher's context differs from the policy's."""
         return self.teacher_tokens_T is not None or self.feedback is not None
 
     @property
     def asked(self) -> Prompt | None:
-        """The prompt that an episode is one response to, which can be asked in words; None where
-        there is more to an episode, or it has no words."""
+        """The prompt, if an episode is one response to it and models can be queried with its text.
+
+        None if an episode is more than that, or the prompt has no text.
+        """
         return None
 
     def teacher_context_T(self, episode: Episode) -> TokenArray | None:
-        """What the teacher sees in place of the episode's first observation; None: the same.
+        """The teacher's tokens in place of the episode's first observation; None: the same tokens.
 
-        Of an episode that has ended, and has had a turn.
+        The episode must have ended, and must have had a turn.
 
         Raises:
             DataError: the teacher's chat template refuses the feedback.
@@ -171,21 +174,24 @@ class EnvGroupBuilder(ABC):
 
     @abstractmethod
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
-        """The group's environments. `models` are there to be asked: `policy`, and by their names
-        the run's teachers, its `reference`, and its `reward_model`
-        (`distill.rewards.model_reward.scores_of`)."""
+        """The group's environments.
+
+        Args:
+            models: models that environments may query, by name: `policy`, the run's teachers, its
+                `reference`, and its `reward_model` (`distill.rewards.model_reward.scores_of`).
+        """
 
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
     ) -> Sequence[float]:
-        """Further reward of each member, once all have ended: by comparison, for example."""
+        """Additional reward of each member once all have ended, for example from a comparison."""
         return [0.0] * len(episodes_G)
 
 
 class EnvDataset(ABC):
-    """Problems, numbered from 0. It pickles."""
+    """Problems, numbered from 0. Must pickle."""
 
-    # Finds what a response answers, so that several can vote; None: nothing can.
+    # Extracts a response's answer, so that several responses can vote; None: not possible.
     answer: Callable[[str], Hashable | None] | None = None
 
     @abstractmethod
@@ -195,7 +201,7 @@ class EnvDataset(ABC):
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
 
     def longest_row(self, max_new_tokens: int) -> int:
-        """Tokens of the longest row of an episode, as far as they are known before it is played.
+        """Tokens of the longest row of an episode, as far as they are known before it is run.
 
         Args:
             max_new_tokens: longest turn.
@@ -205,33 +211,35 @@ class EnvDataset(ABC):
     def subset(self, problems: Sequence[int]) -> EnvDataset:
         """Dataset of some of the problems, in that order.
 
-        It is sent to other processes: a dataset that holds its problems leaves the others out.
+        The subset is sent to other processes, so it must not hold the other problems.
         """
         return Subset(self, problems)
 
     def line(self, problem: int) -> int:
-        """The problem's row in its source, from 1; its number, where there is no source."""
+        """The problem's row in its source, from 1, or its number if there is no source."""
         return problem + 1
 
     def label(self, problem: int) -> str:
-        """The problem's row for messages, with its source where there are several."""
+        """The problem's row for messages, with its source if there are several."""
         return str(self.line(problem))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvContext:
-    """Facts of the run that an environment is built for.
+    """Facts of the run for which an environment is built.
 
     Attributes:
-        vocab_size: of the model; ids are below it.
+        vocab_size: the model's vocabulary size; ids are below it.
         context_length: longest chain that the policy, and every model that scores, has room for.
         max_new_tokens: longest turn.
-        reward: judges a response against an answer; or a model does, with `takes_reward_model`.
-        teachers: the names of the teachers; empty where they have none.
-        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
-        teacher_tokenizers: by their names, where their templates are known; see `load_prompts`.
-        feedback: what teachers see of each episode; None: what the problem's row says.
-        read: the rows of a source, with the run's columns as the fields that are read.
+        reward: judges a response against an answer; a reward model only with `takes_reward_model`.
+        teachers: the names of the teachers; empty if they have none.
+        teacher_context_length: as `context_length`, for the teachers' contexts; None: the same.
+        teacher_tokenizers: by the teachers' names, if their templates are known; see
+            `load_prompts`.
+        feedback: template of the teachers' context, filled in per episode; None: the context of the
+            problem's row.
+        read: reads the rows of a source, with the run's columns as the fields that are read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -253,8 +261,9 @@ class EnvContext:
         answer: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> FeedbackContext | None:
-        """Maker of what the teacher sees of episodes that begin with messages like these; None
-        where it sees what the model saw.
+        """Maker of the teacher's context for episodes that begin with messages like these.
+
+        None if the teacher sees the same context as the model.
 
         Raises:
             DataError: see `feedback_context`.
@@ -274,15 +283,15 @@ class EnvContext:
         )
 
     def reward_function(self) -> RewardFunction:
-        """`reward`, for an environment that takes functions alone."""
+        """`reward`, for an environment that accepts only functions."""
         assert not isinstance(self.reward, ModelReward), "takes_reward_model says that it does not"
         return self.reward
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
-        """The prompts of a source, rendered and held to what the models have room for.
+        """The prompts of a source, rendered and checked against the models' context lengths.
 
         Raises:
-            DataError: see `load_prompts`; or an answer is nothing that the reward can read.
+            DataError: see `load_prompts`; or the reward cannot read an answer.
         """
         prompts = load_prompts(
             path,
@@ -304,7 +313,7 @@ class EnvContext:
         """Read the (row number, answer) pairs of a source as `reward` would.
 
         Raises:
-            DataError: names the source and the row whose answer the reward cannot read.
+            DataError: the reward cannot read an answer; the message names the source and the row.
         """
         check_answers(self.reward, ((f"{path}:{line}", answer) for line, answer in answers))
 
@@ -313,39 +322,39 @@ class EnvContext:
 class EnvConfig(ABC):
     """Settings of an environment: `env=package.module:Class env.field=value`.
 
-    `reads_prompts` and `judges` say which settings of the run it looks at: the files `prompts` and
-    `eval_prompts`, and `reward`. One that it does not look at is refused.
+    `reads_prompts` and `judges` declare which settings of the run it uses: the files `prompts` and
+    `eval_prompts`, and `reward`. A setting that it does not use is rejected.
     """
 
     reads_prompts: ClassVar[bool] = True
     judges: ClassVar[bool] = True
-    # Whether `reward` may be a reward model: a `ModelReward`, which is no function.
+    # True if `reward` may be a reward model: a `ModelReward`, which is no function.
     takes_reward_model: ClassVar[bool] = False
-    # Fields that reward single tokens, where they are above 0: `bonus_coef` weighs them.
+    # Fields that reward single tokens if they are above 0; `bonus_coef` weights them.
     token_rewards: ClassVar[tuple[str, ...]] = ()
 
     @property
     def asks(self) -> Sequence[str]:
-        """Models of the run, besides its policy, that the environments need: `reference`."""
+        """Models of the run, besides its policy, that the environments query: `reference`."""
         return ()
 
     @property
     def own_reward_model(self) -> str | None:
-        """Checkpoint of the reward model that the environments ask, if it is none of `reward`."""
+        """Checkpoint of the reward model that the environments query, if `reward` names none."""
         return None
 
     def evaluation(self) -> EnvConfig:
-        """The environment that evaluations play."""
+        """The environment of evaluations."""
         return self
 
     def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
-        """Raises ConfigError for a group size that the environment cannot play."""
+        """Raise ConfigError for a group size that the environment does not support."""
 
     @abstractmethod
     def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:
-        """The problems of the source at `path`; `path` is None where it reads none.
+        """The problems of the source at `path`; `path` is None if the environment reads none.
 
-        `setting.read(path)` gives the rows of whatever source it is.
+        `setting.read(path)` returns the rows of any kind of source.
 
         Raises:
             ConfigError, DataError: with the field or file, the value and the remedy.
@@ -353,7 +362,7 @@ class EnvConfig(ABC):
 
 
 def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDataset:
-    """`env(path, setting)`; whatever goes wrong in somebody's code is an error of the settings.
+    """`env(path, setting)`; unexpected exceptions of a custom environment become ConfigErrors.
 
     Raises:
         ConfigError, DataError: see `EnvConfig.__call__`.
@@ -362,7 +371,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
         return env(path, setting)
     except IsothermError:
         raise
-    except Exception as error:  # the class is the user's: it may raise anything
+    except Exception as error:  # a custom class may raise anything
         raise ConfigError(
             f"env={type(env).__name__} cannot make its problems: {described(error)}"
         ) from error
@@ -395,7 +404,7 @@ class Mixture(EnvDataset):
     """Problems of several sources, one source after another.
 
     Args:
-        datasets: of each source, its problems.
+        datasets: the problems of each source.
         sources: names and weights, in the same order.
     """
 
@@ -405,7 +414,7 @@ class Mixture(EnvDataset):
             MixedPart(name=source.name, size=len(dataset), weight=source.weight)
             for dataset, source in zip(datasets, sources, strict=True)
         ]
-        self.answer = datasets[0].answer  # the reward's, which all of them have
+        self.answer = datasets[0].answer  # the reward's: the same in all datasets
 
     def __len__(self) -> int:
         return sum(part.size for part in self.parts)
@@ -431,19 +440,19 @@ class Mixture(EnvDataset):
 
 
 def mixture(datasets: Sequence[EnvDataset], sources: Sequence[Source]) -> EnvDataset:
-    """The problems of all sources; those of the only one as they are."""
+    """The problems of all sources; a single dataset is returned unchanged."""
     return datasets[0] if len(datasets) == 1 else Mixture(datasets, sources)
 
 
 def source_of(dataset: EnvDataset, problem: int) -> str:
-    """Name of the problem's source; empty where there is only one."""
+    """Name of the problem's source; empty if there is only one."""
     return dataset.source(problem) if isinstance(dataset, Mixture) else ""
 
 
 class EnvStream:
     """A run's endless, seeded sequence of groups: group id -> the problem at that place.
 
-    Its cursor is the group id, so a resumed run goes on with the problems that it would have had.
+    The cursor is the group id, so a resumed run continues with the same problems.
     """
 
     def __init__(
@@ -457,7 +466,7 @@ class EnvStream:
         return self._dataset.builder(self._order.index(group_id), self._group_size)
 
     def source(self, group_id: int) -> str:
-        """Name of the source of the group's problem; empty where there is only one."""
+        """Name of the source of the group's problem; empty if there is only one."""
         return source_of(self._dataset, self._order.index(group_id))
 
     def describe(self, group_id: int) -> str:
@@ -469,7 +478,7 @@ def only_teacher(setting: EnvContext) -> str:
     """The teacher of problems that name none.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several teachers.
     """
     if len(setting.teachers) > 1:
         raise ConfigError(
@@ -480,7 +489,7 @@ def only_teacher(setting: EnvContext) -> str:
 
 
 def require_path(path: str | None, env: str) -> str:
-    """The file of problems; raises ConfigError without one."""
+    """The file of problems. Raises ConfigError if `path` is None."""
     if path is None:
         raise ConfigError(f"env={env} needs a file of problems; give prompts=FILE.jsonl")
     return path

@@ -52,21 +52,21 @@ from distill.types import TokenArray
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# (the messages of each member; none of one that never had a turn) -> what each earns besides
+# (the messages of each member; empty for one that never had a turn) -> additional reward of each
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
-# The same, and what environments may ask, by name.
+# As `Compare`, with the models that environments may query, by name, as second argument.
 CompareBy = Callable[[Sequence[Sequence[Message]], Mapping[str, Any]], Awaitable[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageProblem:
-    """One problem: `make` makes a single-use environment of it, and pickles.
+    """One problem: `make` makes a single-use environment of it, and must pickle.
 
-    `make_group`, where there is one, makes those of a whole group instead, which share something.
-    `compare`, which pickles too, rewards the members of a group once all have ended: see
-    `EnvGroupBuilder.group_rewards`; `compare_by` does so, too, and is given the models that may be
-    asked. `line` is the problem's row in a file, `num_tokens` the length
-    of its first observation, where they are known; the other fields are those of `EnvGroupBuilder`.
+    `make_group`, if given, makes the environments of a whole group instead, which share state.
+    `compare`, which must pickle too, rewards the members of a group once all have ended: see
+    `EnvGroupBuilder.group_rewards`. `compare_by` does the same, and receives the models that may be
+    queried. `line` is the problem's row in a file, `num_tokens` the length of its first
+    observation, if known. The other fields are those of `EnvGroupBuilder`.
     """
 
     make: Callable[[], MessageEnv]
@@ -87,7 +87,7 @@ class MessageProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatGroupBuilder(EnvGroupBuilder):
-    """G environments on the same problem."""
+    """Builder of G environments on the same problem."""
 
     problem: MessageProblem
     setting: ChatSetting
@@ -120,7 +120,7 @@ class ChatGroupBuilder(EnvGroupBuilder):
 
 
 class ChatDataset(EnvDataset):
-    """Problems that are played in messages."""
+    """Dataset of problems whose episodes are exchanges of messages."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class ChatDataset(EnvDataset):
     ) -> None:
         """
         Args:
-            teacher: scores the problems that name none.
-            longest_prompt: most tokens that a problem begins with.
+            teacher: name of the teacher of problems that name none.
+            longest_prompt: largest number of tokens that a problem begins with.
         """
         self._problems_P, self._setting, self._teacher = problems_P, setting, teacher
         self._longest_prompt, self.answer = longest_prompt, answer
@@ -171,7 +171,7 @@ class ChatDataset(EnvDataset):
         return problem + 1 if line is None else line
 
 
-# `env.condenser` of this name asks the policy itself.
+# With `env.condenser` set to this name, the policy itself condenses.
 BY_POLICY = "model"
 _KEEP_LAST = 2
 _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
@@ -179,7 +179,7 @@ _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 
 @chz.chz
 class ChatConfig(EnvConfig):
-    """Settings of everything that is played in messages."""
+    """Settings of all environments whose episodes are exchanges of messages."""
 
     token_rewards = ("malformed_penalty",)
 
@@ -273,15 +273,15 @@ class ChatConfig(EnvConfig):
         return ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens)
 
     def toolbox(self) -> Sequence[Tool]:
-        """The tools of these environments: the chat template must know how to write their calls."""
+        """The tools of these environments; the chat template must support tool calls."""
         return ()
 
     def chat_setting(self, setting: EnvContext) -> ChatSetting:
         """The settings that all episodes share.
 
         Raises:
-            ConfigError: limits that leave no room, a template without tools where there are,
-                settings of tools where there are none, or a library that is not installed.
+            ConfigError: limits that leave no room, a template without tool support although there
+                are tools, settings of tools without tools, or a library that is not installed.
         """
         tools = [*self.toolbox()]
         if self.recall:
@@ -389,14 +389,14 @@ def _by_policy(
 
 @chz.chz
 class ChatEnvConfig(ChatConfig):
-    """`env=package.module:YourClass`: give it your fields, and `problems`."""
+    """Base class of a custom `env=package.module:YourClass`: define its fields, and `problems`."""
 
     @abstractmethod
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         """The problems to play; `path` is the run's `prompts`, or `eval_prompts`."""
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
-        """Finds what a last turn answers, so that several can vote; None: nothing can."""
+        """Function that extracts a last turn's answer, so that several can vote; None: none can."""
         return None
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
@@ -429,7 +429,7 @@ class ChatEnvConfig(ChatConfig):
     def _told(
         self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
     ) -> MessageProblem:
-        """The problem with what its teacher is told of episodes, where that is asked for."""
+        """The problem, with the maker of its teacher's context if the run sets teacher_feedback."""
         if setting.feedback is None or problem.feedback is not None:
             return problem
         if problem.teacher_tokens_T is not None:
@@ -447,7 +447,7 @@ class ChatEnvConfig(ChatConfig):
         return replace(problem, feedback=feedback)
 
     def _require_named(self, tools: Sequence[Tool], named: Collection[str]) -> None:
-        """Raises ConfigError for a tool of an environment's that `toolbox` does not return."""
+        """Raise ConfigError for an environment's tool that `toolbox` does not return."""
         unnamed = {tool.name for tool in tools}.difference(named)
         if unnamed:
             raise ConfigError(
@@ -457,8 +457,8 @@ class ChatEnvConfig(ChatConfig):
 
 
 async def _condensed(env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
-    """Raises DataError if what an episode begins with cannot be condensed."""
-    # What must stay is what can be too long, and is the same for every condenser.
+    """Raise DataError if an episode's initial messages cannot be condensed."""
+    # Only the part that must be kept can be too long, and it is the same for every condenser.
     keywords = KeywordCondenser(tokenizer=chat.tokenizer)
     by_keywords = replace(condensing, condenser=partial(_given, keywords))
     schemas = [tool.schema for tool in offered_tools(env, chat)]
@@ -466,18 +466,18 @@ async def _condensed(env: MessageEnv, chat: ChatSetting, condensing: Condensing)
 
 
 def first_length(env: MessageEnv, chat: ChatSetting) -> int:
-    """Tokens that the model sees before its first turn."""
+    """Number of tokens that the model sees before its first turn."""
     schemas = schemas_of(env, chat)
     return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas))
 
 
 def schemas_of(env: MessageEnv, chat: ChatSetting) -> Sequence[Mapping[str, Any]] | None:
-    """What a template is told of the environment's tools; None: there are none."""
+    """Schemas of the environment's tools for the chat template, or None if there are none."""
     return [tool.schema for tool in offered_tools(env, chat)] or None
 
 
 def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
-    """Raises ConfigError if a teacher has no room for a first turn after its `length` tokens."""
+    """Raise ConfigError if a teacher has no room for a first turn after its `length` tokens."""
     if length > chat.limits.teacher_tokens:
         raise ConfigError(
             f"{what}: the teacher sees {length} tokens in place of the prompt, and has room for "
@@ -486,7 +486,7 @@ def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
 
 
 def require_room(what: str, length: int, chat: ChatSetting, max_new_tokens: int) -> None:
-    """Raises ConfigError if a first turn after `length` tokens has no room."""
+    """Raise ConfigError if a first turn after `length` tokens has no room."""
     if length + max_new_tokens > chat.limits.max_tokens:
         raise ConfigError(
             f"{what} begins with {length} tokens, and max_new_tokens={max_new_tokens} more exceed "

@@ -1,11 +1,11 @@
 """Questions about documents longer than the context: read part by part, keep notes, answer.
 
 by=model        each part is a turn: the model sees the question, its notes so far and the
-                part, and writes the new notes; at last it sees the notes alone, and answers.
-                Every turn begins afresh, so each is a segment, which the teacher scores in
-                the very context that the student had
+                part, and writes the new notes; finally it sees the notes alone, and answers.
+                Every turn begins with a new context, so each is a segment, which the teacher
+                scores in exactly the student's context
 by=keywords     the document is cut down to what matters to the question, and the model answers;
-by=module:f     the same by your own function
+by=module:f     the same with a custom function
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser
 
 MODEL = "model"
-# Where texts meet, they may take more tokens than each on its own.
+# Extra tokens that joined texts may take beyond the sum of their own.
 _SEAMS = 8
 
 
@@ -46,7 +46,8 @@ _SEAMS = 8
 class Document:
     """One problem: a question about a document, which comes in parts.
 
-    `facts` are what good notes keep; each pays `fact_bonus` to the tokens that first write it.
+    `facts` are texts that good notes contain; each pays `fact_bonus` to the tokens that first write
+    it.
     """
 
     parts: tuple[str, ...]
@@ -73,12 +74,12 @@ WORDING = Wording(
     ),
     answer="Question: {question}\n\nNotes: {notes}\n\nAnswer the question.",
 )
-# For models that are taught the task itself: no words, only the places.
+# Wording for models that are trained on the task itself: only the fields, without explanation.
 TERSE = Wording(read="{question}|{notes}|{part}>", answer="{question}|{notes}=")
 
 
 class Reader(MessageEnv):
-    """Reads part by part. The notes are the model's own turns."""
+    """Environment in which the model reads part by part. The notes are the model's own turns."""
 
     def __init__(
         self, document: Document, wording: Wording, reward: RewardFunction, fact_bonus: float
@@ -102,7 +103,7 @@ class Reader(MessageEnv):
         return MessageStep(messages=self._shows(said), afresh=True, oracle=oracle, metrics=metrics)
 
     def _shows(self, notes: str) -> list[Message]:
-        """The next part beside the notes; after the last one, the notes alone."""
+        """Messages with the next part and the notes; after the last part, with the notes alone."""
         document = self._document
         filled = {"question": document.question, "notes": notes.strip()}
         if self._read < len(document.parts):
@@ -119,7 +120,7 @@ class Reader(MessageEnv):
 
 
 class Condensed(MessageEnv):
-    """Sees what a condenser leaves of the whole document, and answers."""
+    """Environment in which the model answers from a condenser's extract of the whole document."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ async def _answered(reward: RewardFunction, message: Message, answer: str) -> Me
 
 
 class _Once:
-    """What is left of a document, condensed when it is first asked for, and only then."""
+    """Condensed text of a document, computed by the first call and shared by all later ones."""
 
     def __init__(self, document: Document, condenser: Condenser, max_tokens: int) -> None:
         self._document, self._condenser, self._max_tokens = document, condenser, max_tokens
@@ -163,7 +164,7 @@ class _Once:
                     max_tokens=self._max_tokens,
                 )
             )
-        return await asyncio.shield(self._condensing)  # one that gives up ends nobody else's
+        return await asyncio.shield(self._condensing)  # a cancelled caller must not cancel others
 
 
 def _condensed_group(
@@ -284,7 +285,7 @@ class Reading(ChatEnvConfig):
         )
 
     def _room(self, question: str, wording: Wording, setting: EnvContext) -> int:
-        """Tokens of a part: what the context leaves beside the question, the notes and a turn.
+        """Tokens available for a part beside the question, the notes and a turn.
 
         Raises:
             DataError: nothing is left.

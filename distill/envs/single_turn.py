@@ -37,20 +37,20 @@ NO_FORMAT = Format(pattern=None, reward=0.0)
 
 
 class SingleTurnEnv(Env):
-    """Pays `reward(response, answer)`, 0 where the prompt has no answer, and bonuses.
+    """Environment that pays `reward(response, answer)`, 0 if the prompt has no answer, and bonuses.
 
-    A reward model scores the response behind its prompt, whether there is an answer or not.
+    A reward model scores the response after its prompt, whether there is an answer or not.
 
-    Those are the prompt's own, on the tokens that spell its phrases, and that of the format, spread
-    over all tokens of a response that has it.
+    Bonuses are the prompt's, on the tokens that spell its phrases, and that of the format, spread
+    over all tokens of a response that has the format.
 
-    The format is that of the whole response, with what the prompt has opened of the thinking; of it
-    the reward judges what `distill.rewards.registry.judged_text` says.
+    The format applies to the whole response, including the thinking that the prompt has opened; the
+    reward judges the part that `distill.rewards.registry.judged_text` selects.
 
     A process computes one reward at a time (`distill.rewards.registry.judge`), so n rollout workers
-    check n responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
-    as there are cores for them; those that wait (for a sandbox, a server) want more workers without
-    CPUs, or an environment of their own whose `step` awaits.
+    check n responses at a time. Checks that occupy a core need `rollout_cpus=1` and as many workers
+    as there are cores for them. Checks that wait (for a sandbox, a server) need more workers
+    without CPUs, or a custom environment whose `step` awaits.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SingleTurnEnv(Env):
 
 
 async def format_of(response: str, format: Format) -> dict[str, float]:
-    """The metric `format`: 1 where the response has it, else 0; none where none is asked for."""
+    """The metric `format`: 1 if the response has the format, else 0; empty without a format."""
     if format.pattern is None:
         return {}
     return {"format": await judge(matches, response, format.pattern)}
@@ -111,7 +111,7 @@ async def format_of(response: str, format: Format) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTurnGroupBuilder(EnvGroupBuilder):
-    """G environments on the same prompt."""
+    """Builder of G environments on the same prompt."""
 
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
 
     @property
     def gives_words(self) -> bool:
-        """They come from a reward that looks at the prompt's answer."""
+        """True if a reward function judges the prompt's answer: it may return feedback as well."""
         return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
@@ -150,7 +150,7 @@ def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
 
 
 class PromptDataset(EnvDataset):
-    """A file of prompts; the responses to one answer alike where the reward can tell."""
+    """Dataset of prompts. Responses can vote on an answer if the reward can extract it."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""Canaries: fixed rows that a frozen model is asked for again and again, and how far it may move.
+"""Canaries: fixed rows that a frozen model scores repeatedly, and the tolerance of its answers.
 
-Pure: rows, answers, the tolerance that repeated answers give, verdicts. Who is asked, and when, is
-for cluster/runtime/canaries.py to say.
+Pure: rows, answers, the tolerance that repeated answers give, verdicts.
+cluster/runtime/canaries.py decides which models are queried, and when.
 
     rows        random tokens, scored at T (and unscaled) and at 1.5 T, with as many listed tokens
-                as training asks for: the same passes as real requests take
-    tolerance   of the first answers, given several times in batches of different company
-    verdict     of a later answer, always against the first: so a slow drift adds up
+                as training requests: the same passes as for real requests
+    tolerance   from the first answers, given several times in batches of different composition
+    verdict     on a later answer, always against the first one, so that a slow drift adds up
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ from distill.types import FloatArray, TokenArray
 
 NUM_ROWS = 4
 _SEED = 19
-# Rows that go along with each of the first askings: batches of other shapes round differently.
+# Numbers of extra rows sent with each of the first requests: batches of other shapes round
+# differently.
 COMPANY = (0, 0, 6, 24)
 _LONGEST_COMPANION = 128
-# A later answer may be so many times as far away as the first ones were from each other, for there
-# are more kinds of batches than were tried...
+# Allowed difference of a later answer, as a multiple of the differences among the first answers:
+# there are more kinds of batches than were tried...
 _ALLOWED_TIMES = 4.0
-# ...and this share of what the handshake allows between two kernels, whatever was measured. (In
-# bfloat16 one step of a logit of 16 is 0.125.)
+# ...and at least this share of the difference that the handshake allows between two kernels,
+# whatever was measured. (In bfloat16 one step of a logit of 16 is 0.125.)
 _ALLOWED_SHARE = 1 / 8
-# Log-probs that are all the same to so many nats, and -ln V, are those of a model of zeros.
+# Log-probs that are equal up to the first number, in nats, and equal to -ln V up to the second,
+# are those of a model whose weights are all 0.
 _ALL_ALIKE, _NEAR_UNIFORM = 1e-3, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CanaryRows:
-    """What one model is asked for: two requests a row, at (T, 1) and at (1.5 T,)."""
+    """Requests of one model's canaries: two per row, at temperatures (T, 1) and (1.5 T,)."""
 
     requests: tuple[ScoreRequest, ...]
     temperature: float
@@ -65,7 +67,7 @@ class CanaryRows:
         top_k: int = 0,
         number: int = NUM_ROWS,
     ) -> CanaryRows:
-        """Rows for a model that training asks for so many given and likeliest tokens."""
+        """Rows for a model of which training requests `given` given and `top_k` top tokens."""
         prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
         rows = sorted(prompts, key=len)[-number:]
         ids_K = _some_ids(info, given) if info.scores_given else ()
@@ -76,7 +78,7 @@ class CanaryRows:
             requests += [
                 ScoreRequest(
                     tokens_T=tokens_T,
-                    start=1,  # no prefix that could be cached from the last time
+                    start=1,  # no prefix that could still be cached from the last request
                     temperatures=(temperature, UNSCALED),
                     given_NK=given_NK,
                     top_k=top_k,
@@ -95,7 +97,7 @@ class CanaryRows:
         )
 
     def with_company(self, number: int) -> list[ScoreRequest]:
-        """The requests, and as many others behind them."""
+        """The requests, followed by `number` others."""
         rng = np.random.default_rng([_SEED, number])
         longest = max(2, min(_LONGEST_COMPANION, self.context_length // 2))
         lengths = rng.integers(2, longest + 1, size=number)
@@ -112,7 +114,7 @@ class CanaryRows:
         ]
 
     def answer(self, scores: Sequence[Score]) -> Answer:
-        """The canaries' part of an answer, which comes first."""
+        """Answer from the canaries' scores, which come first in `scores`."""
         own = scores[: len(self.requests)]
         at_T, at_other = own[0::2], own[1::2]
         return Answer(
@@ -127,19 +129,21 @@ class CanaryRows:
 
 
 def _some_ids(info: EngineInfo, number: int) -> TokenArray:
-    """Ids to ask for at every position, seeded; of a stop event the first alone stands for it."""
+    """Seeded ids to request at every position; of a stop event's ids, only the first may occur."""
     ids_V = np.setdiff1d(np.arange(info.vocab_size, dtype=np.int32), info.stop_event[1:])
     return np.random.default_rng(_SEED).choice(ids_V, min(number, len(ids_V)), replace=False)
 
 
 def _values(arrays: Sequence[FloatArray]) -> FloatArray:
-    return np.maximum(concatenated(arrays), np.float32(FLOOR))  # a NaN stays one
+    return np.maximum(concatenated(arrays), np.float32(FLOOR))  # NaN is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T; `listed_N`: of the others that
-    were asked for at T."""
+    """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T.
+
+    `listed_N`: log-probs at T of the other tokens that were requested.
+    """
 
     at_T_N: FloatArray
     unscaled_N: FloatArray
@@ -153,11 +157,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far a model may move from its first answers, nats.
+    """Allowed absolute difference of a model's log-probs from those of its first answer, in nats.
 
     Attributes:
-        max_gap, mean_gap: what is allowed, of a single log-prob and in the mean.
-        measured: the largest difference between its first answers.
+        max_gap, mean_gap: limits on the largest and on the mean difference.
+        measured: the largest difference among the first answers.
     """
 
     max_gap: float
@@ -166,7 +170,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, repeats: Sequence[Answer], dtype: str, temperature: float) -> Tolerance:
-        """The tolerance that answers to the same question give, the first of them the anchor."""
+        """Tolerance from repeated answers to the same requests; the first is the reference."""
         gaps = [_gaps(other, repeats[0]) for other in repeats[1:]] or [(0.0, 0.0)]
         largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
         most = TOLERANCE[dtype] / min(temperature, 1.0)
@@ -178,7 +182,7 @@ class Tolerance:
 
     @classmethod
     def between(cls, dtype: str, temperature: float) -> Tolerance:
-        """How far two replicas of one model may be apart: as the handshake allows two kernels."""
+        """Tolerance between two replicas of one model: the handshake's between two kernels."""
         most = TOLERANCE[dtype] / min(temperature, 1.0)
         return cls(max_gap=most, mean_gap=most * MEAN_SHARE, measured=0.0)
 
@@ -189,10 +193,10 @@ def _allowed(measured: float, most: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An answer against the first one, or against that of the role's others.
+    """Comparison of an answer with the model's first one, or with those of its role's replicas.
 
     Attributes:
-        cause: the known mistake that explains it; "" if none does.
+        cause: known fault that explains the difference; "" if none does.
     """
 
     max_gap: float
@@ -209,7 +213,7 @@ class Verdict:
         )
 
     def told(self) -> str:
-        """How far it is off, and why if that is known."""
+        """Description of the difference, with its cause if that is known."""
         if not math.isfinite(self.max_gap):
             return "some of its log-probs are not finite"
         far = (
@@ -220,7 +224,7 @@ class Verdict:
 
 
 def judge(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> Verdict:
-    """The verdict on a later answer."""
+    """Verdict on a later answer."""
     max_gap, mean_gap = _gaps(answer, first)
     verdict = Verdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance)
     if verdict.good:
@@ -230,7 +234,7 @@ def judge(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows)
 
 
 def _gaps(a: Answer, b: Answer) -> tuple[float, float]:
-    """(largest, mean) |difference|; NaN where something is not finite."""
+    """(largest, mean) |difference|; NaN if a value is not finite."""
     with np.errstate(invalid="ignore"):
         gap_N = np.abs(a.all_N.astype(np.float64) - b.all_N)
     return float(gap_N.max()), float(gap_N.mean())
@@ -248,7 +252,7 @@ def _cause(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows
 
 
 def _empty(answer: Answer, rows: CanaryRows) -> str:
-    """That a model of zeros has answered, if one has."""
+    """Description of the fault if the answer is that of an all-zero model; "" otherwise."""
     values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
     if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
         return f"every log-prob is -ln {rows.vocab_size}, so its weights are empty"
@@ -256,9 +260,10 @@ def _empty(answer: Answer, rows: CanaryRows) -> str:
 
 
 def first_fault(answer: Answer, rows: CanaryRows) -> str:
-    """Fault of a server that its very first answer shows, with the remedy; "": none shows.
+    """Fault of a server that its first answer shows, with the remedy; "" if there is none.
 
-    A server that divides by T twice heeds it all the same: that is for the handshake to find.
+    A server that divides by T twice is not found here, because its log-probs do depend on T. The
+    handshake finds it.
     """
     if not np.isfinite(answer.all_N).all():
         return "some of its log-probs are not finite: its weights, or its numbers, are broken"
@@ -266,7 +271,7 @@ def first_fault(answer: Answer, rows: CanaryRows) -> str:
         return f"{empty}: load them, and restart it"
     undivided_N = np.abs(answer.at_T_N - answer.unscaled_N)
     unmoved_N = np.abs(answer.at_T_N - answer.at_other_N)
-    # One engine, asked twice: what ignores T comes back as it was.
+    # Both requests go to the same engine, so log-probs that ignore T are equal.
     ignored = TOLERANCE["float32"] / min(rows.temperature, 1.0)
     if (
         is_telling(rows.temperature) and undivided_N.max() <= ignored
@@ -278,7 +283,7 @@ def first_fault(answer: Answer, rows: CanaryRows) -> str:
 def outliers(
     answers: Mapping[str, Answer], tolerance: Tolerance, rows: CanaryRows
 ) -> dict[str, Verdict]:
-    """Replicas of one model that are off their median; of two that differ, both."""
+    """Verdicts on the replicas of one model that differ from their median; of two, on both."""
     if len(answers) < 2:
         return {}
     if len(answers) == 2:

@@ -1,4 +1,4 @@
-"""The handshake's first check: all engines mean the same by a token id."""
+"""The handshake's first check: token ids have the same meaning in all engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fact_differences(
     """Reasons why these engines cannot score each other's token ids; none if they can.
 
     Args:
-        policies: what each policy engine says of itself, by name; the first speaks for all.
+        policies: facts reported by each policy engine, by name; the first represents the student.
         tokenizer: the run's own, which encodes the prompts.
     """
     first, student = next(iter(policies.items()))
@@ -52,7 +52,10 @@ def fact_differences(
 
 
 def _tokenizer_differences(name: str, theirs: TokenizerProbe, ours: TokenizerProbe) -> list[str]:
-    """Of chat templates nothing is asked: engines are sent token ids."""
+    """Differences between an engine's tokenizer and the run's.
+
+    Chat templates are not compared, because engines receive token ids.
+    """
     encoded = zip(map(repr, PROBE_TEXTS), theirs.texts, ours.texts, strict=True)
     return [
         f"{name} has another tokenizer: it encodes {what} as {_ids(their_ids)}, the run's "

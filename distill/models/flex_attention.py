@@ -1,11 +1,11 @@
-"""Attention of packed rows by torch's flex attention: one kernel, and nothing is padded in it.
+"""Attention of packed rows by torch's flex attention: one kernel, without padding.
 
-    token q sees token k   if k is of q's own row, or of the prefix that this continues,
-                           and is not later, nor further away than the layer's window
+    token q attends to token k   if k is in q's own row, or in the prefix that q's row continues,
+                                 and is not later, nor further away than the layer's window
 
-Blocks of 128 x 128 tokens of which that can be true of none are never computed. The kernel is
-compiled, for CUDA; elsewhere flex attention has no backward pass. Before it is used on a machine,
-it is compared there with the attention that pads (`flex_serves`).
+Blocks of 128 x 128 tokens without such a pair are never computed. The kernel is compiled for CUDA;
+elsewhere flex attention has no backward pass. Before it is used on a machine, it is compared there
+with padded attention (`flex_serves`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 128
 _NO_WINDOW = 1 << 40
-# Of the probe: prefixes, their suffixes, and by how much results may differ, of the largest one.
+# The probe's prefix lengths, the prefix that each suffix continues, and the suffix lengths; below,
+# the allowed difference relative to the largest value.
 _PREFIXES, _CONTINUE, _SUFFIXES = (150, 7), (0, 0, 1), (140, 3, 60)
 _TOLERANCE = {torch.float32: 5e-3}  # TensorFloat-32, where that is allowed
 _TOLERANCE_OF_HALVES = 3e-2
 
 
 class Heads(NamedTuple):
-    """Heads of a model's attention, as the kernel is compiled for them."""
+    """Attention heads of a model: the facts for which the kernel is compiled."""
 
     queries: int
     keys: int
@@ -43,7 +44,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> Heads | None:
-        """Of a decoder's config; None where keys and values are of different sizes."""
+        """Heads of a decoder's config, or None if keys and values have different sizes."""
         if getattr(config, "kv_lora_rank", None) is not None:
             return None
         queries = config.num_attention_heads
@@ -56,11 +57,12 @@ class Heads(NamedTuple):
 
 
 class FlexPass:
-    """Rows end to end, L tokens; prefixes, and what continues them, may be among them.
+    """Attention over rows placed end to end, L tokens in all, some of which may continue prefixes.
 
     Args:
-        lengths: of the rows.
-        continues: for each row the one whose tokens precede its own; its own number if none do.
+        lengths: length of each row.
+        continues: for each row, the index of the row whose tokens precede its own; its own index
+            if there is none.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class FlexPass:
         return out
 
     def _mask(self, window: int | None) -> BlockMask:
-        """What tokens see in layers of this window; made once for all of them."""
+        """Block mask of layers with this window, made once and cached for all of them."""
         if window not in self._masks:
             reach = _NO_WINDOW if window is None else window
             some, full = self._tokens.blocks(reach)
@@ -114,10 +116,10 @@ class FlexPass:
 
 
 class _Tokens:
-    """Row, continued row and position of each token, and which blocks of them see which.
+    """Row, continued row and position of each token, and the blocks that attend to each other.
 
-    Rows are few beside tokens, and lie end to end: blocks are compared row by row, not token by
-    token.
+    Rows are few compared with tokens, and lie end to end, so blocks are compared row by row, not
+    token by token.
     """
 
     def __init__(self, row_L: np.ndarray, before_L: np.ndarray, position_L: np.ndarray) -> None:
@@ -128,7 +130,7 @@ class _Tokens:
         return self.row_L, self.before_L, self.position_L
 
     def blocks(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(queries' blocks, keys' blocks): where some tokens see some, and where all see all."""
+        """Two masks (query blocks, key blocks): some tokens attend to some, and all to all."""
         pieces = self._pieces()
         block, row, before, first, last = map(np.array, zip(*pieces, strict=True))
         kin = (row[None, :] == row[:, None]) | (row[None, :] == before[:, None])
@@ -139,12 +141,12 @@ class _Tokens:
             combine.reduceat(combine.reduceat(of, starts, axis=0), starts, axis=1)
             for combine, of in ((np.logical_or, some), (np.logical_and, full))
         )
-        if len(self.row_L) % BLOCK:  # the last block has tokens that are none
+        if len(self.row_L) % BLOCK:  # the last block is not full
             whole[-1] = whole[:, -1] = False
         return seen, whole
 
     def _pieces(self) -> list[tuple[int, int, int, int, int]]:
-        """(block, row, continued row, first and last position) of what rows have of blocks."""
+        """(block, row, continued row, first and last position) of each row's part of a block."""
         length = len(self.row_L)
         begins = np.flatnonzero(np.diff(self.row_L, prepend=-1))
         cuts = np.union1d(begins, np.arange(0, length, BLOCK))
@@ -181,7 +183,7 @@ def _softcap(cap: float) -> Any:
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Number of blocks of keys for each of queries, (1, 1, Q), and which, (1, 1, Q, K): those."""
+    """Key blocks of each query block: number, (1, 1, Q), and indices, those first, (1, 1, Q, K)."""
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     counts = blocks.sum(1).astype(np.int32)
     count_11Q, order_11QK = (
@@ -197,9 +199,10 @@ def _compiled() -> Callable[..., Tensor]:
 
 @cache
 def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel compiles here, and outputs and gradients are those of padded attention.
+    """True if the kernel compiles here, and outputs and gradients equal those of padded attention.
 
-    Asked before a forward pass, not within one: what is compiled and kept here is no layer's.
+    Call it before a forward pass, not within one: the kernel compiled and cached here belongs to
+    no layer.
     """
     if heads is None or device.type != "cuda":
         return False
@@ -207,7 +210,7 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
         gap = _probe(heads, dtype, device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the compiler's, of many kinds
+    except Exception as error:  # compiler errors have many types
         first = (str(error).splitlines() or [""])[0]
         logger.warning("packed rows attend padded, without flex attention: %s", first)
         return False
@@ -219,7 +222,10 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
 
 @torch.enable_grad()
 def _probe(heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest difference between both ways, of outputs and gradients."""
+    """Largest difference between both kinds of attention, over outputs and gradients.
+
+    Differences are relative to the largest value.
+    """
     passes = [
         FlexPass((*_PREFIXES, *_SUFFIXES), (0, 1, *_CONTINUE), device),
         PackedJointPass(_PREFIXES, _CONTINUE, _SUFFIXES, device),

@@ -40,7 +40,7 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2", "BOOL": "bool",
 }  # fmt: skip
 
-# transformers swaps functions of torch while it makes a model: one thread at a time.
+# transformers replaces functions of torch while it makes a model, so only one thread may do so.
 MAKING = threading.Lock()
 
 
@@ -64,18 +64,18 @@ def load_config(path: str) -> Any:
 def exact_attention(config: Any) -> str | None:
     """transformers' attention that computes all that the config declares; None: its default.
 
-    Its default, sdpa, ignores a soft cap on attention scores (Gemma-2, VaultGemma).
+    The default, sdpa, ignores a soft cap on attention scores (Gemma-2, VaultGemma).
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped else None
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Loads weights and config; never runs code that the checkpoint brings along.
+    """Load weights and config, without ever running code from the checkpoint.
 
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
-        ConfigError: the main memory, through which all of them pass, is too small.
+        ConfigError: the main memory, through which all weights pass, is too small.
     """
     attention = exact_attention(load_config(path))
     if weight_files(path):
@@ -90,7 +90,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
+    except Exception as error:  # safetensors, pickle, json, OSError: corrupt files fail variously
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
     require_complete(model, path, report["missing_keys"])
@@ -103,7 +103,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
 
 
 def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]) -> None:
-    """Raise CheckpointError if tensors are missing that the model's class does not excuse."""
+    """Raise CheckpointError if tensors are missing that the model's class requires."""
     excused = model._keys_to_ignore_on_load_missing or ()
     lacking = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in excused))
     if lacking:
@@ -114,7 +114,7 @@ def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]
 
 
 def _declared_ties(model: Any) -> dict[str, str]:
-    """Names of the tensors that the model's config ties, by the name of the other tensor."""
+    """Tensors that the model's config ties: from the name of one to the name of the other."""
     return model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -124,9 +124,9 @@ def _untie(config: Any) -> None:
 
 
 def own_head(model: PreTrainedModel, path: str) -> str | None:
-    """Name of a tensor that the model's config ties to another, and whose values at `path` differ.
+    """Name of a tensor that the model's config ties to another, although their values differ.
 
-    transformers loads both then, and leaves them untied. Servers follow the config.
+    transformers then loads both from `path`, and leaves them untied. Servers follow the config.
     """
     ties = _declared_ties(model)
     there = tensor_shapes(path) if ties and weight_files(path) else {}
@@ -156,7 +156,7 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
 
 
 def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedModel:
-    config.name_or_path = path  # as loading does it, of a text model within another, too
+    config.name_or_path = path  # as loading sets it, also for a text model within another
     try:
         with MAKING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -165,7 +165,7 @@ def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedMod
                 attn_implementation=exact_attention(config),
                 trust_remote_code=False,
             )
-    except Exception as error:  # a foreign config may fail in any way
+    except Exception as error:  # a custom config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
 
 
@@ -227,7 +227,7 @@ def stop_token_ids(path: str) -> frozenset[int]:
     config = load_config(path).get_text_config()
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a checkpoint may come without one
+    except OSError:  # a checkpoint may have no generation config
         ids = None
     except ValueError as error:
         raise CheckpointError(
@@ -238,7 +238,7 @@ def stop_token_ids(path: str) -> frozenset[int]:
 
 
 def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Where servers of the checkpoint end: by its configs, and at its tokenizer's EOS.
+    """Ids at which servers of the checkpoint end: those of its configs, and its tokenizer's EOS.
 
     Raises:
         CheckpointError: there is no readable config at `path`.
@@ -249,14 +249,14 @@ def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 @contextmanager
 def reading(file: str | Path) -> Iterator[None]:
-    """Context of reading a safetensors file. Raises CheckpointError where that fails."""
+    """Context for reading a safetensors file. Raises CheckpointError if reading fails."""
     try:
         yield
     except SafetensorError as error:
         raise CheckpointError(f"{file} is corrupt or cut short: {first_line(error)}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
-    except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch, which maps a file
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: from torch, which maps files
         raise CheckpointError(
             f"cannot read {file} into memory: {first_line(error)}. Give this machine more memory, "
             "or save the model in several files (`save_pretrained(max_shard_size='5GB')`)"
@@ -276,7 +276,7 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
     """
     layouts: dict[str, TensorLayout] = {}
     for file in _some_weight_files(path):
-        # Not "pt", by which torch maps the whole file, and may be refused the memory.
+        # Not "pt": torch would map the whole file, which may fail for lack of memory.
         with reading(file), safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 part = tensors.get_slice(name)
@@ -288,7 +288,7 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
 
 
 def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """These of a checkpoint's tensors; raises as `tensor_layouts` does."""
+    """The named tensors of a checkpoint; raises as `tensor_layouts` does."""
     with opened(path) as take:
         return {name: take(name) for name in names}
 
@@ -297,13 +297,13 @@ def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
 def opened(path: str) -> Iterator[Callable[[str], torch.Tensor]]:
     """Context of a function that reads one of a checkpoint's tensors by name.
 
-    It keeps nothing of a tensor. Raises as `tensor_layouts` does.
+    The function keeps no reference to a tensor. Raises as `tensor_layouts` does.
     """
     with ExitStack() as files:
         found: dict[str, tuple[Path, Any]] = {}
         for file in _some_weight_files(path):
             with reading(file):
-                # Not "mmap", whose pages count as this process's memory until the file is closed.
+                # Not "mmap": its pages count as this process's memory until the file is closed.
                 tensors = files.enter_context(safe_open(file, framework="pt", backend="pread"))
                 found |= dict.fromkeys(tensors.keys(), (file, tensors))
 
@@ -329,21 +329,21 @@ def read_weights(path: str) -> PackedTensors:
 
 
 def weight_files(path: str) -> list[Path]:
-    """A checkpoint's safetensors files, in order; of a hub name, those in this machine's cache."""
+    """A checkpoint's safetensors files, in order; for a hub name, those in this machine's cache."""
     directory = _directory(path)
     return [] if directory is None else sorted(directory.glob("*.safetensors"))
 
 
 def processor_files(path: str) -> list[Path]:
-    """What says how a multimodal checkpoint's images are read; found as `weight_files` are."""
+    """Files that configure a multimodal checkpoint's processors; located as by `weight_files`."""
     directory = _directory(path)
     return [] if directory is None else sorted(directory.glob("*processor_config.json"))
 
 
 def _directory(path: str) -> Path | None:
-    """Where a checkpoint's files are: of a hub name, in this machine's cache; None: they are not.
+    """Directory of a checkpoint's files; for a hub name, in this machine's cache.
 
-    A name that is none, or that nobody has loaded here, has no files.
+    None if the name is invalid, or the checkpoint was never downloaded to this machine.
     """
     if Path(path).exists():
         return Path(path)
@@ -362,10 +362,10 @@ def _some_weight_files(path: str) -> list[Path]:
 
 
 def context_length(config: Any) -> int:
-    """Positions the model was made for, as far as a row is scored alike in any batch.
+    """Positions the model was made for, as far as a row's scores do not depend on its batch.
 
     Raises:
-        CheckpointError: the config does not say.
+        CheckpointError: the config does not declare a length.
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not length:
@@ -374,11 +374,11 @@ def context_length(config: Any) -> int:
 
 
 def rope_length(config: Any) -> int | None:
-    """Positions up to which rotary frequencies do not depend on the longest row of a batch; None:
-    they never do.
+    """Positions up to which rotary frequencies do not depend on the longest row of a batch.
 
-    Past it, `longrope` and `dynamic` rotate every row of a batch as its longest one needs it, and a
-    cache holds keys rotated as a shorter one needed it: SGLang's longrope does likewise.
+    None if they never do. Beyond that length, `longrope` and `dynamic` rotate every row of a batch
+    by the frequencies of its longest row, and a cache holds keys rotated by those of a shorter one.
+    SGLang's longrope does the same.
     """
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
@@ -414,14 +414,14 @@ def _names_noise(name: str) -> bool:
 
 
 def silence(layer: torch.nn.Module) -> None:
-    """Sets a module's own dropout and jitter to 0, as far as its forward pass reads them off it."""
+    """Set a module's own dropout and jitter to 0, as far as its forward pass reads them from it."""
     for name, value in vars(layer).items():
         if _names_noise(name) and isinstance(value, float):
             setattr(layer, name, 0.0)
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is the first CUDA device where there is one, else the CPU.
+    """Name of the device; `auto` is the first CUDA device if there is one, else the CPU.
 
     Raises:
         ConfigError: torch has no device of that name.

@@ -24,13 +24,13 @@ from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs, first_
 class OtherRows:
     """Sums over the other rows of a row's sequence (the trajectory's other segments), for its loss.
 
-    They may be in another micro-batch, or on another worker.
+    Those rows may be in another micro-batch, or on another worker.
 
     Attributes:
-        tokens: how many tokens are trained in them.
-        log_ratio: the sum of log pi - log old over those; gspo's ratio is the sequence's.
-        future_kl: of those that follow, sum_s g^s c_s (log pi - log mu)(y_s), s counted from the
-            first of them; see `distill.objective.objectives.own_advantages`.
+        tokens: number of trained tokens in them.
+        log_ratio: sum of log pi - log old over those tokens; gspo's ratio is the sequence's.
+        future_kl: sum_s g^s c_s (log pi - log mu)(y_s) over the rows that follow, with s counted
+            from their first token; see `distill.objective.objectives.own_advantages`.
     """
 
     tokens: int = 0
@@ -49,8 +49,10 @@ _OPTIONAL_FLOATS = (
 
 
 class RowShape(Protocol):
-    """What deciding which rows run together needs of one: a `TrainingRow`, or what stands for one
-    that is built elsewhere."""
+    """Properties of a row that determine its micro-batch.
+
+    Implemented by `TrainingRow`, and by placeholders for rows that are built elsewhere.
+    """
 
     @property
     def teacher(self) -> str: ...
@@ -71,11 +73,11 @@ class RowShape(Protocol):
 
     @property
     def prefix_key(self) -> bytes:
-        """The same of those but the last."""
+        """As `context_key`, without the last of those tokens."""
         ...
 
     def __len__(self) -> int:
-        """Number of its tokens."""
+        """Number of tokens."""
         ...
 
 
@@ -89,27 +91,28 @@ class TrainingRow:
     Attributes:
         tokens_T: token ids.
         loss_mask_T: True where the token is trained; never at position 0.
-        advantages_T: how much more of each token is wanted; 1 for supervised rows.
-        behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
+        advantages_T: advantage of each token; 1 for supervised rows.
+        behaviour_logprobs_T: log-probs of the policy that sampled them; 0 for supervised rows.
         temperature: the T of the learner's log-probs.
-        source: where the row came from, for error messages and the dump of bad rows.
-        data_source: name of the source of data that it was drawn from, where there are several.
-        proximal_logprobs_T: of the learner itself at the start of the step; None: not computed.
-        reference_logprobs_T: of a reference model; None without one.
-        teacher: which of several teachers it belongs to.
-        teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
-        teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
-            None: what the row has there.
+        source: origin of the row, for error messages and the dump of bad rows.
+        data_source: name of the row's data source, if there are several.
+        proximal_logprobs_T: log-probs of the learner itself at the start of the step; None: not
+            computed.
+        reference_logprobs_T: log-probs of a reference model; None without one.
+        teacher: name of the teacher that the row belongs to, if there are several.
+        teacher_coef: weight of its divergence from that teacher; 0: no divergence term.
+        teacher_context_T: that teacher's tokens in place of the first `teacher_replaces` tokens;
+            None: the row's own tokens.
         teacher_top: that teacher's likeliest tokens, one row per trained token.
         sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, where
             that log p is the sampler's; None: the advantage has no such term.
         clipped_kl_coef_T: weight of the teacher's such term where kl_clip bounds it.
-        teacher_gaps_T: log p - log q of the sampled tokens, of the sampler's p; None without
+        teacher_gaps_T: log p - log q of the sampled tokens, with the sampler's p; None without
             kl_clip.
-        experts_TLK: the experts of a mixture that its tokens are to go through; None: those that
+        experts_TLK: the experts of a mixture through which its tokens are routed; None: those that
             the learner chooses (`learner.routing_replay`).
-        ends_sequence: False where the row that follows goes on with the same sequence.
-        other_rows: what is needed of the rest of that sequence.
+        ends_sequence: False if the next row continues the same sequence.
+        other_rows: sums over the rest of that sequence.
 
     Raises:
         DataError: unequal lengths, nothing to train on, or a non-finite number on a trained token.
@@ -196,8 +199,8 @@ class Batch:
     """Right-padded rows and the flat view of their trained positions.
 
     `position_N` indexes the flattened (B*T) hidden states one *before* each trained token: the
-    position whose logits predict it. Padding is known by length, never by token id. `row_N` says
-    which row a trained token is in. What some row lacks is None for all of them.
+    position whose logits predict it. Padding is determined by length, never by token id. `row_N` is
+    the row of each trained token. A field that any row lacks is None for all of them.
     """
 
     tokens_BT: Tensor
@@ -238,7 +241,7 @@ class Batch:
         sums_N = values_N.clone()
         last_B = self.sum_by_row(torch.ones_like(values_N)).long().cumsum(0) - 1
         sums_N[last_B] += discount * after_B.to(sums_N.dtype)
-        reach = 1  # of each sum, in tokens; doubled
+        reach = 1  # tokens that each sum covers; doubles
         while reach < len(sums_N) and (factor := discount**reach):
             same_row = self.row_N[reach:] == self.row_N[:-reach]
             further_N = torch.where(same_row, factor * sums_N[reach:], 0)
@@ -247,10 +250,10 @@ class Batch:
         return sums_N
 
 
-# Running a context once for several rows pays if it saves at least this many tokens.
+# Running a context once for several rows is worthwhile if it saves at least this many tokens.
 WORTH_SHARING = 64
-# A shared context's keys and values are copied for each row: so many of them weigh no more than the
-# activations of one token (of Llama, Qwen and the like, 10 to 60).
+# A shared context's keys and values are copied for each row. This many of them take no more memory
+# than the activations of one token (10 to 60 in Llama, Qwen and similar models).
 _COPIED_KEYS = 8
 
 
@@ -258,10 +261,10 @@ _COPIED_KEYS = 8
 class BatchShape:
     """Token counts of rows run together: each in full, or each prefix once and then its suffixes.
 
-    Rows, or prefixes and suffixes, are padded to the longest of them or, `packed`, follow one
-    another unpadded.
+    Rows, or prefixes and suffixes, are padded to the longest of them or, if `packed`, placed end to
+    end without padding.
     A row's prefix is its context without the last token, which predicts the first trained one.
-    `prefixes` are keys and lengths of the different ones. `most_mask` is the model's
+    `prefixes` are keys and lengths of the distinct prefixes. `most_mask` is the model's limit
     (distill.models.shared_prefix): 0 if it cannot share prefixes.
     """
 
@@ -306,7 +309,7 @@ class BatchShape:
         )
 
     def shares(self, most_mask: int) -> bool:
-        """True if prefixes are run once: it saves tokens, padding counted, and the mask fits."""
+        """True if prefixes are run once: that saves tokens, padding included, and the mask fits."""
         return (
             self.shortest_prefix > 0
             and self._keys * self.suffix_width <= most_mask
@@ -314,22 +317,22 @@ class BatchShape:
         )
 
     def layer_tokens(self, most_mask: int) -> int:
-        """Tokens that go through the layers, padding among them."""
+        """Number of tokens that go through the layers, padding included."""
         return self._shared if self.shares(most_mask) else self.in_full
 
     def held_tokens(self, most_mask: int) -> int:
-        """Tokens whose activations take the memory that this takes."""
+        """Memory of the batch, as the number of tokens whose activations take as much."""
         copied = self._keys // _COPIED_KEYS if self.shares(most_mask) else 0
         return self.layer_tokens(most_mask) + copied
 
     @property
     def held_at_most(self) -> int:
-        """Upper bound of `held_tokens`, of these rows and of any of them."""
+        """Upper bound of `held_tokens` for these rows and for any subset of them."""
         return self.in_full + self._keys // _COPIED_KEYS
 
     @property
     def in_full(self) -> int:
-        """Tokens of the rows in full, padding among them."""
+        """Number of tokens of the rows in full, padding included."""
         return self.tokens if self.packed else self.rows * self.width
 
     @property
@@ -345,7 +348,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit(Generic[Row]):
-    """Rows that stay together."""
+    """Rows that must be in the same micro-batch."""
 
     rows: Sequence[Row]
     packed: bool
@@ -372,10 +375,10 @@ def split_by_token_budget(
     order; units of different teachers never share a batch. A unit larger than the budget is a batch
     by itself. Every row appears exactly once.
 
-    Neighbours have like lengths, so that little is padded, or one context, so that a model that can
-    (`most_mask`, as `BatchShape` takes it) runs it once: whichever sends fewer tokens through the
-    layers. Rows that are `packed` are not padded, so that any lengths may be neighbours: as few
-    batches as that gives.
+    Rows are ordered by length, which reduces padding, or by context, which a model that supports it
+    (`most_mask`, see `BatchShape`) then runs once: whichever order sends fewer tokens through the
+    layers. `packed` rows are not padded, so rows of any lengths can share a batch, and the number
+    of batches is smaller.
     """
     assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
     by_teacher: dict[str, list[_Unit[Row]]] = defaultdict(list)
@@ -385,7 +388,7 @@ def split_by_token_budget(
     for _, units in sorted(by_teacher.items()):
         whole = [row for unit in units for row in unit.rows]
         if BatchShape.of(whole, packed).held_at_most <= token_budget:
-            # Every plan below would be this one batch.
+            # All of the orders below would give this one batch.
             yield [row for group in _by_context(units) for unit in group for row in unit.rows]
             continue
         plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
@@ -397,7 +400,7 @@ def split_by_token_budget(
 
 
 def _fill(units: Iterable[_Unit[Row]], token_budget: int, most_mask: int) -> list[list[Row]]:
-    """Batches of units in this order, each as full as the budget lets it be."""
+    """Batches of units in this order, each as full as the budget allows."""
     batches: list[list[Row]] = []
     shape = None
     for unit in units:
@@ -426,9 +429,9 @@ def _first_fit(units: Sequence[_Unit[Row]], token_budget: int) -> list[list[Row]
 
 
 def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]]]:
-    """Units by context; by length; and those by context for which that pays, the others by length.
+    """Three orders of units: by context; by length; by context where `_pays`, the others by length.
 
-    Groups of one context, and the units of each, go from short to long.
+    Groups of one context, and the units of each, are sorted from short to long.
     """
     groups = _by_context(units)
     paying = [group for group in groups if _pays(group, most_mask)]
@@ -452,7 +455,7 @@ def _by_length(units: Iterable[_Unit[Row]]) -> list[_Unit[Row]]:
 
 
 def _pays(group: Sequence[_Unit[Row]], most_mask: int) -> bool:
-    """True if it takes fewer tokens as a batch of its own than its rows do without any padding."""
+    """True if the group takes fewer tokens as a separate batch than its rows do without padding."""
     rows = [row for unit in group for row in unit.rows]
     return _layer_tokens(rows, most_mask, group[0].packed) < sum(map(len, rows))
 
@@ -464,8 +467,10 @@ def _layer_tokens(rows: Sequence[RowShape], most_mask: int, packed: bool) -> int
 def tokens_in_step(
     batches: Sequence[Sequence[RowShape]], workers: int, most_mask: int = 0, packed: bool = False
 ) -> int:
-    """Tokens on the critical path of workers that run these batches in step: summed over the rounds
-    of `deal`, those of the round's largest batch."""
+    """Tokens on the critical path of workers that run these batches in step.
+
+    This is the sum, over the rounds of `deal`, of the tokens of the round's largest batch.
+    """
     sizes = (_layer_tokens(batch, most_mask, packed) for batch in batches)
     return sum(sorted(sizes, reverse=True)[::workers])
 
@@ -473,10 +478,14 @@ def tokens_in_step(
 def deal(
     batches: Sequence[list[Row]], workers: int, most_mask: int = 0, packed: bool = False
 ) -> list[list[tuple[list[Row], bool]]]:
-    """Micro-batches to workers that run in step, equally many to each; and whether each counts.
+    """Distribute micro-batches to workers that run in step, the same number to each.
 
-    Those that run at the same time are neighbours in the tokens they take, so that no worker waits
-    long for another. Where the last round is short of batches, its smallest is repeated, uncounted.
+    Batches that run at the same time have similar numbers of tokens, so that no worker waits long
+    for another. If the last round is short of batches, its smallest is repeated without being
+    counted.
+
+    Returns:
+        For each worker, its (micro-batch, True if it counts) pairs.
     """
     if workers == 1:
         return [[(batch, True) for batch in batches]]
@@ -489,7 +498,7 @@ def deal(
 
 
 def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
-    """Right-pads rows to a common width (with id 0: after its end a causal row sees nothing)."""
+    """Right-pad rows to a common width, with id 0: causal tokens never attend to later padding."""
     width = max(len(row) for row in rows)
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
     positions = []

@@ -1,4 +1,4 @@
-"""What a group of samples earned: all that their advantages may depend on."""
+"""Rewards of a group of samples: everything that their advantages may depend on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from distill.types import BoolArray, StopReason, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRewards:
-    """What the members of one group earned, and what an advantage may depend on besides.
+    """Rewards of a group's members, and the other facts that an advantage may depend on.
 
     Attributes:
         rewards_G: float64, including the penalty for overlong responses. In float32 the mean of
             equal rewards can differ from each of them, and a standard deviation be that difference.
         lengths_G: sampled tokens.
         truncated_G: True where the episode ended by length.
-        counted_G: False where mask_truncated leaves the reward out: whatever the advantage, it is
-            0 then.
-        source, tag: of the prompt, as `TrajectoryGroup` has them.
+        counted_G: False where mask_truncated excludes the reward: the advantage is then replaced
+            by 0.
+        source, tag: the prompt's, see `TrajectoryGroup`.
     """
 
     rewards_G: npt.NDArray[np.float64]

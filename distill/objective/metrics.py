@@ -1,4 +1,4 @@
-"""Metrics of a step's groups: what was sampled, by whom, how far from the teacher, how stale."""
+"""Metrics of a step's groups: samples, their sampler, distance from the teacher, staleness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distill.objective.tallies import TURNS_SHOWN, gaps_of
 from distill.outlines import GroupOutline
 from distill.types import Segment, StopReason
 
-# The learner's (`objectives.teacher_cross_entropy`); of log q_T by which tokens were sampled.
+# Metric of the learner (`objectives.teacher_cross_entropy`); it needs the log q_T of the sampler.
 _OF_SAMPLER = "teacher_samples/forward_kl"
 
 
@@ -22,16 +22,17 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     `opd/reverse_kl` is the sampled estimate of KL(p_T || q_T), `opd/reverse_kl_vs_q1` the same
     towards the teacher's unscaled q_1, and `opd/bias` the second less the first: the error of an
     objective that scores the teacher at temperature 1. `reference/kl` is the sampled
-    KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| that the tokens have
-    which are furthest off, a hundredth of each group's, and `rollout/repeated_share` that of
+    KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| of the tokens with the
+    largest gaps, a hundredth of each group's tokens; `rollout/repeated_share` is the mean of
     `repeated_share`. `rollout/equal_groups` is the share of groups whose members are the same
-    tokens and could hardly be so by chance. `opd/teacher_age` is how many versions a teacher that
-    moves was behind these weights. Where groups have teachers, tags or sources, reverse KL and
-    reward come once more for each of them, and for sources their share of the groups.
+    tokens, which is very improbable by chance. `opd/teacher_age` is the number of versions by which
+    a teacher whose weights change lagged behind these weights. If groups have teachers, tags or
+    sources, reverse KL and reward are also reported for each of them, and for sources their share
+    of the groups.
 
-    What is of a teacher is of the groups that it scored. All of that is of what the policy sampled;
-    of the teacher's samples there is `teacher_samples/*`, and nothing else where the step has no
-    others.
+    Metrics of a teacher cover the groups that it scored. All of these metrics cover the policy's
+    samples; the teacher's samples have `teacher_samples/*`, the only metrics of a step without
+    samples of the policy.
     """
     by_teacher = [group for group in groups_P if group.by_teacher]
     metrics = _teacher_samples(by_teacher, len(groups_P))
@@ -43,15 +44,17 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
 def without_unknown(
     metrics: Mapping[str, float], groups_P: Sequence[GroupOutline]
 ) -> dict[str, float]:
-    """The metrics of a step's groups, but for those of log-probs that nobody knows."""
+    """The metrics of a step's groups, without those that need unknown log-probs."""
     if not any(group.as_text for group in groups_P):
         return dict(metrics)
     return {name: value for name, value in metrics.items() if name != _OF_SAMPLER}
 
 
 def _teacher_samples(groups_P: Sequence[GroupOutline], of: int) -> dict[str, float]:
-    """Of the groups that the teacher sampled, among `of`: their share, rewards and lengths. How far
-    the student is from them the learner measures (`objectives.teacher_cross_entropy`)."""
+    """Share (of `of` groups), rewards and lengths of the groups that the teacher sampled.
+
+    The learner measures the student's distance from them (`objectives.teacher_cross_entropy`).
+    """
     if not groups_P:
         return {}
     trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
@@ -68,7 +71,7 @@ def _teacher_samples(groups_P: Sequence[GroupOutline], of: int) -> dict[str, flo
 
 
 def _means(metrics_P: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each name the mean over those that have it."""
+    """Mean of each metric over the mappings that have it."""
     return {
         name: float(np.mean([metrics[name] for metrics in metrics_P if name in metrics]))
         for name in sorted({name for metrics in metrics_P for name in metrics})
@@ -111,16 +114,16 @@ def _policy_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str,
 
 
 def _total(parts: Sequence[float | None]) -> float | None:
-    """Their sum; None where one of them is."""
+    """Sum of the parts, or None if any part is None."""
     present = [part for part in parts if part is not None]
     return sum(present) if len(present) == len(parts) else None
 
 
 def _turn_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns
-    where some trajectory has several.
+    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns.
 
-    A turn's number is its place among the turns that are trained.
+    The latter is included only if a trajectory has several turns. A turn's number is its position
+    among the trained turns.
     """
     trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
     turns = sum(group.tally.turns for group in groups_P)
@@ -141,7 +144,7 @@ def _turn_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
 
 
 def _teacher_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """The sampled reverse KL and the bias meter, of the groups that a teacher scored."""
+    """The sampled reverse KL and bias of the groups that a teacher scored."""
     scored = [(group.tally, gap) for group in groups_P if (gap := group.tally.gap) is not None]
     if not scored:
         return {}
@@ -159,8 +162,11 @@ def _teacher_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
 
 
 class TokenGap(NamedTuple):
-    """A token of the vocabulary in a step's actions: how often it was sampled, the mean of its
-    log p_T - log q_T, and its share of the step's sum of |log p_T - log q_T|."""
+    """Statistics of one vocabulary token among a step's actions.
+
+    How often it was sampled, the mean of its log p_T - log q_T, and its share of the step's sum of
+    |log p_T - log q_T|.
+    """
 
     id: int
     times: int
@@ -169,8 +175,8 @@ class TokenGap(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """By token of the vocabulary that was sampled (`_U`): how often it was, and the sums of its
-    log p_T - log q_T and of that number's size."""
+    """Sampled tokens of the vocabulary (`_U`): how often each was sampled, and the sums of its
+    log p_T - log q_T and |log p_T - log q_T|."""
 
     ids_U: npt.NDArray[np.int32]
     times_U: npt.NDArray[np.int64]
@@ -179,7 +185,7 @@ class TokenTable(NamedTuple):
 
 
 def token_table(segments: Sequence[Segment]) -> TokenTable | None:
-    """Of the actions of those that a teacher scored; None where it scored none."""
+    """Table of the actions of the segments that a teacher scored; None if it scored none."""
     segments = [segment for segment in segments if segment.teacher_logprobs_T is not None]
     gaps_N = gaps_of(segments, [s.teacher_logprobs_T for s in segments]) if segments else None
     if gaps_N is None:
@@ -200,9 +206,10 @@ def _summed(
 
 
 def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenGap]:
-    """The tokens with the largest shares, at most so many, the largest first.
+    """At most `most` tokens with the largest shares, the largest first.
 
-    What a student is mostly taught may be a few tokens of style. The tables are of parts of a step.
+    They show whether a few tokens of style dominate the training signal. Each table covers a part
+    of a step.
     """
     present = [table for table in tables if table is not None]
     if not present:
@@ -216,7 +223,7 @@ def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenG
 
 
 def _breakdown(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """Mean reward and reverse KL of the groups of each teacher, tag and source; sources' shares."""
+    """Mean reward and reverse KL per teacher, tag and source; and each source's share of groups."""
     kinds: dict[str, list[GroupOutline]] = {}
     for group in groups_P:
         if group.teacher:
@@ -240,8 +247,8 @@ def _breakdown(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step from those of its optimizer updates.
 
-    `train/tokens` and `time/*` add up, extremes stay extremes, and all else is a mean over trained
-    tokens.
+    `train/tokens` and `time/*` are summed, extremes stay extremes, and all others are means over
+    trained tokens.
     """
     metrics: dict[str, float] = {
         "train/updates": len(updates),

@@ -1,8 +1,8 @@
-"""Training rows from what was sampled: one per segment, with all that the objective asks of it.
+"""Training rows from samples: one per segment, with everything that the objective needs.
 
-`policy_rows` makes those of whole groups at once. A learner of several workers knows them first by
-their outlines (`RowOutline`), by which it deals them out; the worker that trains one makes it of
-its trajectory (`trajectory_rows`).
+`policy_rows` makes the rows of whole groups. A learner of several workers first has the rows'
+outlines (`RowOutline`), by which it distributes them to its workers; the worker that trains a row
+makes it from its trajectory (`trajectory_rows`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distill.types import (
     TrajectoryGroup,
 )
 
-# log p_T of each row's trained tokens, by some weights: one array per row.
+# log p_T of each row's trained tokens, under some weights: one array per row.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
@@ -57,7 +57,7 @@ def policy_rows(
 def trajectory_rows(
     trajectory: Trajectory, terms: Sequence[TokenTerms], group_id: int, teacher: str
 ) -> list[TrainingRow]:
-    """A trajectory's rows: one sequence. `terms` are its segments'."""
+    """Rows of a trajectory, which form one sequence. `terms` are those of its segments."""
     tokens = sum(segment.num_actions for segment in trajectory.segments)
     return [
         TrainingRow(
@@ -89,7 +89,7 @@ def _source(group_id: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowOutline:
-    """A row of a rollout before it is made: the `RowShape` of a segment."""
+    """`RowShape` of a segment: stands for a training row that is not made yet."""
 
     place: RowPlace
     segment: SegmentOutline
@@ -121,7 +121,7 @@ class RowOutline:
 
 
 def row_outlines(group: GroupOutline) -> list[RowOutline]:
-    """Of all rows of a group, in the order of `policy_rows`."""
+    """Outlines of all rows of a group, in the order of `policy_rows`."""
     return [
         RowOutline(
             place=RowPlace(group.group_id, member, number),
@@ -137,11 +137,12 @@ def row_outlines(group: GroupOutline) -> list[RowOutline]:
 def with_other_rows(
     rows_D: Sequence[TrainingRow], objective: ObjectiveConfig, score: Score
 ) -> list[TrainingRow]:
-    """The rows of an update, those of one sequence knowing of each other what the loss needs.
+    """The rows of an update, with the sums over the other rows of a sequence that the loss needs.
 
     Args:
-        score: by the weights that the update starts from. It is asked only for sequences of several
-            rows, and only where a loss joins their tokens: gspo's ratio, discounted future terms.
+        score: log-probs under the weights that the update starts from. Called only for sequences of
+            several rows, and only if the loss joins their tokens: gspo's ratio, discounted future
+            terms.
     """
     joined = [rows for rows in _sequences(rows_D) if len(rows) > 1]
     if not joined or not joins_tokens(objective):
@@ -171,8 +172,11 @@ def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
 
 
 class RowSums(NamedTuple):
-    """What the other rows of a sequence need of one: its trained tokens; the sum of log pi - log
-    old over them; and, discounted from its first one, that of c (log pi - log mu)."""
+    """Sums over one row that the other rows of its sequence need.
+
+    The number of its trained tokens; the sum of log pi - log old over them; and the sum of
+    c (log pi - log mu), discounted from the first of them.
+    """
 
     tokens: int
     log_ratio: float
@@ -180,7 +184,7 @@ class RowSums(NamedTuple):
 
 
 def row_sums(row: TrainingRow, logprobs_N: FloatArray, objective: ObjectiveConfig) -> RowSums:
-    """Of a row, by the log-probs of the weights that the update starts from."""
+    """Sums of a row, from the log-probs under the weights that the update starts from."""
     mask_T = row.loss_mask_T
     moved_N = logprobs_N.astype(np.float64) - row.behaviour_logprobs_T[mask_T]
     old_N = row.behaviour_logprobs_T[mask_T]
@@ -198,7 +202,10 @@ def row_sums(row: TrainingRow, logprobs_N: FloatArray, objective: ObjectiveConfi
 def with_sums_of_others(
     row: TrainingRow, number: int, sums: Sequence[RowSums], objective: ObjectiveConfig
 ) -> TrainingRow:
-    """The row, told of the others of its sequence: `sums` are all rows', `number` its place."""
+    """The row with the sums over the others of its sequence.
+
+    `sums` are those of all rows of the sequence, `number` is the row's index among them.
+    """
     log_ratio = sum(each.log_ratio for each in sums) - sums[number].log_ratio
     future_kl = 0.0
     for each in reversed(sums[number + 1 :]):
@@ -209,7 +216,7 @@ def with_sums_of_others(
 
 
 def _moved_kl(row: TrainingRow, moved_N: np.ndarray, kl_clip: float | None) -> np.ndarray:
-    """What log pi in place of log mu adds to the sampled KLs of a row's tokens, weighted."""
+    """Weighted change of a row's sampled KL terms when log pi replaces log mu, shape (N,)."""
     mask_T, kl_N = row.loss_mask_T, np.zeros_like(moved_N)
     if (coef_T := row.sampled_kl_coef_T) is not None:
         kl_N += coef_T[mask_T] * moved_N
@@ -222,7 +229,7 @@ def _moved_kl(row: TrainingRow, moved_N: np.ndarray, kl_clip: float | None) -> n
 def rows_by_group(
     groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
 ) -> Iterator[tuple[TrajectoryGroup, list[TrainingRow]]]:
-    """Each group with its rows, of those that `policy_rows` made of `groups_P`, in order.
+    """Each group with its rows. `rows_D` are the rows that `policy_rows` made of `groups_P`.
 
     A group's rows are its segments', one each, in the order of `group.segments()`.
     """
@@ -236,7 +243,7 @@ def with_reference(
     groups_P: Sequence[TrajectoryGroup],
     logprobs: Score,
 ) -> list[TrajectoryGroup]:
-    """The groups with `reference_logprobs_T`, by a reference that scores rows' trained tokens."""
+    """The groups with `reference_logprobs_T`. `logprobs` is the reference's score of rows."""
     segments = [segment for group in groups_P for segment in group.segments()]
     scored = iter(logprobs([segment_to_score(segment) for segment in segments]))
 
@@ -256,7 +263,7 @@ def with_reference(
 
 
 def segment_to_score(segment: Segment) -> TrainingRow:
-    """The segment as a row whose actions the learner scores."""
+    """Row of a segment whose actions the learner scores."""
     return row_to_score(
         segment.tokens_T, segment.action_mask_T, segment.temperature, "a segment to score"
     )
@@ -278,7 +285,7 @@ def row_to_score(
 
 
 class AdvantageStats(NamedTuple):
-    """Of the advantages of some trained tokens, as sampled: population variance, and extremes."""
+    """Statistics of the sampled advantages of trained tokens: population variance and extremes."""
 
     tokens: int
     mean: float
@@ -288,7 +295,7 @@ class AdvantageStats(NamedTuple):
 
 
 def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
-    """Of all trained tokens of the rows; None of no rows."""
+    """Advantage statistics of all trained tokens of the rows, or None without rows."""
     if not rows_D:
         return None
     advantages_N = np.concatenate([row.advantages_T[row.loss_mask_T] for row in rows_D])
@@ -302,7 +309,7 @@ def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
 
 
 def advantage_metrics(parts: Sequence[AdvantageStats | None]) -> dict[str, float]:
-    """Mean, standard deviation and extremes of the advantages of all parts of a step."""
+    """Mean, standard deviation and extremes of the advantages over all parts of a step."""
     if not (present := [part for part in parts if part is not None]):
         return {}
     weights = [part.tokens for part in present]

@@ -1,8 +1,8 @@
 """Settings of the objective: advantages, policy losses and divergences, in one place.
 
-`PolicyObjective` is what RL has; `ObjectiveConfig` adds the teacher. Both refuse what has no
-gradient, or one that does not depend on the teacher, and say why. See docs/objectives.md for when
-to choose what.
+`PolicyObjective` has RL's settings; `ObjectiveConfig` adds the teacher's. Both reject settings
+without a gradient, or with one that does not depend on the teacher, with the reason. See
+docs/objectives.md for how to choose among them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ EstimatorName = Literal["auto", "sampled", "full", "top_k"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKFrom = Literal["student", "teacher", "union"]
 Tail = Literal["bucket", "sampled"]
-# The choice of a run, which has made it before anything is trained.
+# The run makes the choice itself, before training starts.
 AUTO = "auto"
 
-# (clip_low, clip_high): how far below and above 1 a ratio may go. PPO: Schulman et al. 2017;
+# (clip_low, clip_high): bounds of a ratio below and above 1. PPO: Schulman et al. 2017;
 # CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) has the
 # ratio of a whole sequence, per token, which moves far less.
 CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
-# Where the objective of a negative advantage stops growing, as a ratio (Ye et al. 2020).
+# Ratio above which the objective of a negative advantage stops growing (Ye et al. 2020).
 DUAL_CLIP = 3.0
-# Half the price of a squared log ratio (Richemond et al. 2024 call it beta).
+# Twice the coefficient of the squared log ratio (beta in Richemond et al. 2024).
 DRO_BETA = 0.05
-# Largest learner/server weight.
+# Cap of the learner/server weight.
 CORRECTION_CAP = 2.0
 
-# What other systems offer, and why it is no estimator of this gradient.
+# Options of other systems, and the reason why each is no estimator of this gradient.
 _REFUSED_ESTIMATORS = {
     "k1": "differentiated as a loss, log p - log q has the gradient E[grad log p] = 0 and never "
     "sees the teacher",
@@ -50,7 +50,7 @@ _REFUSED_ESTIMATORS = {
 
 @chz.chz
 class PolicyObjective:
-    """Rewards, baselines, the loss over ratios, and what keeps the policy where it was."""
+    """Settings of rewards, baselines, the loss over ratios, and regularisation of the policy."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
@@ -193,8 +193,7 @@ class PolicyObjective:
         self._check_overlong()
 
     def _check_advantage(self) -> None:
-        """Raises ConfigError for what a function in place of the baseline, or one of the whole
-        step, leaves without effect."""
+        """Raise ConfigError for an invalid `advantage`, and for settings that contradict it."""
         if self.advantage is not None and not is_own(self.advantage):
             raise ConfigError(
                 f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
@@ -226,7 +225,7 @@ class PolicyObjective:
 
 @chz.chz
 class ObjectiveConfig(PolicyObjective):
-    """`PolicyObjective` and the teacher's part."""
+    """Settings of `PolicyObjective` and of the teacher's terms."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
@@ -347,7 +346,7 @@ class ObjectiveConfig(PolicyObjective):
             raise ConfigError(f"kl_clip={clip} changes nothing with kl_coef=0; leave it out")
 
     def _check_discount(self) -> None:
-        """Raises ConfigError for a discount where no term is sampled, or only a part of one."""
+        """Raise ConfigError for a discount if no term is sampled, or only a part of one."""
         given = f"kl_discount_factor={self.kl_discount_factor}"
         if self.kl_coef and self.samples_tail:
             raise ConfigError(
@@ -369,25 +368,26 @@ class ObjectiveConfig(PolicyObjective):
 
     @property
     def least_right(self) -> float:
-        """The least reward of a response that is right."""
+        """Lowest reward of a correct response."""
         return DEFAULT_RIGHT_FROM if self.right_from is None else self.right_from
 
     @property
     def support(self) -> TopKFrom:
-        """Whose likeliest tokens the teacher's distribution is known at, with top_k."""
+        """Model whose likeliest tokens support the teacher's distribution, with top_k."""
         return self.top_k_from or _SUPPORT.get(self.divergence, "union")
 
     @property
     def samples_tail(self) -> bool:
-        """True if the tokens outside the top k count by those that were sampled."""
+        """True if the tokens outside the top k contribute only through sampled ones."""
         default = "sampled" if self.divergence == "reverse_kl" else "bucket"
         return self.estimator == "top_k" and (self.tail or default) == "sampled"
 
     @property
     def has_advantages(self) -> bool:
-        """True if an advantage can differ from 0: some term is of sampled tokens or of rewards.
+        """True if an advantage can differ from 0: a term is based on sampled tokens or rewards.
 
-        A divergence of whole distributions has none. `auto` counts as sampled until it is resolved.
+        A divergence of whole distributions has no advantages. `auto` counts as sampled until it is
+        resolved.
         """
         samples_teacher = self.estimator in ("sampled", AUTO) or self.samples_tail
         return bool(
@@ -414,7 +414,7 @@ class ObjectiveConfig(PolicyObjective):
 
 
 DEFAULT_TOP_K = 32
-# The side whose expectation the divergence is; both have one in the JSD. Of a user's own: union.
+# Model over which the divergence takes its expectation; the JSD has both. Custom divergence: union.
 _SUPPORT: dict[str, TopKFrom] = {
     "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
 }  # fmt: skip
@@ -424,7 +424,7 @@ DEFAULT_RIGHT_FROM = 1.0
 
 
 def require_teacher(objective: ObjectiveConfig) -> None:
-    """Raises ConfigError for a distillation whose gradient does not depend on the teacher."""
+    """Raise ConfigError for a distillation whose gradient does not depend on the teacher."""
     if objective.kl_coef == 0 and objective.hint_bonus_coef == 0:
         raise ConfigError(
             "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
@@ -437,9 +437,9 @@ def require_teacher(objective: ObjectiveConfig) -> None:
 
 
 def require_advantages(objective: ObjectiveConfig) -> None:
-    """Raises ConfigError for a loss or a correction that weighs advantages, where all are 0.
+    """Raise ConfigError for a loss or a correction that weights advantages if all are 0.
 
-    `dro`, and a loss of the user's own, may have terms without an advantage.
+    `dro`, and a custom loss, may have terms without an advantage.
     """
     if objective.has_advantages or objective.loss == "dro" or is_own(objective.loss):
         return
@@ -454,7 +454,7 @@ def require_advantages(objective: ObjectiveConfig) -> None:
 
 
 def require_reward(objective: PolicyObjective, group_size: int) -> None:
-    """Raises ConfigError for an RL objective whose gradient is zero."""
+    """Raise ConfigError for an RL objective whose gradient is zero."""
     if objective.reward_coef == 0 and objective.bonus_coef == 0:
         raise ConfigError(
             "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; give "
@@ -465,7 +465,7 @@ def require_reward(objective: PolicyObjective, group_size: int) -> None:
 
 
 def require_comparison(objective: PolicyObjective, group_size: int) -> None:
-    """Raises ConfigError for rewards that are compared with nothing but themselves."""
+    """Raise ConfigError for rewards that are compared only with themselves."""
     if group_size < 2 and objective.baseline != "global" and objective.advantage is None:
         raise ConfigError(
             f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
@@ -475,12 +475,12 @@ def require_comparison(objective: PolicyObjective, group_size: int) -> None:
 
 
 def is_own(name: str) -> bool:
-    """True for `package.module:function`, a user's own."""
+    """True for `package.module:function`, a custom function."""
     return ":" in name
 
 
 def check_name(field: str, value: str, known: Collection[str]) -> None:
-    """Raises ConfigError for an unknown name, with the nearest one."""
+    """Raise ConfigError for an unknown name, with the nearest known one."""
     if value not in known:
         raise ConfigError(f"{field}={value} is unknown; {known_names(value, known)}")
 

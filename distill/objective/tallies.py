@@ -1,4 +1,4 @@
-"""Outlines of groups, with the sums that a step's metrics are made of: see `distill.outlines`."""
+"""Outlines of groups, with the sums from which a step's metrics are made (`distill.outlines`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from distill.objective.repetition import repeated_share
 from distill.outlines import GroupOutline, GroupTally, SegmentOutline, TrajectoryOutline, TurnGap
 from distill.types import FloatArray, Segment, TokenArray, Trajectory, TrajectoryGroup
 
-# Share of a group's tokens, those furthest from the teacher, of which `opd/kl_top_share` tells.
+# Share of a group's tokens, those furthest from the teacher, that `opd/kl_top_share` covers.
 _TOP = 0.01
 _BY_CHANCE = 1e-6
-# Of longer episodes, the reverse KL of so many turns is told apart.
+# Number of first turns whose reverse KL is reported separately.
 TURNS_SHOWN = 8
 
 
 def outline(group: TrajectoryGroup) -> GroupOutline:
-    """The group without its tokens."""
+    """Outline of a group: the group without its tokens."""
     return GroupOutline(
         group_id=group.group_id,
         trajectories_G=tuple(map(_trajectory, group.trajectories_G)),
@@ -97,7 +97,7 @@ def tally(group: TrajectoryGroup) -> GroupTally:
 
 
 def _equal(members_G: Sequence[Trajectory]) -> bool:
-    """True if all members are equal, and independent samples would be with p below _BY_CHANCE."""
+    """True if all members are equal, and independent samples were so with p below _BY_CHANCE."""
     tokens_G = {tuple(s.tokens_T.tobytes() for s in member.segments) for member in members_G}
     if len(members_G) < 2 or len(tokens_G) > 1:
         return False
@@ -126,7 +126,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:
 
 
 def _turn_gap(turns: Sequence[tuple[Segment, slice]]) -> TurnGap:
-    """Of the turns of one number, where they were scored."""
+    """Sum of log p_T - log q_T over the scored turns of one number, and their token count."""
     gaps = [
         segment.behaviour_logprobs_T[where].astype(np.float64) - segment.teacher_logprobs_T[where]
         for segment, where in turns
@@ -140,13 +140,13 @@ def _repeated(trajectory: Trajectory) -> float:
 
 
 def _sum_of_largest(sizes_N: np.ndarray) -> float:
-    """Of the largest hundredth, rounded up."""
+    """Sum of the largest hundredth of the values, its size rounded up."""
     top = math.ceil(_TOP * len(sizes_N))
     return float(np.partition(sizes_N, len(sizes_N) - top)[-top:].sum())
 
 
 def gaps_of(segments: Sequence[Segment], teacher: Sequence[FloatArray | None]) -> np.ndarray | None:
-    """log p_T - log q of all action tokens, in float64; None where a segment has no log q."""
+    """log p_T - log q of all action tokens, in float64; None if a segment has no log q."""
     gaps = []
     for segment, teacher_T in zip(segments, teacher, strict=True):
         if teacher_T is None:

@@ -1,4 +1,4 @@
-"""Groups whole, with their tokens, in one process."""
+"""Whole groups, with their tokens, in one process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from distill.types import TrajectoryGroup
 def opened(
     source: TrajectorySource, outlines_P: Sequence[GroupOutline]
 ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
-    """The groups of these outlines; and of those that are lost why."""
+    """The groups of these outlines, and the reasons for those that are lost."""
     found, lost = source.trajectories([place for each in outlines_P for place in each.places])
     return [each.filled_from(found) for each in outlines_P if each.group_id not in lost], lost
 
 
 class GroupsHere:
-    """A `TrajectorySource` of groups that are in this process: those that were shown last."""
+    """`TrajectorySource` of groups in this process: those of the last call of `taken`."""
 
     def __init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}
 
     def taken(self, groups_P: Sequence[TrajectoryGroup], **others: Any) -> Taken:
-        """Those groups as a `Taken`, with its other fields."""
+        """`Taken` of the groups' outlines, with `others` as its other fields."""
         self._groups = {group.group_id: group for group in groups_P}
         return Taken(groups_P=[outline(group) for group in groups_P], **others)
 

@@ -1,4 +1,4 @@
-"""What the length of a response does to its reward: a penalty near the limit, no reward beyond."""
+"""Effect of a response's length on its reward: a penalty near the limit, no reward beyond."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from distill.types import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRules:
-    """Rules for the rewards of samples, by how long they are and whether they were cut off.
+    """Rules for the rewards of samples, by length and truncation.
 
     Attributes:
-        max_new_tokens: of a turn.
+        max_new_tokens: longest turn.
         mask_truncated: rewards of episodes that ended by length do not count.
         overlong_buffer: tokens before `max_new_tokens` within which the penalty grows; 0: none.
-        overlong_penalty: what the longest turn loses.
+        overlong_penalty: penalty of the longest turn.
     """
 
     max_new_tokens: int
@@ -24,11 +24,11 @@ class LengthRules:
     overlong_penalty: float = 1.0
 
     def counts(self, stop_reason: StopReason) -> bool:
-        """False if the reward of an episode that ended so says nothing."""
+        """False if the reward of an episode with this stop reason does not count."""
         return not (self.mask_truncated and stop_reason is StopReason.LENGTH)
 
     def penalty(self, length: int) -> float:
-        """What a turn of so many tokens loses: 0 up to the buffer, growing linearly through it.
+        """Penalty of a turn of `length` tokens: 0 up to the buffer, growing linearly within it.
 
         DAPO's soft overlong punishment (Yu et al. 2025, equation 13), negated.
         """

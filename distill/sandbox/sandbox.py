@@ -1,31 +1,30 @@
-"""Sandbox for untrusted Python, such as a model's: a process that can do little harm.
+"""Sandbox for untrusted Python, such as a model's output: a process that can do little harm.
 
     result = await run_python("print(6 * 7)", limits=SandboxLimits(wall_s=5))
 
-With `isolation="namespaces"`, of Linux, the program has
+With `isolation="namespaces"` (Linux), the program has
 
 - no network, not even 127.0.0.1, and no sockets of other programs;
 - a root directory of its own: the system's /usr and /lib, this interpreter and its packages, all
   read-only, and a /tmp of its own, gone afterwards. Homes, the run's files, /proc, /sys, most of
   /etc and the rest of /dev are not there;
-- nothing of our environment, and none of our open files; it sees no process but its own, has no
-  rights of root, and is another user (nobody) where we are root;
+- none of the caller's environment variables and open files; it sees no process but its own, has no
+  root privileges, and runs as another user (nobody) if the caller is root;
 - on x86_64 and aarch64, no system calls that computing does not need (`distill.sandbox.seccomp`):
-  no memory that escapes the limits (memfd, System V), no kernel keys, no sockets but of the machine
-  and of the internet, of which there is none, no io_uring, tracing, mounts or namespaces of its
-  own;
+  no memory that escapes the limits (memfd, System V), no kernel keys, only local and internet
+  sockets (without a network), no io_uring, tracing, mounts or new namespaces;
 - limits: of time, and of CPU time, memory, files and processes by the kernel.
-  CPU time and memory are counted by process, so that all of its `processes` together can use that
-  many times as much: 16 GiB by default, and `files_mb` beside it. All of them are gone when
-  `run_python` returns, is cancelled, or dies.
+  CPU time and memory are counted per process, so that all of its `processes` together can use that
+  many times as much: 16 GiB by default, plus `files_mb`. All of them have ended when `run_python`
+  returns, is cancelled, or dies.
 
-It does not protect from holes in the kernel behind the calls that are left, nor from what can be
-learnt by measuring the machine, and whatever the interpreter's own directories hold can be read:
-keep no secrets there. It needs Linux 5.14 and user namespaces; where there are none,
+The sandbox protects neither from kernel vulnerabilities behind the remaining calls nor from side
+channels of the machine. The interpreter's own directories can be read: keep no secrets there. It
+needs Linux 5.14 and user namespaces; without them,
 `isolation="process"` keeps the empty environment, the filter and the limits, and nothing else: the
-program can use the network, read and write what we can, and end any process of ours (as root: any).
-There, processes are counted together with all others of our user, and not at all for root; a
-program that means to may outlive its end.
+program can use the network, read and write whatever the caller can, and end any process of the
+caller's user (as root: any). There, processes are counted together with all others of that user,
+and not at all for root; a program can deliberately outlive its termination.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from distill.lookup import known_names
 from distill.sandbox.seccomp import filter_program
 
 Isolation = Literal["namespaces", "process"]
-# error: it ended with another exit code than 0
+# error: the program ended with an exit code other than 0
 Outcome = Literal["ok", "error", "time", "memory", "output"]
 
 _ISOLATIONS = ("namespaces", "process")
 _LAUNCHER = str(Path(__file__).with_name("sandbox_child.py"))
 _CHUNK = 1 << 16
-# What is told to end ends at once; this only keeps us from waiting for ever.
+# A process that is signalled to end ends immediately; this limit only prevents an endless wait.
 _END_S = 10.0
 
 
@@ -64,11 +63,12 @@ _END_S = 10.0
 class SandboxLimits:
     """Resource limits of a program.
 
-    CPU time (whole seconds) and memory (of addresses, which is more than what is in use) are by
-    process; `files_mb` is all of /tmp; output is by stream; threads count as processes.
+    CPU time (whole seconds) and memory (address space, which exceeds the memory in use) are limited
+    per process; `files_mb` covers all of /tmp; output is limited per stream; threads count as
+    processes.
 
     Raises:
-        ConfigError: names the field that is out of range.
+        ConfigError: a field is out of range; the message names it.
     """
 
     cpu_s: int = 10
@@ -95,7 +95,7 @@ class SandboxLimits:
             )
 
     def said_of(self, outcome: Literal["time", "memory", "output"]) -> str:
-        """Why we ended a program, for whoever wrote it."""
+        """Message for the program's author: the limit for which it was ended."""
         if outcome == "time":
             return f"the program took too long: {self.wall_s:g} s, {self.cpu_s} s of computing"
         if outcome == "memory":
@@ -105,7 +105,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """Outcome of a program. `exit_code` is minus the signal, None where we ended it."""
+    """Outcome of a program.
+
+    `exit_code` is minus the signal if one ended the program, and None if the sandbox ended it.
+    """
 
     stdout: str
     stderr: str
@@ -117,9 +120,9 @@ class SandboxResult:
 async def run_python(
     source: str, *, stdin: str = "", limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Runs the program in a fresh interpreter; what it wrote until its end, or until a limit.
+    """Run the program in a new interpreter, and return its output up to its end or to a limit.
 
-    Cancelled, it ends the program. `wall_s` includes the start, some hundredths of a second.
+    Cancellation ends the program. `wall_s` includes the start, some hundredths of a second.
 
     Raises:
         ConfigError: the sandbox cannot be made on this machine.
@@ -144,10 +147,10 @@ async def run_python(
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
-    """Makes the sandbox once per process, to know that it can be made: a tenth of a second.
+    """Make the sandbox once per process, to check that this is possible: a tenth of a second.
 
     Raises:
-        ConfigError: it cannot, and what would help.
+        ConfigError: the sandbox cannot be made; the message has the remedy.
     """
     failure = _failure(isolation)
     if failure is not None:
@@ -177,7 +180,7 @@ def _failure(isolation: Isolation) -> str | None:
 
 @contextmanager
 def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, int]]:
-    """The launcher's input, and both ends of the pipe it reports through."""
+    """The launcher's input, and both ends of the pipe through which it reports."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}")
     spec: dict[str, Any] = {**asdict(limits), "source": source, "python": sys.executable}
@@ -198,7 +201,7 @@ def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, 
 
 @lru_cache
 def _interpreter_directories() -> list[str]:
-    """Directories of the interpreter and its packages, and each link on the way to it."""
+    """Directories of the interpreter and its packages, and of each link that leads to it."""
     found = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     found |= {os.path.realpath(path) for path in found}
     path = sys.executable
@@ -218,7 +221,7 @@ def _surroundings(report_end: int) -> dict[str, Any]:
 
 
 def _told(report: int) -> dict[str, Any]:
-    """The launcher's first line; empty where it was ended before.
+    """First line of the launcher's report; empty if it was ended before.
 
     Raises:
         ConfigError: the sandbox could not be made.
@@ -265,7 +268,7 @@ class _Run:
     async def _feed(self, given: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        # The program need not read its input, and may be gone.
+        # The program may have ended without reading its input.
         with suppress(BrokenPipeError, ConnectionResetError):
             stdin.write(given)
             await stdin.drain()
@@ -285,7 +288,7 @@ class _Run:
         return stream
 
     def _signal(self, strongest: bool = False) -> None:
-        """Ends all of it: by the kernel, or by a launcher that knows its children."""
+        """End the program and its descendants: by SIGKILL to the group, or through the launcher."""
         with suppress(ProcessLookupError):
             if strongest or self._limits.isolation == "namespaces":
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -293,7 +296,7 @@ class _Run:
                 os.kill(self._process.pid, signal.SIGTERM)
 
     async def end(self) -> None:
-        """Whoever held the other end of the pipes is gone then."""
+        """End the program, and wait until no process holds the other ends of its pipes."""
         if self._process.returncode is None:
             self._signal()
         try:
@@ -322,7 +325,7 @@ class _Run:
         if exit_code == -signal.SIGXCPU or (killed and told["cpu_s"] >= self._limits.cpu_s):
             return "time"
         lines = stderr.rstrip().rsplit("\n", 1)
-        # Without an exit code, or by a signal that is not ours: the kernel had no memory left.
+        # No exit code, or a signal that the sandbox did not send: the kernel had no memory left.
         if exit_code is None or killed or lines[-1].startswith("MemoryError"):
             return "memory"
         return "error"

@@ -3,14 +3,14 @@
     launcher ── first process of the namespaces ── the program
     (waits)     (builds the root, waits, reports)   (an interpreter of its own)
 
-It is a script that needs nothing but the standard library: `python -I -S sandbox_child.py LENGTH
+This script needs only the standard library: `python -I -S sandbox_child.py LENGTH
 REPORT`. Standard input holds LENGTH bytes of JSON (see `sandbox.py`) and then the program's
 own input. One JSON object goes to the file descriptor REPORT: `{"error": ...}`, or the program's
 `exit_code` (minus the signal that ended it) and `cpu_s`.
 
-The kernel kills all that is in a namespace of processes with its first process, and that one dies
-with the launcher. A process of its own, outside, writes who is who in the new namespace: the
-kernel lets nobody inside do it for two users.
+The kernel kills all processes of a process namespace with its first one, and that one dies with the
+launcher. A separate process outside writes the user and group ids of the new namespace: the kernel
+does not permit a process inside to map two users.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# Kernel memory is used up by empty files too.
+# Empty files use kernel memory too.
 _MAX_FILES = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _read(length: int) -> bytes:
-    """Exactly `length` bytes of stdin: the rest is the program's."""
+    """Exactly `length` bytes of stdin; the rest is the program's input."""
     data = b""
     while len(data) < length and (chunk := os.read(0, length - len(data))):
         data += chunk
@@ -65,7 +65,7 @@ def _read(length: int) -> bytes:
 
 
 def _reporting(report: int, run: Callable[[], None]) -> NoReturn:
-    """`run`, then the end of this process; an OSError is what the report is about."""
+    """Call `run`, then end this process. An OSError is written to the report."""
     try:
         run()
     except OSError as error:
@@ -83,9 +83,11 @@ def _in_namespaces(spec: dict[str, Any], report: int) -> None:
 
 
 def _unshare() -> None:
-    """New namespaces of everything, in which root is root and nobody is nobody, or we are nobody.
+    """Create new namespaces of all kinds.
 
-    Not our own id where we are root: root owns files, and is not held to a number of processes.
+    If this process is root, root and nobody keep their ids, and the program runs as nobody, because
+    root owns files and is exempt from the process limit. Otherwise this process's user becomes
+    nobody.
     """
     root = os.geteuid() == 0
     maps = {name: _map(name, root) for name in ("uid", "gid")}
@@ -98,7 +100,7 @@ def _unshare() -> None:
     _die_with_parent()
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     _call("unshare", _CLONE_NEWUSER | flags)
-    _die_with_parent()  # who changes in rights loses it
+    _die_with_parent()  # again, because a change of privileges clears it
     os.write(unshared, b"x")
     status = os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1])
     if status:
@@ -108,8 +110,7 @@ def _unshare() -> None:
             file.write("0")
     except OSError:
         # Read-only in many containers. Without a filter of system calls the program could then
-        # make namespaces of its own, inside of these: a larger part of the kernel to attack,
-        # nothing it is given.
+        # make nested namespaces: more kernel code to attack, but no additional rights.
         pass
 
 
@@ -130,7 +131,7 @@ def _write_maps(pid: int, maps: dict[str, str], root: bool) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """Writes the text in one call, as the kernel wants for these files."""
+    """Write the text in one call, as the kernel requires for these files."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -141,7 +142,7 @@ def _write(path: str, text: str) -> None:
 def _first_process(spec: dict[str, Any], report: int) -> None:
     _die_with_parent()
     _build_root(spec)
-    # Ourselves, and the launcher, are of the same user where that is not root.
+    # This process and the launcher have the program's user too, unless that is root.
     others = 0 if os.geteuid() == 0 else 2
     program = os.fork()
     if program == 0:
@@ -161,7 +162,7 @@ def _tell(report: int, status: int, usage: resource.struct_rusage) -> None:
 
 
 def _build_root(spec: dict[str, Any]) -> None:
-    """A root of the system's and the interpreter's files, read-only, and a /tmp of its own."""
+    """Build a root of the system's and the interpreter's files, read-only, with a new /tmp."""
     real = {path: os.path.realpath(path) for path in (*_SYSTEM, *spec["visible"])}
     source = spec["source"].encode("utf-8", "replace")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -170,7 +171,7 @@ def _build_root(spec: dict[str, Any]) -> None:
     os.mkdir(OLD[1:])
     _call("pivot_root", b".", OLD[1:].encode())
     os.chdir("/")
-    os.mkdir("/tmp")  # first: an interpreter may live in it
+    os.mkdir("/tmp")  # first, because an interpreter may be in it
     size = f"mode=1777,size={spec['files_mb']}m,nr_inodes={_MAX_FILES}"
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
     shown: list[str] = []
@@ -188,7 +189,10 @@ def _build_root(spec: dict[str, Any]) -> None:
 
 
 def _show(path: str, real: str) -> list[str]:
-    """`path` as it is outside, read-only: a link, a directory, or nothing."""
+    """Show `path` as it is outside, read-only: a link, a directory, or nothing.
+
+    Returns the mounted path, if any.
+    """
     if os.path.islink(OLD + path) and path in _SYSTEM:
         os.symlink(os.readlink(OLD + path), path)
         return []
@@ -209,7 +213,7 @@ def _show_file(path: str) -> None:
 
 
 def _read_only(path: str) -> None:
-    """Mounts below it too."""
+    """Make the mount, and all mounts below it, read-only."""
     attributes = (ctypes.c_uint64 * 4)(_MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
     _call(
         "syscall",
@@ -224,7 +228,7 @@ def _read_only(path: str) -> None:
 
 
 def _as_a_process(spec: dict[str, Any], report: int) -> None:
-    """Limits alone; see `sandbox.py` for what is missing."""
+    """Run the program with limits alone; `sandbox.py` lists what is missing."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _die_with_parent()
     signal.signal(signal.SIGTERM, _stop)
@@ -257,7 +261,7 @@ def _stop(signum: int, frame: object) -> NoReturn:
 
 
 def _end_children() -> None:
-    """All that is below us. Who loses a parent becomes our child."""
+    """Kill all descendants. A process whose parent ends becomes a child of this process."""
     while True:
         for entry in os.listdir("/proc"):
             if entry.isdigit() and _parent(entry) == os.getpid():
@@ -274,7 +278,7 @@ def _parent(pid: str) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 
@@ -306,7 +310,7 @@ def _become_program(spec: dict[str, Any], path: str, directory: str, others: int
 
 
 def _filter(steps: bytes) -> None:
-    """Refuses system calls; see `seccomp.py`, which is not there to be imported here."""
+    """Refuse system calls; see `seccomp.py`, which cannot be imported here."""
     if steps:
         program = _Filter(len(steps) // 8, steps)
         _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
@@ -317,7 +321,7 @@ class _Filter(ctypes.Structure):
 
 
 def _limit(what: int, soft: int, hard: int | None = None) -> None:
-    """Sets a resource limit, never above the one that this process has."""
+    """Set a resource limit, never above the current hard limit."""
     hardest = resource.getrlimit(what)[1]
     ceiling = soft if hard is None else hard
     if hardest != resource.RLIM_INFINITY:
@@ -344,10 +348,10 @@ def _mount(
 
 
 def _call(function: str, *arguments: Any, name: str | None = None) -> None:
-    """A function of the C library that answers -1 when it fails.
+    """Call a function of the C library that returns -1 if it fails.
 
     Raises:
-        OSError: it did.
+        OSError: the call failed.
     """
     if getattr(_libc, function)(*arguments) == -1:
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Messages of a history that were condensed, and the tool by which the model reads one back."""
+"""Condensed messages of a history, and the tool with which the model reads one of them back."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from distill.tools.base import Tool, ToolError
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Of each block, so many characters are listed.
+# Number of characters listed of each block.
 _HEAD = 48
 
 
 class Blocks:
-    """What an episode has condensed, message by message, numbered from 1."""
+    """Messages that an episode has condensed, one block each, numbered from 1."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._texts: list[str] = []
 
     def keep(self, messages: Sequence[Message], max_tokens: int) -> str:
-        """Keeps the messages, and lists all that are kept in at most `max_tokens`, the latest last.
+        """Keep the messages, and list all kept ones in at most `max_tokens`, the latest last.
 
-        Earlier summaries are no blocks. What does not fit is named by its numbers.
+        Earlier summaries do not become blocks. Blocks that do not fit are listed by number only.
         """
         self._texts += [transcript(each) for each in messages if not is_summary(each)]
         lines: list[str] = []
@@ -61,7 +61,7 @@ def _head(text: str) -> str:
 
 
 class ReadBlock(Tool):
-    """Reads a block of one episode."""
+    """Tool that returns a block of one episode."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks

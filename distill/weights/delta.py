@@ -1,12 +1,12 @@
-"""Weights as what changed since those that were sent before: for networks that are slow.
+"""Weights as changes against the version sent before, for slow networks.
 
-    sender      sent.advance(weights, version)   keeps what was sent, and finds what differs
-                sent.delta(), sent.whole()       to who holds what was sent before, and to others
+    sender      sent.advance(weights, version)   keeps the weights sent, and computes the change
+                sent.delta(), sent.whole()       for receivers with the previous version, for others
     receiver    received.take(delta)             patches its own copy, which any process can read
 
-In bfloat16 an update at a small learning rate leaves most values as they were. Both sides keep a
-whole copy in main memory; patches are of pieces of its tensors. What a receiver makes
-must have the digest of what the sender has: on another base, or with a byte lost, it is refused.
+In bfloat16 an update at a small learning rate leaves most values unchanged. Both sides keep a whole
+copy in main memory; each patch changes one piece of its tensors. The receiver's result must have
+the sender's digest: a result on another base, or with a byte lost, is rejected.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from distill.weights.tensors import TensorLayout, layout_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightDelta:
-    """Weights by patches of those of another version, or whole.
+    """Weights as patches of another version, or whole.
 
     Attributes:
-        version: of the weights that it makes, and `result` their digest.
-        base: digest of the weights that it is a change of; None: it is whole.
-        base_version: what those were sent as.
-        layouts: of a whole one; a change is of its base's.
+        version: version of the resulting weights; `result` is their digest.
+        base: digest of the weights that the patches apply to; None: the weights are whole.
+        base_version: version under which the base was sent.
+        layouts: layouts of whole weights; a change has its base's layouts.
         patches: one for each piece of the tensors, in order.
     """
 
@@ -60,7 +60,7 @@ class SentWeights:
         self.changed_share: float | None = None  # of values, by the last `advance`
 
     def advance(self, weights: Weights, version: int) -> None:
-        """Takes on these weights; they are finite.
+        """Replace the copy with these weights, which must be finite, and record the change.
 
         Raises:
             EngineError: there is no room for the copy in memory.
@@ -78,7 +78,7 @@ class SentWeights:
             patch = Patch.between(old, new)
             if patch.changed:
                 self._checksums[i] = checksum(new)
-            if patch.form == "all":  # what is new lies where the old was, from the next piece on
+            if patch.form == "all":  # old's memory holds the new values from the next piece on
                 patch = replace(patch, values=old)
             patches.append(patch)
         self.version, self.digest = version, _digest(layouts, self._checksums)
@@ -94,16 +94,16 @@ class SentWeights:
         )
 
     def delta(self) -> WeightDelta | None:
-        """What the last `advance` changed; None if there was nothing before, or most is new.
+        """Change made by the last `advance`, valid until the next one.
 
-        Good until the next `advance`.
+        None if there were no earlier weights, or if the change is not smaller than the whole.
         """
         if self._delta is None or self._delta.nbytes >= sum(t.nbytes for t in self._block.layouts):
             return None
         return self._delta
 
     def whole(self) -> WeightDelta:
-        """All of the copy: views of it, good until the next `advance`."""
+        """The whole copy, as views that are valid until the next `advance`."""
         assert self.digest is not None, "nothing was sent yet"
         return WeightDelta(
             version=self.version,
@@ -116,19 +116,19 @@ class SentWeights:
 
 
 class ReceivedWeights:
-    """Copy of the weights that came last, in memory that processes of this machine share."""
+    """Copy of the weights received last, in memory that processes of this machine share."""
 
     def __init__(self) -> None:
         self._block = SharedBlock()
-        self._digest: str | None = None  # None: it holds nothing that a change could be of
+        self._digest: str | None = None  # None: no weights that a change could apply to
         self._lock = threading.Lock()
 
     def take(self, delta: WeightDelta) -> SharedTensors:
-        """The weights that it makes; readable until the next call.
+        """Apply the delta, and return the resulting weights; readable until the next call.
 
         Raises:
-            EngineError: it is a change of other weights than are held here, or does not make what
-                was sent. A whole one helps.
+            EngineError: the base is not the copy held here, or the result differs from what was
+                sent. Sending whole weights is the remedy.
         """
         with self._lock:
             if delta.base is not None and delta.base != self._digest:

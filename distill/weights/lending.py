@@ -1,15 +1,15 @@
-"""Buckets of weights that a process lends to others of its machine: written once, read in place.
+"""Buckets of weights that a process lends to others on its machine: written once, read in place.
 
-    lender    lend(...): the bucket's tensors in one block of memory, and a handle on it a reader
-    reader    opens its handle, copies what it needs, lets go, and says so
-    lender    the next bucket, once every reader has said so; take_back() after the last
+    lender    lend(...): the bucket's tensors in one block of memory, and one handle per reader
+    reader    opens its handle, copies what it needs, releases it, and acknowledges
+    lender    the next bucket, once every reader has acknowledged; take_back() after the last
 
-So one bucket is in memory beside the model, whatever the model. On a CPU the block is of memory
-without a name (`distill.weights.shared_memory`). On CUDA it is one of torch's allocations, lent by
-CUDA's inter-process handles: torch keeps the allocation until every process that was given a
-handle has let go of it, each handle counts once (so each reader needs its own), and it is given
-back only by `torch.cuda.ipc_collect`. A reader lets go after its own copies have ended on the GPU,
-which may be a moment after it has said so: `take_back` waits for that.
+Only one bucket is thus in memory beside the model, whatever the model's size. On a CPU the block is
+anonymous memory (`distill.weights.shared_memory`). On CUDA it is a torch allocation, lent through
+CUDA's inter-process handles: torch keeps the allocation until every process that received a handle
+has released it, each handle counts once (so each reader needs its own), and the memory is freed
+only by `torch.cuda.ipc_collect`. A reader releases its handle after its own copies have finished on
+the GPU, which may be shortly after its acknowledgement: `take_back` waits for that.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
 
-# Longest that readers may take to let go of a GPU's memory after they have said that they read it.
+# Longest time for readers to release a GPU's memory after they have acknowledged reading it.
 RELEASE_S = 30.0
 _POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderPlace:
-    """Where a lender's memory is.
+    """Location of a lender's memory.
 
     Attributes:
-        host: name of its machine.
-        gpu: id of its GPU there, None on a CPU.
+        host: name of the machine.
+        gpu: id of the GPU on that machine; None on a CPU.
     """
 
     host: str
@@ -55,7 +55,7 @@ class LenderPlace:
 
     @classmethod
     def own(cls, device: str) -> LenderPlace:
-        """That of this process."""
+        """Location of this process's memory on `device`."""
         gpus = visible_gpus() if device.startswith("cuda") else []
         index = int(device.partition(":")[2] or 0)
         return cls(host=os.uname().nodename, gpu=gpus[index] if index < len(gpus) else None)
@@ -63,14 +63,14 @@ class LenderPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaMemory:
-    """A handle on a block of a GPU's memory, for one reader: what torch's own reductions send.
+    """Handle on a block of GPU memory for one reader: the fields that torch's own reductions send.
 
     Attributes:
-        layouts: of the tensors, as they lie in the block (`views_of`).
-        device: the GPU by its UUID, for processes number GPUs as they please.
-        handle, size, offset: of the allocation that the block is in; the block's own bytes.
-        counter, counter_offset: where the reader counts itself out.
-        event, synchronises: what the reader waits for on the GPU.
+        layouts: layouts of the tensors in the block (`views_of`).
+        device: UUID of the GPU, because processes may number GPUs differently.
+        handle, size, offset: handle of the allocation that contains the block; the block's bytes.
+        counter, counter_offset: location of the reference count that the reader decrements.
+        event, synchronises: event that the reader waits for on the GPU.
     """
 
     layouts: tuple[TensorLayout, ...]
@@ -89,19 +89,19 @@ LentBucket: TypeAlias = SharedTensors | CudaMemory
 
 @runtime_checkable
 class Lends(Protocol):
-    """Weights that several workers hold, of which each can lend out whole buckets."""
+    """Protocol of weights held by several workers, each of which can lend whole buckets."""
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
-        """Handles on these tensors, by worker, as many as it has readers: `BucketLender.lend`."""
+        """Handles on these tensors by worker, one per reader of the worker; see `BucketLender`."""
         ...
 
     def take_back(self) -> None:
-        """As `BucketLender.take_back`, on every worker."""
+        """Call `BucketLender.take_back` on every worker."""
         ...
 
 
 class BucketLender:
-    """One process's buckets, one at a time, on its device."""
+    """Lender of one process's buckets, one at a time, on its device."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -112,11 +112,11 @@ class BucketLender:
     def lend(
         self, layouts: Sequence[TensorLayout], tensors: Iterable[tuple[str, Tensor]], readers: int
     ) -> list[LentBucket]:
-        """Handles on one bucket, one a reader. The bucket before is written over, or given back.
+        """Handles on one bucket, one per reader. The previous bucket is overwritten or released.
 
         Args:
-            layouts: of the bucket's tensors.
-            tensors: those by name; each is needed for no longer than it takes to copy it.
+            layouts: layouts of the bucket's tensors.
+            tensors: those tensors by name; each is needed only while it is copied.
 
         Raises:
             EngineError: there is no room for the bucket in main memory.
@@ -142,14 +142,14 @@ class BucketLender:
         return [_exported(flat, tuple(layouts), uuid) for _ in range(readers)]
 
     def take_back(self) -> None:
-        """Gives the bucket's memory back; on a GPU, once its readers have let go of it."""
+        """Free the bucket's memory; on a GPU, once its readers have released it."""
         self._block = None  # a reader that has it open keeps it
         if self._flat is not None:
             self._release()
-            torch.cuda.empty_cache()  # the readers' now
+            torch.cuda.empty_cache()  # so that the readers can use the memory
 
     def _release(self) -> None:
-        """Lets go of the block on the GPU, and waits until torch may use its memory again."""
+        """Release the block on the GPU, and wait until torch may reuse its memory."""
         if self._flat is None:
             return
         left = torch.cuda.memory_allocated(self._device) - self._flat.nbytes
@@ -171,7 +171,7 @@ class BucketLender:
 
 
 def _exported(flat: Tensor, layouts: tuple[TensorLayout, ...], uuid: str) -> CudaMemory:
-    """A handle of its own, as torch's reductions ask for one: torch counts one reader for each."""
+    """New handle for one reader, made by torch's reductions: torch counts one reader per handle."""
     shared: Any = flat.untyped_storage()._share_cuda_()
     _, handle, size, offset, counter, counter_offset, event, synchronises = shared
     return CudaMemory(
@@ -181,7 +181,7 @@ def _exported(flat: Tensor, layouts: tuple[TensorLayout, ...], uuid: str) -> Cud
 
 
 class OwnWeights:
-    """`Lends` of weights that one process has, or gathers."""
+    """`Lends` of weights that one process holds or gathers."""
 
     def __init__(self, weights: Weights, device: str) -> None:
         self._weights, self._lender = weights, BucketLender(device)

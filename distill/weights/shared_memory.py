@@ -1,13 +1,13 @@
-"""Named tensors in memory that several processes of one machine have in common.
+"""Named tensors in memory that several processes of one machine share.
 
     writer    block.write(weights): a copy into the block; block.share() for the readers
     reader    shared.unpack(): views of the same memory, no copy; or shared.portions(...) one
               after the other, so that no more than a bucket is mapped at a time
 
-The writer writes again only when every reader has said that it is done. The block is a file without
-a name (memfd): no directory lists it, and the kernel frees it with the last process that has it
-open or mapped, however that process ends. A reader opens it through its writer's entry in /proc, so
-both are of one user and see each other's processes.
+The writer writes again only when every reader has acknowledged. The block is an anonymous file
+(memfd): no directory lists it, and the kernel frees it with the last process that has it open or
+mapped, however that process ends. A reader opens it through its writer's entry in /proc, so both
+must run as one user and see each other's processes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_bu
 from distill.weights.patches import Bits
 from distill.weights.tensors import TensorLayout
 
-# Wide enough for any dtype, and for the copy to run at full speed.
+# Wide enough for any dtype, and for copies at full speed.
 _ALIGNMENT = 64
-# What is compared and patched at a time.
+# Number of bytes that are compared and patched at a time.
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTensors:
-    """A handle on tensors in shared memory, for any number of readers; small, whatever their size.
+    """Handle on tensors in shared memory, for any number of readers; small, whatever their size.
 
     Attributes:
-        layouts: of the tensors, in the order in which they lie in the block.
-        offset: where the first of them begins in the block, bytes.
-        path: where a process of this machine opens the block.
-        identity: the block's device and inode: a path of /proc can come to mean another file.
+        layouts: layouts of the tensors, in their order in the block.
+        offset: offset of the first of them in the block, in bytes.
+        path: path at which a process of this machine opens the block.
+        identity: the block's device and inode, because a /proc path can later name another file.
     """
 
     layouts: tuple[TensorLayout, ...]
@@ -55,10 +55,10 @@ class SharedTensors:
         return {layout.name: layout.shape for layout in self.layouts}
 
     def unpack(self) -> dict[str, Tensor]:
-        """The tensors. What is written into them, no other process sees.
+        """The tensors. Writes to them are not visible to other processes.
 
         Raises:
-            EngineError: the block is gone, or is not this process's to see.
+            EngineError: the block no longer exists, or this process may not open it.
         """
         with self.held() as held:
             descriptor = int(os.path.basename(held.path))
@@ -72,7 +72,7 @@ class SharedTensors:
         return views_of(torch.frombuffer(block, dtype=torch.uint8)[before:], self.layouts)
 
     def portions(self, bucket_bytes: int) -> list[SharedTensors]:
-        """The same tensors as handles on a bucket each (`plan_buckets`), in order."""
+        """Handles on the same tensors, one per bucket (`plan_buckets`), in order."""
         made, offset = [], self.offset
         for bucket in plan_buckets(self.layouts, bucket_bytes):
             made.append(replace(self, layouts=tuple(bucket), offset=offset))
@@ -81,12 +81,12 @@ class SharedTensors:
 
     @contextmanager
     def held(self, *, writable: bool = False) -> Iterator[SharedTensors]:
-        """The same by this process: good in the context though the writer ends; raises as unpack.
+        """Handle through this process, valid in the context even if the writer ends.
 
-        Its path is this process's own, for other processes to open.
+        Its path is an entry of this process, which other processes can open. Raises as `unpack`.
 
         Args:
-            writable: for those that map memory only so (torch does).
+            writable: for readers that can map only writable memory (such as torch).
         """
         mode = os.O_RDWR if writable else os.O_RDONLY
         try:
@@ -102,14 +102,14 @@ class SharedTensors:
 
 
 class SharedBlock:
-    """One block of shared memory, as large as the largest bundle that was written."""
+    """Block of shared memory, as large as the largest bundle written to it."""
 
     def __init__(self) -> None:
         self._file: _Memory | None = None
-        self.layouts: tuple[TensorLayout, ...] = ()  # of what was written last
+        self.layouts: tuple[TensorLayout, ...] = ()  # of the tensors written last
 
     def write(self, weights: Weights) -> None:
-        """Copies weights in, a bucket at a time, from any device; what was there before is gone.
+        """Copy weights in, a bucket at a time, from any device; earlier contents are lost.
 
         Raises:
             EngineError: there is no room for them in memory.
@@ -119,24 +119,24 @@ class SharedBlock:
         self.fill(weights.layouts, (named for bucket in gathered for named in bucket.items()))
 
     def fill(self, layouts: Sequence[TensorLayout], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies tensors of these layouts in, one after the other. Raises as `write`."""
+        """Copy tensors of these layouts in, one after the other. Raises as `write`."""
         self.reserve(layouts)
         views = self._views()
         for name, tensor in tensors:
             views[name].copy_(tensor)
 
     def reserve(self, layouts: Sequence[TensorLayout]) -> None:
-        """Makes room for such tensors; of what values, nobody knows yet. Raises as `write`."""
+        """Make room for tensors of these layouts; their values are undefined. Raises as `write`."""
         self.layouts = tuple(layouts)
         if self._file is None or len(self._file.bytes) < block_bytes(layouts):
             self._file = None
             self._file = _Memory(block_bytes(layouts))
 
     def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
-        """Writes weights of the same layouts. Yields each piece's values before and after.
+        """Overwrite with weights of the same layouts. Yields each piece's old and new values.
 
-        What was before is written over when the next is asked for: the block is whole when all
-        were. Pieces are those of `pieces`, as is their order.
+        Old values are overwritten when the next piece is requested: the block is complete once the
+        iterator is exhausted. Pieces and their order are those of `pieces`.
         """
         views = self._views()
         for bucket in plan_buckets(self.layouts, COPY_BYTES):
@@ -148,7 +148,7 @@ class SharedBlock:
                     old_piece[:] = new_piece
 
     def pieces(self) -> Iterator[Bits]:
-        """The tensors in order, in pieces that a processor's cache holds, as integers."""
+        """The tensors in order, as integers, in pieces that fit into a processor's cache."""
         for view in self._views().values():
             yield from _pieces(view)
 
@@ -166,10 +166,10 @@ class SharedBlock:
 
 
 class _Memory:
-    """A file without a name, mapped; readers that have it open keep it when this is gone."""
+    """Mapped anonymous file. Readers that have it open keep it when this object is gone."""
 
     def __init__(self, nbytes: int) -> None:
-        # The kernel would not refuse, but kill somebody.
+        # The kernel would not refuse the allocation, but kill a process.
         if (available := free_main_memory()) < nbytes:
             raise _no_room(nbytes, f"{available >> 20} MiB are available")
         self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
@@ -200,11 +200,11 @@ def _size(layout: TensorLayout) -> int:
 
 def block_bytes(layouts: Sequence[TensorLayout]) -> int:
     """Size of a block of these tensors."""
-    return max(_ALIGNMENT, sum(map(_size, layouts)))  # no mapping is empty
+    return max(_ALIGNMENT, sum(map(_size, layouts)))  # a mapping must not be empty
 
 
 def starts_of(layouts: Sequence[TensorLayout]) -> list[int]:
-    """Where each of the tensors begins in a block, bytes."""
+    """Offset of each tensor in a block, in bytes."""
     return list(accumulate(map(_size, layouts[:-1]), initial=0)) if layouts else []
 
 

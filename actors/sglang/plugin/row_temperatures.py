@@ -1,12 +1,12 @@
 """The tensor maths of the SGLang plugin: the temperature of each row of prefill logits.
 
-    requests    extend_lens, start_lens --> `rows_of_requests`: each one's run of pruned rows
+    requests    extend_lens, start_lens --> `rows_of_requests`: each request's range of pruned rows
     logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
-                                            kept undivided where a token is sampled; the log-probs
-                                            of `Listed` tokens are read off on the way
+                                            kept undivided where a token is sampled; also computes
+                                            the log-probs of `Listed` tokens
 
 Letters: N pruned rows of the pass, G its requests, S its scored rows (the ones whose input
-log-prob is asked for), K listed tokens, V vocabulary.
+log-prob is requested), K listed tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Most logits that a logsumexp takes at once. Its scratch, twice their bytes, may come from memory
-# that SGLang has counted. On CUDA the bound is larger, for each block is several kernel launches:
-# the scratch is below that of SGLang's own log-softmax, which takes a chunk of 2,048 rows whole.
+# Maximum number of logits in one logsumexp. Its scratch memory is twice their bytes, and may come
+# from memory that SGLang has reserved. The bound is larger on CUDA, where each block costs several
+# kernel launches: the scratch stays below that of SGLang's own log-softmax over 2,048 rows.
 _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_CUDA = 1 << 22, 1 << 26
-# Characters of base64 that are read in one call, a multiple of four: half a millisecond.
+# Characters of base64 that one call decodes (half a millisecond); a multiple of four.
 _BASE64_PIECE = 1 << 18
 
 
 class UnknownPassError(RuntimeError):
-    """A forward pass whose shape the plugin does not understand, so it refuses to guess."""
+    """A forward pass with a shape that the plugin does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """One request's rows: `count` from `first` of the N, the first `scored` of them scored.
+    """Rows of one request. The last row is the one that a token is sampled from.
 
-    `first_scored` is the first one's place among the S. The last row is the one sampled from.
+    Attributes:
+        first: index of the first row among the N.
+        count: number of rows.
+        scored: number of leading rows that are scored.
+        first_scored: index of the first scored row among the S.
     """
 
     first: int
@@ -52,12 +56,12 @@ class RequestRows:
 
 
 def rows_of_requests(extend_lens: Sequence[int], start_lens: Sequence[int]) -> list[RequestRows]:
-    """The rows that SGLang keeps: positions [start, extend) of each request, at least the last.
+    """Rows that SGLang keeps: positions [start, extend) of each request, at least the last.
 
-    A request with start == extend is not scored in this pass; its one row is there to sample from.
+    A request with start == extend is not scored in this pass; its one row is used for sampling.
 
     Raises:
-        UnknownPassError: lengths that no prefill has.
+        UnknownPassError: the lengths are invalid for a prefill.
     """
     rows: list[RequestRows] = []
     first = first_scored = 0
@@ -73,12 +77,12 @@ def rows_of_requests(extend_lens: Sequence[int], start_lens: Sequence[int]) -> l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Tokens of which one request wants to know the log-probs at each of its scored rows.
+    """Tokens whose log-probs a request needs at each of its scored rows.
 
     Attributes:
-        first: position of the row that `ids_NK` begins with.
-        ids_NK: int32, on the CPU: the given tokens, a row for each scored one.
-        others: also so many of the likeliest that are not given there.
+        first: position of the first row of `ids_NK`.
+        ids_NK: int32, on the CPU: the given tokens, one row for each scored row.
+        others: number of likeliest tokens, besides the given ones, that are also returned.
     """
 
     first: int
@@ -87,7 +91,7 @@ class Listed:
 
     @classmethod
     def read(cls, sent: Mapping[str, Any]) -> Listed:
-        """What `to_json` made."""
+        """Construct an instance from the dict that `to_json` returns."""
         ids_N = np.frombuffer(base64.b64decode(sent["ids"]), "<i4").reshape(-1, sent["k"])
         return cls(sent["first"], torch.from_numpy(ids_N.copy()), sent["others"])
 
@@ -101,11 +105,12 @@ class Listed:
         }
 
     def at(self, begin: int, rows: int) -> Tensor:
-        """The given ids of the rows from position `begin` on. The row past the last, which a token
-        is sampled from, has those of the last.
+        """Given ids of `rows` rows from position `begin` on, shape (rows, K).
+
+        The row after the last one, which a token is sampled from, gets the ids of the last.
 
         Raises:
-            UnknownPassError: rows that the request did not ask about.
+            UnknownPassError: the request gives no ids for some of the rows.
         """
         place = begin - self.first
         if not 0 <= place <= place + rows <= len(self.ids_NK) + 1:
@@ -118,16 +123,17 @@ class Listed:
 
 
 class ScaledRows:
-    """One forward pass with a temperature other than 1, or listed tokens, among its requests.
+    """One forward pass in which a request has a temperature other than 1, or listed tokens.
 
-    Everything that outlives a chunk is made here, before the first: SGLang may compute the logits
-    of a chunk in memory that it has borrowed from a CUDA graph.
+    All buffers that outlive a chunk are allocated in the constructor: SGLang may compute the logits
+    of a chunk in memory that belongs to a CUDA graph.
 
     Args:
-        temperatures_G: each request's own.
-        unscaled: requests whose log-probs are wanted at T = 1 as well, by their place in the batch.
-        listed: given ids of each scored row and the number of others, of requests that list tokens.
-        vocab_size: most columns that the logits can have.
+        temperatures_G: temperature of each request.
+        unscaled: indices in the batch of requests that need log-probs at T = 1 as well.
+        listed: for requests that list tokens, by index: ids (S, K) of the scored rows, and the
+            number of other tokens.
+        vocab_size: maximum number of columns of the logits.
     """
 
     def __init__(
@@ -163,13 +169,13 @@ class ScaledRows:
         return sum(request.scored for request in self._rows)
 
     def take(self, logits_NV: Tensor, tokens_S: Tensor) -> Tensor:
-        """The next chunk of logits, divided in place; its undivided values are noted first.
+        """Divide the next chunk of logits in place, after its undivided values are recorded.
 
         Args:
-            tokens_S: the token scored at each scored row, of the whole pass.
+            tokens_S: the scored token of each scored row of the whole pass.
 
         Raises:
-            UnknownPassError: more rows than the requests have, or not fp32 logits.
+            UnknownPassError: there are more rows than the requests have, or logits are not fp32.
         """
         lo, hi = self._seen, self._seen + len(logits_NV)
         if hi > len(self._divisors_N1) or logits_NV.dtype != torch.float32:
@@ -207,10 +213,10 @@ class ScaledRows:
                 listed.note(scaled_NV[row - lo : end - lo], row - request.first)
 
     def undivided_GV(self) -> Tensor:
-        """The logits to sample from, as the model gave them.
+        """Undivided logits of the rows that tokens are sampled from.
 
         Raises:
-            UnknownPassError: not every row came by.
+            UnknownPassError: `take` has not received every row.
         """
         if self._seen != len(self._divisors_N1):
             raise UnknownPassError(
@@ -220,18 +226,21 @@ class ScaledRows:
         return self._undivided_GV[:, : self._width].contiguous()
 
     def unscaled_of(self, g: int) -> Tensor:
-        """Request g's log-probs at T = 1, one for each of its scored rows."""
+        """Log-probs of request g at T = 1, one for each of its scored rows."""
         first = self._rows[g].first_scored
         return self._unscaled_S[first : first + self._rows[g].scored]
 
     def listed_of(self, g: int) -> Tensor:
-        """Request g's listed tokens, float32 of shape (scored, given + 2 others): the log-probs of
-        the given ones, those of the others, and the others' ids, bit by bit."""
+        """Listed tokens of request g, float32 of shape (scored, given + 2 others).
+
+        The columns are the log-probs of the given tokens, the log-probs of the others, and the ids
+        of the others (int32 bits viewed as float32).
+        """
         return self._listed[g].found()
 
 
 class _ListedRows:
-    """Listed tokens of one request's scored rows, as they come by."""
+    """Log-probs of listed tokens at one request's scored rows, collected chunk by chunk."""
 
     def __init__(self, ids_SK: Tensor, others: int) -> None:
         self._ids_SK, self._others = ids_SK, others
@@ -240,7 +249,7 @@ class _ListedRows:
         self._others_SK = torch.empty(len(ids_SK), others, dtype=torch.int32, device=ids_SK.device)
 
     def note(self, scaled_NV: Tensor, first: int) -> None:
-        """Rows of logits, divided by T, that begin with the request's `first` scored one."""
+        """Record rows of logits, divided by T, starting at the request's scored row `first`."""
         rows = slice(first, first + len(scaled_NV))
         ids_NK, given = self._ids_SK[rows], self._ids_SK.shape[1]
         whole_N1 = scaled_NV.logsumexp(dim=1, keepdim=True)
@@ -255,19 +264,20 @@ class _ListedRows:
 
 
 class Pieces:
-    """Values of one prompt's rows, which may be prefilled in several passes."""
+    """Values of one prompt's scored rows, collected over the passes of its prefill."""
 
     def __init__(self) -> None:
         self._by_begin: dict[int, Tensor] = {}
 
     def up_to(self, begin: int, values_S: Tensor) -> PromptValues:
-        """All rows so far but the newest, which in a prompt's last pass is past its last token.
+        """Add the values of a pass; return all rows so far except the newest.
 
-        A request that was retracted is prefilled again: what it has from `begin` on is dropped.
+        In a prompt's last pass the newest row is after the prompt's last token. A retracted request
+        is prefilled again: its earlier values from `begin` on are dropped.
 
         Args:
-            begin: position of the newest pass's first scored row.
-            values_S: of its scored rows, along their first dimension.
+            begin: position of the first scored row of this pass.
+            values_S: values of its scored rows, along the first dimension.
         """
         self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
         earlier = list(self._by_begin.values())
@@ -277,9 +287,11 @@ class Pieces:
 
 
 class PromptValues:
-    """Values still on the device. SGLang copies what it hands to a request when the batch's results
-    are processed, after the forward: only then are they brought over. A list where there is one a
-    row, else their float32 bytes in base64."""
+    """Values on the device, copied to the CPU on demand.
+
+    SGLang calls `copy` when it processes the results of the batch, after the forward pass. `copy`
+    returns a list for one value a row, else the float32 bytes in base64.
+    """
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._pieces = pieces
@@ -292,10 +304,10 @@ class PromptValues:
 
 
 def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log-probs of the given tokens, and of the others, and the others' ids, of `PromptValues`.
+    """Decode `PromptValues`: log-probs of the given tokens and of the others, and the others' ids.
 
     Raises:
-        ValueError: not base64, or of another size.
+        ValueError: the text is not base64, or has another size.
     """
     found = np.frombuffer(decoded(text), "<f4")
     found_NK = found.reshape(-1, given + 2 * others)
@@ -304,10 +316,10 @@ def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndar
 
 
 def decoded(text: str) -> bytes:
-    """Bytes of base64. In pieces: one call would hold the interpreter from first byte to last.
+    """Decode base64, in pieces: a single call would hold the GIL until the last byte.
 
     Raises:
-        ValueError: not base64.
+        ValueError: the text is not base64.
     """
     pieces = range(0, len(text), _BASE64_PIECE)
     return b"".join(
@@ -316,7 +328,7 @@ def decoded(text: str) -> bytes:
 
 
 def _blocks(first: int, last: int, logits_NV: Tensor) -> Iterator[tuple[int, int]]:
-    """Runs of rows from `first` to `last` that one kernel takes."""
+    """Split the rows from `first` to `last` into ranges for one logsumexp each."""
     elements = _BLOCK_ELEMENTS_ON_CUDA if logits_NV.is_cuda else _BLOCK_ELEMENTS
     step = max(1, elements // logits_NV.shape[1])
     for row in range(first, last, step):

@@ -1,8 +1,8 @@
 """`python -m cluster.forecast student=DIR teacher=DIR prompts=FILE temperature=T`: will it work?
 
-Some prompts are answered by both models, and what either said is scored by both, at T. That costs a
-minute where a run costs hours, and predicts most of what makes one fail: a teacher that is no
-better, one whose words the student never says, one that is the student, responses that do not fit.
+Both models answer some prompts, and both score all answers at T. This takes a minute where a run
+takes hours, and predicts most causes of a failed run: a teacher that is no better than the student,
+that equals the student, or whose tokens the student never samples, and responses that do not fit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ForecastConfig(
     LengthSettings,
     LocalEngineConfig,
 ):
-    """What a pair of models says on some prompts, and what that predicts of a distillation."""
+    """Answers of a student and a teacher to some prompts, and a forecast of the distillation."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -87,7 +87,7 @@ class ForecastConfig(
             )
 
     def run(self) -> OpdConfig:
-        """The distillation that is foretold; what it would write goes nowhere."""
+        """Settings of the distillation to forecast; nothing is written to its `out`."""
         given = {name: value for part in _PARTS for name, value in values_of(part, self).items()}
         return OpdConfig(
             student=self.student,
@@ -104,8 +104,8 @@ class ForecastConfig(
 
 
 def forecast(config: ForecastConfig, console: Console) -> None:
-    """Prints the numbers and the verdict; writes them to `out` if asked to."""
-    from cluster.config.estimator import with_estimator  # torch: not for --help
+    """Print the numbers and the verdict; write them to `out` if it is set."""
+    from cluster.config.estimator import with_estimator  # imports torch; --help does not need it
     from cluster.config.rollout_checks import check_rollout
     from cluster.inspect.forecast.judge import Pair, judge
     from distill.models.loading import ends_of, load_config

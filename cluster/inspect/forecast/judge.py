@@ -1,8 +1,8 @@
 """Judgement of a pair by its numbers: a verdict, warnings, and settings to begin with.
 
-Li et al. 2026 (arXiv 2604.13016) name two conditions of on-policy distillation: the two models are
-likely to say the same things (their likeliest tokens are in common), and the teacher has something
-to add. The first is `teacher_holds` and `student_holds`, the second the reward on these prompts.
+Li et al. 2026 (arXiv 2604.13016) name two conditions of on-policy distillation: the two models have
+their likeliest tokens in common, and the teacher has something to add. The first is measured by
+`teacher_holds` and `student_holds`, the second by the reward on these prompts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from cluster.inspect.forecast.measure import TOP, Measured
 
 Verdict = Literal["good", "same", "another style", "no better"]
 
-# Below, nats a token, two models are one; below, of positions, their words are not the same.
+# Two models are the same below this KL, in nats per token. Their styles differ below this share of
+# positions at which the likeliest tokens are in common.
 _SAME_KL, _COMMON = 2e-3, 0.5
-# So many standard errors are no chance.
+# A difference of more standard errors than this is significant.
 _ERRORS = 2.0
-# The last quarter of responses is so much further off than the first, and by so many nats.
+# Warn if the KL in the last quarter of responses exceeds that in the first by this factor and by
+# this many nats.
 _LATE, _LATE_BY = 3.0, 0.1
 _MOST_CUT = 0.5
-# Prompts a step that anybody has, and what is made of a scale that was not seen.
+# Bounds of the suggested prompts per step; the upper one also replaces an unmeasurable noise scale.
 _FEWEST, _MOST = 8, 1024
-# The least group size of the docs' table of ranges.
+# Smallest group size in the docs' table of ranges.
 _SMALL_GROUP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is known of the two checkpoints without asking them."""
+    """Facts about the two checkpoints that are known without running them."""
 
     same_ends: bool
     same_template: bool
@@ -50,12 +52,12 @@ class Forecast:
 
 
 def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
-    """The forecast of a distillation."""
+    """Forecast of a distillation. `lr`: the suggested learning rate."""
     verdict, warnings = _verdict(measured)
     warnings += _beside(measured, pair)
     noise = measured.noise
     group_size = noise.best_group_size(measured.prompt_tokens / max(measured.student.tokens, 1.0))
-    # Where so few prompts are enough, larger groups would only be dearer.
+    # If the fewest prompts are enough, larger groups only add cost.
     while group_size > _SMALL_GROUP and noise.prompts_for(group_size // 2) <= _FEWEST:
         group_size //= 2
     wanted = noise.prompts_for(group_size)

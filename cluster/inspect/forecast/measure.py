@@ -1,4 +1,4 @@
-"""What a pair of models does on some prompts: both answer, and both score what either said."""
+"""Measurements of a pair of models on some prompts: both answer, and both score all answers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 _SEED = 30_000
-# Likeliest tokens of each model that are compared, and the mass of them that must be in common.
+# Number of each model's likeliest tokens that are compared, and the share of their mass that must
+# be in common.
 TOP, _HOLDS = 16, 0.9
-# The parts of a response that are its beginning and its end.
+# Share of a response that counts as its beginning, and as its end.
 _QUARTER = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """One model's answers. `reward` is None where no problem can be judged."""
+    """Statistics of one model's answers. `reward` is None where no problem can be judged."""
 
     tokens: float
     eos_share: float
@@ -45,21 +46,21 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Numbers of a pair, at T.
+    """Measurements of a pair at T.
 
     Attributes:
-        reward_gain: the teacher's mean reward less the student's, by prompt; and its standard
-            error. None where no problem can be judged.
+        reward_gain, reward_gain_error: mean over prompts of the teacher's reward minus the
+            student's, and its standard error. None where no problem can be judged.
         reverse_kl, forward_kl: nats a token, on the student's and on the teacher's samples.
         kl_early, kl_late: the reverse KL in the first and in the last quarter of each response.
         teacher_holds: share of the student's positions at which the student's `TOP` likeliest
             tokens have 90 % of their mass on the teacher's.
-        student_holds: the same of the teacher's mass, on the student's.
+        student_holds: the same for the teacher's positions, with the models exchanged.
         prompt_tokens: mean length of a prompt.
-        noise: of the gradient of the distillation, a sample being a response.
-        noise_of: the estimator that the gradient is of: the run's where that is `full`, else
-            `sampled`, whose noise is a bound of `top_k`'s.
-        score_s, sample_s: seconds that scoring the student's samples by the teacher took, and
+        noise: noise scale of the distillation's gradient; a sample is a response.
+        noise_of: estimator of that gradient: the run's if it is `full`, else `sampled`, whose noise
+            is an upper bound of that of `top_k`.
+        score_s, sample_s: seconds for scoring the student's samples by the teacher, and for
             sampling them.
     """
 
@@ -92,9 +93,13 @@ async def measure(
     top: int,
     loss: PolicyObjectiveLoss,
 ) -> Measured:
-    """`loss`: of which the noise is measured, by estimator=full or sampled.
+    """Answer the chosen problems with both models, score the answers, and measure the pair.
 
-    Both engines are asked at the same time as little as can be: their seconds are measured."""
+    The engines run at the same time as little as possible, since their seconds are measured.
+
+    Args:
+        loss: loss whose gradient noise is measured, with estimator=full or sampled.
+    """
 
     async def answered(engine: Engine) -> list[TrajectoryGroup]:
         return await asyncio.gather(
@@ -146,7 +151,7 @@ async def measure(
 
 
 def _without_hints(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group as the student saw it."""
+    """Copy of the group without teacher contexts, as the student saw it."""
     return replace(
         group,
         trajectories_G=tuple(
@@ -178,7 +183,7 @@ def _answers(groups_P: Sequence[TrajectoryGroup], judged_P: Sequence[bool]) -> A
 
 
 def _gaps(group: TrajectoryGroup) -> list[FloatArray]:
-    """log p - log q of each trajectory's tokens: of who sampled them less of who scored them."""
+    """Log-prob by the sampler minus log-prob by the scorer, of each trajectory's tokens."""
     return [
         np.concatenate(
             [
@@ -202,7 +207,7 @@ def _mean_of(parts: Sequence[FloatArray]) -> float:
 def _held(
     own_P: Sequence[TrajectoryGroup], others_P: Sequence[TrajectoryGroup]
 ) -> tuple[float, float]:
-    """(`teacher_holds`, `student_holds`) of groups scored by the student itself and the teacher."""
+    """Return (`teacher_holds`, `student_holds`) of groups scored by the student and the teacher."""
     shares = []
     for own, other in zip(own_P, others_P, strict=True):
         for mine, theirs in zip(own.segments(), other.segments(), strict=True):
@@ -214,7 +219,7 @@ def _held(
 
 
 def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
-    """Of each one's likeliest tokens, the share of their mass on tokens that both have: (N, 2)."""
+    """Share of each model's mass on its likeliest tokens that is on common ones: (N, 2)."""
     same_NKK = first.ids_NK[:, :, None] == second.ids_NK[:, None, :]
     shares = []
     for top, common_NK in ((first, same_NKK.any(2)), (second, same_NKK.any(1))):
@@ -226,9 +231,9 @@ def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
 def gradient_noise(
     learner: Learner, groups_P: Sequence[TrajectoryGroup], loss: PolicyObjectiveLoss
 ) -> NoiseScale:
-    """The noise of the gradient of a loss, by a backward pass for each response.
+    """Noise scale of a loss's gradient, from a backward pass per response.
 
-    A response's gradient is weighed by its tokens, as a step weighs it. Nothing is trained.
+    A response's gradient is weighted by its number of tokens, as in a step. Nothing is trained.
     """
     rows_D = policy_rows(groups_P, loss.objective, None, loss.stop_event)
     parts_PG = _rows_of_responses(groups_P, rows_D)
@@ -262,7 +267,7 @@ def gradient_noise(
 def _rows_of_responses(
     groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
 ) -> list[list[list[TrainingRow]]]:
-    """The rows of each response of each group."""
+    """Rows of each response of each group."""
     made = []
     for group, rows in rows_by_group(groups_P, rows_D):
         rest = iter(rows)

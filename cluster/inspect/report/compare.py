@@ -1,6 +1,6 @@
 """Two runs side by side: each chart with the lines of both, and the settings in which they differ.
 
-Facts, timeline and rollouts of the page stay the first run's.
+Facts, timeline and rollouts of the page are those of the first run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from cluster.inspect.report.data import charts, evaluations, report_data, settings
 from cluster.inspect.report.run_files import Run
 
-# Differ in any two runs, and say nothing.
+# Settings that differ between any two runs.
 _PASSED_OVER = ("out",)
 
 
 def compared_data(run: Run, other: Run, groups: int) -> dict[str, Any]:
-    """What `report_data` returns of a run, with another's curves and evaluations beside its own."""
+    """Data of `report_data` for a run, with the curves and evaluations of another run added."""
     names = run_names(run.out, other.out)
     data = report_data(run, groups)
     return data | {
@@ -29,7 +29,7 @@ def compared_data(run: Run, other: Run, groups: int) -> dict[str, Any]:
 
 
 def run_names(one: Path, other: Path) -> tuple[str, str]:
-    """Names of two directories, as short as tells them apart."""
+    """Shortest names that distinguish two directories."""
     ours, theirs = one.resolve().parts, other.resolve().parts
     for length in range(1, min(len(ours), len(theirs))):
         if ours[-length:] != theirs[-length:]:
@@ -38,7 +38,7 @@ def run_names(one: Path, other: Path) -> tuple[str, str]:
 
 
 def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
-    """The settings, and versions, that are not the same in both; None: it is not set."""
+    """Settings and versions that differ between the runs; None for one that is not set."""
     ours, theirs = ({"recipe": each.recipe} | dict(settings(each)) for each in (run, other))
     return [
         (name, ours.get(name), theirs.get(name))
@@ -48,7 +48,7 @@ def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
 
 
 def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The charts of both, by title; each line has the name of its run, and its number (0, 1)."""
+    """Charts of both runs by title. Each line has the name and the number (0, 1) of its run."""
     by_title: dict[str, list[dict[str, Any]]] = {}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         for chart in charts(run):
@@ -61,7 +61,7 @@ def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _evaluations(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any] | None:
-    """The tables of both in one; a column is named by its run."""
+    """Evaluation tables of both runs in one; column names begin with the run's name."""
     columns: list[str] = []
     cells: dict[str, dict[str, Any]] = {}
     for name, run in zip(names, runs, strict=True):

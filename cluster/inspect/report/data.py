@@ -99,18 +99,22 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
         },
     ),
 )
-# What an environment measures is its own affair: a chart each, named as it names them.
+# An environment's own metrics have a chart each, titled with the metric's name.
 _OWN = "env/"
-# Drawn beside the value where a run has them.
+# Suffixes of interval ends, which are drawn where a run has them.
 _LOW, _HIGH = "_low", "_high"
-# Longer runs are drawn by means of as many steps as it takes.
+# Points per line; longer runs are drawn as means over windows of steps.
 _MAX_POINTS = 1000
 # Problems of evaluations that are shown.
 _MAX_PROBLEMS = 64
 
 
 def report_data(run: Run, groups: int) -> dict[str, Any]:
-    """All that the page shows; at most so many of the kept groups, spread evenly over the run."""
+    """Data of the whole page.
+
+    Of the kept groups it has `groups` at most, spread evenly over the run, and all that findings
+    name as evidence.
+    """
     tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
     found = findings(run)
     evidence = {
@@ -140,7 +144,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The head of the page: what was run, and how it ended."""
+    """Head of the page: the run's main settings, its status and its results."""
     settings, done = run.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
     given = settings.get("teachers")
     teachers = given if isinstance(given, dict) else {}
@@ -168,7 +172,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _best(run: Run) -> Mapping[str, Any] | None:
-    """The best evaluation's step, metric and value, from the summary of a finished run."""
+    """Step, metric and value of the best evaluation, from the summary of a finished run."""
     best = run.summary.get("best")
     complete = isinstance(best, dict) and best.keys() >= {"step", "metric", "value"}
     return best if complete else None
@@ -180,7 +184,7 @@ def _best_sentence(run: Run) -> str | None:
 
 
 def _origin(fork: Mapping[str, Any]) -> str | None:
-    """The checkpoint that a run began from, and whether it took the optimizer's moments."""
+    """Checkpoint that a run was forked from, and whether it took the optimizer's moments."""
     if not fork.keys() >= {"run", "step", "moments"}:
         return None
     took = "with its optimizer's moments" if fork["moments"] else "its weights alone"
@@ -188,9 +192,9 @@ def _origin(fork: Mapping[str, Any]) -> str | None:
 
 
 def findings(run: Run) -> list[dict[str, Any]]:
-    """What the run has found wrong with itself, with the place of a kept trajectory each, or null.
+    """Findings of the run, each with the place of a kept trajectory as evidence, or None.
 
-    A trajectory that is not kept any more, the run having gone back before it, is no evidence.
+    Evidence is None if the trajectory is no longer kept because the run went back before it.
     """
     kept = set(run.groups.places)
     found = []
@@ -204,7 +208,7 @@ def findings(run: Run) -> list[dict[str, Any]]:
 
 
 def settings(run: Run) -> list[tuple[str, str]]:
-    """Every setting that is not None, and the versions of what computed."""
+    """Every setting that is not None, and the software versions of the run."""
     told = without_secrets(run.settings)
     shown = {name: value for name, value in told.items() if value is not None}
     shown |= {f"version of {name}": version for name, version in run.versions.items()}
@@ -225,9 +229,9 @@ def _shown(value: Any) -> str:
 
 
 def evaluations(run: Run) -> dict[str, Any] | None:
-    """A table of the first evaluation, the last, and the teachers'; None without any.
+    """Table of the first, the last and the teachers' evaluations; None if there are none.
 
-    A cell is the value, and its interval's ends where there is one.
+    A cell is the value, followed by the ends of its interval where there is one.
     """
     by_name = {
         name.removeprefix("eval "): values
@@ -252,7 +256,7 @@ def evaluations(run: Run) -> dict[str, Any] | None:
 
 
 def responses(run: Run) -> list[dict[str, Any]]:
-    """Held-out problems with what was answered in each evaluation that kept it."""
+    """Held-out problems, with the response of each evaluation that kept one."""
     by_problem: dict[tuple[str, int], dict[str, Any]] = {}
     for row in run.evaluations:
         for each in row["responses"]:
@@ -281,7 +285,7 @@ def _cell(values: Mapping[str, Any], metric: str) -> list[float] | None:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:
-    """Rounded to what a reader sees; None if it is absent, or not finite."""
+    """Value rounded to five significant digits; None if it is absent or not finite."""
     value = values.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -289,7 +293,7 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
 
 
 def charts(run: Run) -> list[dict[str, Any]]:
-    """Charts with their lines; what the run lacks is left out."""
+    """Charts with their lines. Lines and charts without values are left out."""
     rows = list(_with_evaluations(run))
     if not any(row.get("reward/mean") for row in rows) and not run.settings.get("reward_coef"):
         rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
@@ -311,7 +315,7 @@ def charts(run: Run) -> list[dict[str, Any]]:
 
 
 def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
-    """The metrics of every step; those of the evaluations before the first and after the last."""
+    """Metrics of every step, and of the evaluations before the first and after the last."""
     before, after = run.summary.get("eval before"), run.summary.get("eval after")
     if isinstance(before, dict) and not any(
         row["step"] == 0 and "time/eval" in row for row in run.metrics
@@ -331,7 +335,7 @@ def _natural(name: str) -> tuple[str, float]:
 def line(
     rows: Sequence[Mapping[str, Any]], name: str, label: str, along: str = "step"
 ) -> dict[str, Any] | None:
-    """The values of a field over another, with the ends of its intervals; None without any."""
+    """Values of `name` over `along`, with the ends of their intervals; None without values."""
     found = [row for row in rows if _number(row, name) is not None]
     if not found:
         return None
@@ -358,7 +362,7 @@ def _thinned(values: Sequence[float | None]) -> list[float]:
 
 
 def spread(groups: Sequence[Item], number: int) -> list[Item]:
-    """At most so many of the groups, the first and the last among them, at even distances."""
+    """At most `number` of the groups, evenly spaced, with the first and the last."""
     if len(groups) <= number:
         return list(groups)
     if number == 1:
@@ -367,10 +371,10 @@ def spread(groups: Sequence[Item], number: int) -> list[Item]:
 
 
 def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """The group with the texts of its tokens.
+    """Data of a group, with the texts of its tokens.
 
-    What all members saw before their first turn is its `prompt`, and is left out of their first
-    segments, whose other places count it all the same.
+    The tokens that all members share before their first turn are the group's `prompt`. They are
+    left out of the members' first segments, but positions in these segments still count them.
     """
     special = set() if tokenizer is None else _special_ids(tokenizer)
     prompt = _prompt_tokens(group)
@@ -408,7 +412,7 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
 
 
 def _prompt_tokens(group: KeptGroup) -> int:
-    """How many tokens all members observed alike before their first turns; 0 of one alone."""
+    """Number of tokens that all members share before their first turns; 0 for one member."""
     prompts = {
         tuple(first.tokens_T[: first.actions[0][0]]) if first.actions else ()
         for first in (member.segments[0] for member in group.trajectories_G)
@@ -420,8 +424,8 @@ def _prompt_tokens(group: KeptGroup) -> int:
 def _texts_of_alternatives(
     group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[int, str] | None:
-    """The text of each token that the teacher might have said; None: it was not asked, or there
-    are no texts."""
+    """Text of each of the teacher's likeliest tokens, by token id; None without such tokens or
+    without a tokenizer."""
     ids = {
         id_
         for member in group.trajectories_G
@@ -440,7 +444,7 @@ def _segment(
     special: set[int],
     prompt: int,
 ) -> dict[str, Any]:
-    """The segment, without the ids and texts of its first `prompt` tokens."""
+    """Data of a segment, without the ids and texts of its first `prompt` tokens."""
     ids = list(segment.tokens_T)
     return {
         "prompt": prompt,

@@ -1,11 +1,11 @@
-"""Games of two: each seat is an episode of its own, and both may be the policy's.
+"""Games for two players: each seat is a separate episode, and the policy may play both.
 
     table      holds the game; a seat waits there for its turn, and for the end
-    seats      of one group: opponent=self sits the policy on both (G / 2 games), any other
-               opponent sits opposite the policy (G games) and is not trained
+    seats      with opponent=self, the policy plays both seats (G / 2 games per group); any other
+               opponent plays against the policy (G games) and is not trained
 
-A win earns 1, a loss -1, a draw 0. A move that the rules do not know loses at once and earns
-`forfeit_reward`; the other seat earns nothing by it.
+A win earns 1, a loss -1, a draw 0. An illegal move loses immediately and earns `forfeit_reward`;
+the other seat then earns nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class IllegalMove(Exception):
 
 
 class Game(ABC):
-    """The rules of a game under way. Seats are 0 and 1; it pickles before its first move."""
+    """A game in progress and its rules. Seats are 0 and 1; it must pickle before its first move."""
 
     @property
     @abstractmethod
@@ -52,7 +52,7 @@ class Game(ABC):
     @property
     @abstractmethod
     def rules(self) -> str:
-        """The rules, shown before a player's first move; empty where its first view has them."""
+        """The rules, shown before a player's first move; empty if its first view includes them."""
 
     @abstractmethod
     def view(self, seat: int) -> str:
@@ -64,30 +64,30 @@ class Game(ABC):
 
     @abstractmethod
     def move(self, text: str) -> None:
-        """The seat to move plays what it wrote.
+        """Play the text as the move of the seat to move.
 
         Raises:
-            IllegalMove: there is no such move; nothing has changed.
+            IllegalMove: the text is no legal move; the game is unchanged.
         """
 
 
-# Openings and opponents of different problems are apart by this.
+# Distance between the opponent seeds of consecutive problems (openings).
 _OPPONENT_SEED = 1_000
 
-# Chooses a move in a game: an opponent that is not trained.
+# Function that chooses a move in a game: an opponent that is not trained.
 Player = Callable[[Game], str | Awaitable[str]]
-# A model of the run that may sit opposite: a checkpoint that does not change.
+# Name of the run's model that may be the opponent: a checkpoint that does not change.
 FROZEN = "reference"
 
 
 class Table:
-    """A game under way, and whose turn it is. A seat that writes no move has forfeited it."""
+    """A game in progress, shared by its seats. A seat that writes an illegal move forfeits it."""
 
     def __init__(self, game: Game, forfeit_reward: float) -> None:
         self.game = game
         self.forfeit_reward = forfeit_reward
         self.forfeited_by: int | None = None
-        self.complaint = ""  # of an illegal move
+        self.complaint = ""  # reason why a move is illegal
         self._changed = asyncio.Condition()
 
     @property
@@ -106,14 +106,14 @@ class Table:
             self._changed.notify_all()
 
     async def leave(self, seat: int) -> None:
-        """A player that goes before the end has lost; the other one waits no longer."""
+        """Forfeit the game if it has not ended, and wake the other seat."""
         async with self._changed:
             if self.scores is None:
                 self.forfeited_by = seat
             self._changed.notify_all()
 
     async def turn_of(self, seat: int) -> bool:
-        """Waits for the seat's turn; False: the game has ended."""
+        """Wait for the seat's turn. Returns False if the game has ended."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self.scores is not None or self.game.to_move == seat
@@ -122,9 +122,9 @@ class Table:
 
 
 class Seat(MessageEnv):
-    """The policy on one seat of a table. `opponent`, if it is no member, moves in between."""
+    """The policy on one seat of a table. An `opponent` outside the group moves in between."""
 
-    ends_when_cut = True  # a move is short: who rambles has lost
+    ends_when_cut = True  # moves are short, so a truncated turn loses
 
     def __init__(
         self, table: Table, seat: int, opponent: Player | None, *, rules: bool = True
@@ -181,7 +181,7 @@ class Seat(MessageEnv):
 
 
 def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
-    """The messages that a player sees before a move; the rules come first where `rules`."""
+    """The messages that a player sees before a move; the rules come first if `rules`."""
     view = game.view(seat)
     if rules and game.rules:
         view = f"{game.rules}\n\n{view}"
@@ -189,7 +189,7 @@ def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
 
 
 class FrozenPlayer:
-    """A model that is not trained. It sees its side of the game, as the policy sees its own."""
+    """Player that samples a frozen model, which sees only its own side's view, as the policy."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class FrozenPlayer:
         self._conversation: Conversation | None = None
 
     async def __call__(self, game: Game) -> str:
-        """Its turn; empty, which is no move, where its context has no room for one."""
+        """The model's move; empty, which is illegal, if its context has no room for a turn."""
         if self._conversation is None:
             shown = _shown(game, game.to_move, rules=self._rules)
             self._conversation = Conversation(self._setting.tokenizer, shown)
@@ -233,13 +233,13 @@ NewOpponent = Callable[[int, Mapping[str, Sampler]], Player]
 
 @dataclass(frozen=True, kw_only=True)
 class TableGroupBuilder(EnvGroupBuilder):
-    """The seats of a group, all on games that begin alike.
+    """Builder of the seats of a group, all on games with the same opening.
 
     Attributes:
-        new_game: makes the game, as it stands before anybody's first move.
-        new_opponent: makes the player opposite the policy, from a seed and the run's models; None:
-            the policy itself.
-        seat: the policy's, where it has an opponent.
+        new_game: makes the game in its state before either player's first move.
+        new_opponent: makes the policy's opponent, from a seed and the run's models; None: the
+            policy itself.
+        seat: the policy's seat, if it has an opponent.
     """
 
     new_game: Callable[[], Game]
@@ -254,7 +254,7 @@ class TableGroupBuilder(EnvGroupBuilder):
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         seats: list[Seat] = []
         if self.new_opponent is None:
-            # An evaluation may ask for one episode: a game has two.
+            # An evaluation may request one episode, but a game has two.
             for _ in range((self.group_size + 1) // SEATS):
                 table = Table(self.new_game(), self.forfeit_reward)
                 seats += [Seat(table, seat, None, rules=self.rules) for seat in range(SEATS)]
@@ -267,7 +267,7 @@ class TableGroupBuilder(EnvGroupBuilder):
 
 
 class TableDataset(EnvDataset):
-    """Dataset of openings; the policy's seat alternates where it has an opponent."""
+    """Dataset of openings; the policy's seat alternates if it has an opponent."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class TableDataset(EnvDataset):
         feedback: FeedbackContext | None,
         rules_tokens: int,
     ) -> None:
-        """`rules_tokens`: what a seat sees before its first move."""
+        """`rules_tokens`: number of tokens that a seat sees before its first move."""
         self._config, self._new_opponent = config, new_opponent
         self._setting, self._teacher, self._feedback = setting, teacher, feedback
         self._rules_tokens = rules_tokens
@@ -306,7 +306,7 @@ class TableDataset(EnvDataset):
 
 @chz.chz
 class TwoPlayerConfig(ChatConfig):
-    """Settings of every game of two."""
+    """Settings common to all games for two players."""
 
     reads_prompts = False
     judges = False
@@ -353,11 +353,11 @@ class TwoPlayerConfig(ChatConfig):
 
     @abstractmethod
     def players(self) -> Mapping[str, Callable[[int], Player]]:
-        """Players that are no models, by name: each is made from a seed."""
+        """Factories of players that are not models, by name; each takes a seed."""
 
     @abstractmethod
     def new_game(self, opening: int) -> Game:
-        """A game as it stands before the policy's first move."""
+        """A game in its state before the policy's first move."""
 
     def check_group(self, group_size: int) -> None:
         if self.opponent == "self" and group_size % SEATS:
