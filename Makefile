@@ -74,6 +74,7 @@ tutorials: $(DEV)
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.docstring_lint
 	$(BIN)/pyright
 
 # Two files at a time: most tests wait for processes of their own. A file's tests share servers.

@@ -1,4 +1,4 @@
-"""Which groups the teacher samples in the student's place: a warm-up, and a share of the rest.
+"""Groups that the teacher samples in the student's place: a warm-up, and a share of the rest.
 
     group id   0 ... warmup_groups | the blocks of the following steps
     sampled    all by the teacher  | of each block a share, chosen by the seed

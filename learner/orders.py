@@ -1,4 +1,4 @@
-"""What a learner's leader orders of its workers, and what they report.
+"""Orders of a learner's leader to its workers, and their reports.
 
 Orders name a method of `LearnerWorker` (`learner.process_group.Order`); these are the arguments and
 answers of some. They travel between processes, so they hold no tensors of a device, and no code.

@@ -1,4 +1,4 @@
-"""What a server's ranks unpickle to open a bucket that is lent, in SGLang's flattened format.
+"""Pickles by which a server's ranks open a lent bucket, in SGLang's flattened format.
 
 `/update_weights_from_tensor` with `load_format: flattened_bucket` takes one pickle a rank: a flat
 tensor of bytes, and where each tensor lies in it. The flat tensor is pickled as torch's own

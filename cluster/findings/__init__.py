@@ -1,1 +1,1 @@
-"""What a run finds wrong with itself: detectors over its metrics, with evidence and a remedy."""
+"""Findings of a run about itself: detectors over its metrics, with evidence and a remedy."""

@@ -1,4 +1,4 @@
-"""What a detector finds, and what it needs to know of the run's settings."""
+"""A detector's finding, and the run's settings that detectors read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the learner's place with train=False: it keeps the groups of each step.
+"""Keeper of groups, in the learner's place with train=False: it keeps the groups of each step.
 
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
 

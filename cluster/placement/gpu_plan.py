@@ -1,4 +1,4 @@
-"""What a run takes of each GPU, role by role, and whether it fits: `dry_run=True` prints it.
+"""Memory plan of a run's GPUs, role by role, and whether it fits: `dry_run=True` prints it.
 
 Nothing here looks at a GPU. Sizes follow from configs and checkpoints' headers, by the functions
 that engines and learner workers use when they start (actors/sglang/memory.py, learner/memory.py).

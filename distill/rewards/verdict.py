@@ -1,4 +1,4 @@
-"""What a reward says of a response: a number, and words for a teacher that is told of it."""
+"""Verdict of a reward on a response: a number, and feedback for a teacher that reads it."""
 
 from __future__ import annotations
 

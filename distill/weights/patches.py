@@ -1,4 +1,4 @@
-"""What changed between two arrays of equal length: where, and the new values.
+"""Difference of two arrays of equal length: the changed positions, and the new values.
 
 A patch takes the smallest of four forms. Of changed values it has the positions as the distance of
 each from the one before, in a byte or in two; where a distance is larger than that, a value that

@@ -1,4 +1,4 @@
-"""How a server makes its parameters of the tensors that it is sent: fused, and cut among ranks.
+"""Parameters that a server makes of the tensors it receives: fused, and split among ranks.
 
 A server says digests of its own parameters, rank by rank; the learner knows checkpoints' tensors.
 `find_recipes` finds for each parameter the one way of making it of those that gives its digests.
