@@ -26,6 +26,7 @@ DEPLOY = REPOSITORY / "deploy"
 DOCUMENTS = [
     *sorted(DEPLOY.iterdir()),
     REPOSITORY / "docs/cluster.md",
+    *sorted((REPOSITORY / "docs/cluster").glob("*.md")),
     REPOSITORY / "runtime-env.yaml",
 ]
 

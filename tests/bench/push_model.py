@@ -1,8 +1,8 @@
 """What a push is at real sizes, by the code's own plan: `python -m tests.bench.push_model`.
 
 Arithmetic on names and shapes, with no weights: nothing here is measured. Seconds are what the wire
-takes at its nominal rate, and no more: a bound from below. docs/weights.md has the table, and
-tests/cluster/test_push_model.py holds it against this.
+takes at its nominal rate, and no more: a bound from below. docs/benchmarks/weights.md has the
+table, and tests/cluster/test_push_model.py holds it against this.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _payload(bucket: Sequence[TensorLayout]) -> bytes:
 
 
 def rows() -> list[str]:
-    """The table of docs/weights.md, a line a model."""
+    """The table of docs/benchmarks/weights.md, a line a model."""
     made = []
     for shape in MODELS:
         plan = push_plan(layouts(shape))

@@ -5,7 +5,7 @@ over gloo, in turns; beside it stands a memcpy of the same bytes that was timed 
 engine is idle; the pause is what generation would lose.
 
 The stages of a push are timed alone, too. From their seconds per byte, and a network's rate,
-`push_seconds` works out a push that does not fit here (docs/weights.md).
+`push_seconds` works out a push that does not fit here (docs/benchmarks/weights.md).
 """
 
 from __future__ import annotations

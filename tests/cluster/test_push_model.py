@@ -1,4 +1,4 @@
-"""docs/weights.md says of real sizes what the code would do with them."""
+"""docs/benchmarks/weights.md says of real sizes what the code would do with them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from learner.sharding import plain_weights
 from tests.bench.push_model import MODELS, Shape, layouts, push_plan, rows
 
-DOC = Path(__file__).parents[2] / "docs" / "weights.md"
+DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights.md"
 
 
 def test_the_table_is_the_plan_of_the_code() -> None:
     written = DOC.read_text().splitlines()
     for row in rows():
-        assert row in written, f"docs/weights.md lacks the line that the code gives:\n{row}"
+        assert row in written, f"{DOC} lacks the line that the code gives:\n{row}"
 
 
 @pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
