@@ -49,7 +49,7 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
 
 def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
     """Resolve the kind of engine: `choice`, or for auto SGLang if it is installed and runs on a
-    GPU, else the embedded engine, which is faster on a CPU (README, Engines). `device` may be auto.
+    GPU, else the embedded engine, which is faster on a CPU (docs/engines.md). `device` may be auto.
 
     Raises:
         ConfigError: `choice` is sglang, and SGLang is not installed.

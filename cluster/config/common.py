@@ -269,7 +269,7 @@ class ForkSettings:
         default=None,
         doc="start with the weights of another run's newest checkpoint, RUN, or of one it keeps, "
         "RUN:STEP or RUN:best, and with its AdamW moments if the recipe is the same; counters, "
-        "data, schedule and everything else are this run's own (README.md)",
+        "data, schedule and everything else are this run's own (docs/outputs.md)",
     )
 
 
