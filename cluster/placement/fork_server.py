@@ -75,14 +75,14 @@ def serve(listener: socket.socket, ended: int) -> None:
 
     os.setsid()
     _close_all_but(listener.fileno(), ended)
-    directory = os.path.dirname(listener.getsockname())
+    directory, modules = os.path.dirname(listener.getsockname()), _plain_path()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how guards ended
     while ended not in select.select([listener, ended], [], [])[0]:
         channel, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             os.close(ended)
-            _guard(channel)
+            _guard(channel, modules)
         channel.close()
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -98,7 +98,17 @@ def _close_all_but(*kept: int) -> None:
                 os.close(number)
 
 
-def _guard(channel: socket.socket) -> None:
+def _plain_path() -> list[str]:
+    """Module path of an interpreter that is started here, without its script and PYTHONPATH."""
+    import json
+    import subprocess
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = "import json, sys; print(json.dumps(sys.path[1:]))"
+    return json.loads(subprocess.check_output([sys.executable, "-c", program], env=environment))
+
+
+def _guard(channel: socket.socket, modules: list[str]) -> None:
     """Forks the worker that is asked for; ends it when the stand-in ends, and tells of its end."""
     import json
     import threading
@@ -110,7 +120,7 @@ def _guard(channel: socket.socket) -> None:
         body += channel.recv(1 << 20)
     if (worker := os.fork()) == 0:
         channel.close()
-        end_after(lambda: _work(json.loads(body), descriptors))
+        end_after(lambda: _work(json.loads(body), descriptors, modules))
     channel.send(_FORKED)
 
     def kill_after() -> None:
@@ -125,7 +135,7 @@ def _guard(channel: socket.socket) -> None:
     os._exit(0)
 
 
-def _work(request: dict[str, Any], descriptors: list[int]) -> None:
+def _work(request: dict[str, Any], descriptors: list[int], modules: list[str]) -> None:
     """Becomes the worker that was asked for, as if Python had been started for it."""
     import ctypes
     import random
@@ -143,7 +153,6 @@ def _work(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = sys.__stdout__ = open(1, "w", 1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -155,8 +164,7 @@ def _work(request: dict[str, Any], descriptors: list[int]) -> None:
     np.random.seed()
     sys.argv = request["arguments"]
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    rest = [path for path in sys.path[1:] if path not in inherited]
-    sys.path[:] = [os.path.dirname(sys.argv[0]), *filter(None, named), *rest]
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *filter(None, named), *modules]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
