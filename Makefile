@@ -34,13 +34,15 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constrai
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 # Python 3.11's own pip takes 30 s of CPU more to choose versions. A module is compiled when it is first
-# imported: most never are, and pip would compile all of them, on one core.
+# imported: most never are, and pip would compile all of them, on one core. Where Python writes no
+# bytecode, each process would compile what it imports again.
+COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),--compile,--no-compile)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "isotherm needs Python 3.11 or newer"'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, ray, transformers and what they need into $(VENV): a minute or two"
 	@$(PIP_INSTALL) --upgrade pip
-	@$(PIP_INSTALL) --no-compile -c $(CONSTRAINTS) -e .
+	@$(PIP_INSTALL) $(COMPILE) -c $(CONSTRAINTS) -e .
 	@touch $@
 
 $(DEV): $(STAMP)
