@@ -206,7 +206,11 @@ class House:
 
     def round(self) -> None:
         """One canary of all that serve, answered."""
+        self._wait_for_answers()  # a scorer that has not answered yet is not asked again
         self.canaries.after_step(self.version)
+        self._wait_for_answers()
+
+    def _wait_for_answers(self) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while any(scorer.asked is not None for scorer in self.canaries._scorers.values()):
             self.driver.poll()
