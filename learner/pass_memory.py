@@ -53,7 +53,7 @@ class PassMemory:
     between_layers: int
     scores: int
     fixed: int
-    ending: int = 0
+    ending: int
 
     @classmethod
     def of(

@@ -117,7 +117,9 @@ def _guard(channel: socket.socket, modules: list[str]) -> None:
     head, descriptors, _, _ = socket.recv_fds(channel, 8, 3)
     body = b""
     while len(body) < int.from_bytes(head, "little"):
-        body += channel.recv(1 << 20)
+        if not (part := channel.recv(1 << 20)):
+            os._exit(1)  # the stand-in was killed before it had asked
+        body += part
     if (worker := os.fork()) == 0:
         channel.close()
         end_after(lambda: _work(json.loads(body), descriptors, modules))
@@ -179,7 +181,7 @@ def end_after(run: Callable[[], None]) -> None:
         run()
     except SystemExit as asked:
         code = asked.code
-    except BaseException:
+    except BaseException:  # printed as Python does before it exits with 1
         traceback.print_exc()
         code = 1
     if not isinstance(code, int | None):

@@ -73,7 +73,7 @@ class LocalHead:
             raise ConfigError(f"Ray cannot start on this machine: not up within {_DEADLINE_S:g} s")
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait()
+            code = self._process.wait(_DEADLINE_S)
             raise ConfigError(
                 f"Ray cannot start on this machine: the process that starts it ended with {code}"
             )
