@@ -92,7 +92,8 @@ class DecodingSettings:
 
     max_running_requests: int = chz.field(
         default=256,
-        doc="sequences that an engine decodes at the same time, at most; more wait",
+        doc="largest number of sequences that an engine decodes at the same time; further ones "
+        "wait",
         metadata=MAY_CHANGE,
     )
 
@@ -112,13 +113,13 @@ class EngineChoices(DecodingSettings):
 
     engine: EngineChoice = chz.field(
         default="auto",
-        doc="sglang: servers of our own; embedded: transformers in the engine's own process; auto: "
-        "sglang where it is installed and there are GPUs, else embedded",
+        doc="sglang: SGLang servers that the run starts; embedded: transformers in the engine's "
+        "own process; auto: sglang if it is installed and there are GPUs, else embedded",
         metadata=ESSENTIAL,
     )
     dtype: DtypeChoice = chz.field(
         default="auto",
-        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
+        doc="precision of the engines; auto: float32 on a CPU, bfloat16 on CUDA",
     )
 
 
@@ -128,7 +129,7 @@ class ServerFlags:
 
     section: ClassVar[Section] = Section.ENGINES
 
-    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
+    server_flags: str = chz.field(default="", doc="further flags of SGLang")
 
     @chz.validate
     def _flags_are_known(self) -> None:
@@ -143,20 +144,21 @@ class ServerSettings:
 
     in_flight: InFlight = chz.field(
         default="continue",
-        doc="samples under way when weights are pushed to an SGLang server: continue under the new "
-        "ones (each token's version is recorded), restart, finish first, or in_place (continue on "
-        "the context as the old weights computed it: cheaper, and not exact)",
+        doc="samples in progress when weights are pushed to an SGLang server. continue: under the "
+        "new weights (each token's version is recorded); restart: from their prompts; finish: "
+        "before the push; in_place: under the new weights, on the context that the old ones "
+        "computed (cheaper, and not exact)",
     )
     push_bucket_bytes: int = chz.field(
         default=1 << 30,
-        doc="weights are pushed to SGLang servers in portions of so many bytes (or one tensor that "
-        "is larger): what a push adds to a rank's memory",
+        doc="bytes of one portion of a push to SGLang servers (or one tensor, if it is larger): "
+        "the memory that a push adds to a rank",
         metadata=MAY_CHANGE,
     )
     start_deadline_s: float | None = chz.field(
         default=None,
-        doc="longest an actor may take to start, seconds: an engine with its model, an SGLang "
-        f"server, a rollout worker; default: {START_S:.0f}, and one more for each "
+        doc="seconds that an actor may take to start: an engine with its model, an SGLang server, "
+        f"a rollout worker; default: {START_S:.0f}, and one more for each "
         f"{LOADED_A_S // 10**6} MB of the model's checkpoint",
         metadata=MAY_CHANGE,
     )

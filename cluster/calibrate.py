@@ -55,7 +55,7 @@ class CalibrateConfig(StopSettings, LocalEngineConfig):
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0 to prove", metadata=ESSENTIAL)
     out: str | None = chz.field(
-        default=None, doc="write the report here, as JSON", metadata=ESSENTIAL | WRITTEN
+        default=None, doc="file for the report, as JSON", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate

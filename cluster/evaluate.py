@@ -58,18 +58,23 @@ class EvaluateConfig(
     prompts: str | None = chz.field(
         default=None,
         doc="rows with `prompt` or `messages`, optionally `answer`, from any source of "
-        "docs/data.md; several with commas between them are evaluated apart, each under its name",
+        "docs/data.md; several sources, separated by commas, are evaluated separately, each under "
+        "its name",
         metadata=ESSENTIAL | ROWS,
     )
-    limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
-    teacher: str | None = model_field(
-        default=None, doc="with temperature=T: also KL(p_T || q_T) towards this checkpoint"
+    limit: int | None = chz.field(
+        default=None, doc="number of prompts of each file that are used, from the first"
     )
-    temperature: float | None = chz.field(default=None, doc="the T of that KL")
-    num_samples: int = chz.field(default=4, doc="samples per prompt for that KL")
+    teacher: str | None = model_field(
+        default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
+    )
+    temperature: float | None = chz.field(
+        default=None, doc="temperature T of the KL towards teacher="
+    )
+    num_samples: int = chz.field(default=4, doc="samples per prompt for the KL towards teacher=")
     out: str | None = chz.field(
         default=None,
-        doc="write metrics and every response here, as JSON",
+        doc="file for the metrics and every response, as JSON",
         metadata=ESSENTIAL | WRITTEN,
     )
 

@@ -92,38 +92,43 @@ class SampleToSftConfig(
     section: ClassVar[Section] = Section.MODEL
 
     model: str = model_field(
-        doc="who answers: a checkpoint (or a run's directory), or http://host:port/v1 of an "
+        doc="model that samples: a checkpoint (or a run's directory), or http://host:port/v1 of an "
         "OpenAI-compatible endpoint (its key in ISOTHERM_ENDPOINT_API_KEY)",
         metadata=ESSENTIAL,
     )
-    name: str | None = chz.field(default=None, doc="the model's name at the endpoint")
+    name: str | None = chz.field(default=None, doc="name of the model at the endpoint")
     prompts: str = chz.field(
-        doc="sources of rows, as prompts= of recipe=opd takes them", metadata=ESSENTIAL | ROWS
+        doc="sources of rows, in the format of prompts= in recipe=opd", metadata=ESSENTIAL | ROWS
     )
     data: str = chz.field(
-        doc="the file to write, .jsonl; one that is there already is replaced",
+        doc="file to write, .jsonl; an existing one is replaced",
         metadata=ESSENTIAL | WRITTEN,
     )
     hinted: bool = chz.field(
         default=False,
-        doc="show the model a row's teacher_messages or teacher_prompt in place of the prompt; "
-        "what is written has the prompt alone",
+        doc="show the model a row's teacher_messages or teacher_prompt in place of the prompt; the "
+        "written rows have the prompt alone",
     )
-    temperature: float = chz.field(default=1.0, doc="of the samples; 0 is greedy")
-    top_p: float = chz.field(default=1.0, doc="nucleus of the samples; 1 is off")
-    samples: int = chz.field(default=1, doc="responses to each prompt")
+    temperature: float = chz.field(default=1.0, doc="temperature of the samples; 0: greedy")
+    top_p: float = chz.field(default=1.0, doc="top-p of the samples; 1: off")
+    samples: int = chz.field(default=1, doc="responses per prompt")
     reward: str | None = chz.field(
-        default=None, doc="what a response earns, as of recipe=rl; default: exact_match"
+        default=None, doc="reward of a response, as in recipe=rl; default: exact_match"
     )
     min_reward: float = chz.field(
-        default=1.0, doc="what a response must earn, where its prompt has an `answer`"
+        default=1.0,
+        doc="smallest reward of a response that is written, if its prompt has an `answer`",
     )
     keep: Literal["all", "best"] = chz.field(
-        default="all", doc="of a prompt's responses that qualify: all that differ, or the best"
+        default="all",
+        doc="responses of a prompt that are written, of those that qualify: all that differ, or "
+        "the best",
     )
-    seed: int = chz.field(default=0, doc="of the samples of a checkpoint")
-    timeout_s: float = chz.field(default=300.0, doc="longest an endpoint may take, seconds")
-    max_concurrent: int = chz.field(default=16, doc="most requests at an endpoint at once")
+    seed: int = chz.field(default=0, doc="seed of the samples of a checkpoint")
+    timeout_s: float = chz.field(
+        default=300.0, doc="seconds that a request to an endpoint may take"
+    )
+    max_concurrent: int = chz.field(default=16, doc="most requests to an endpoint at the same time")
 
     @chz.validate
     def _sampling_is_consistent(self) -> None:

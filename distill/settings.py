@@ -52,7 +52,7 @@ class ThreadSettings:
 
     threads: int = chz.field(
         default=1,
-        doc="torch threads of each engine and of the learner on CPU",
+        doc="torch threads of each engine and of the learner on a CPU",
         metadata=MAY_CHANGE,
     )
 

@@ -70,8 +70,8 @@ class StopSettings:
 
     stop_tokens: str = chz.field(
         default="",
-        doc="tokens at which a response ends, as text or ids with commas between them; default: "
-        "those at which any of the run's models ends. final/ has them in generation_config.json",
+        doc="tokens that end a response, as text or ids, separated by commas; default: those that "
+        "end a response of any of the run's models. final/ has them in generation_config.json",
     )
 
     def stops(

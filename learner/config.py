@@ -39,24 +39,26 @@ class LoraSettings:
 
     lora_rank: int | None = chz.field(
         default=None,
-        doc="train a low-rank adapter of this rank, and freeze the model; 16, say",
+        doc="train a low-rank adapter of this rank (for example 16), and freeze the model",
         metadata=ESSENTIAL,
     )
     lora_alpha: float | None = chz.field(
-        default=None, doc="its product is multiplied by alpha / rank; default: 2 * lora_rank"
+        default=None,
+        doc="scale of the adapter: its output is multiplied by lora_alpha / rank; default: 2 * "
+        "lora_rank",
     )
     lora_targets: str | None = chz.field(
         default=None,
-        doc="Linears that are adapted, 'q_proj,v_proj' for example; default: all but the "
+        doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
         "vocabulary projection",
     )
     lora_dropout: float | None = chz.field(
         default=None,
-        doc="of the adapter's inputs in training; default: none. In opd, rl and dpo it is noise in "
-        "the ratios too",
+        doc="dropout of the adapter's inputs in training; in opd, rl and dpo it adds noise to the "
+        "ratios too; default: none",
     )
     lora_adapter: str | None = chz.field(
-        default=None, doc="instead of lora_rank: a peft adapter (safetensors) to start from"
+        default=None, doc="peft adapter (safetensors) to start from, instead of lora_rank"
     )
 
     @chz.validate
@@ -111,13 +113,17 @@ class OptimizerSettings(LoraSettings):
         metadata=ESSENTIAL,
     )
     lr_schedule: Schedule = chz.field(
-        default="constant", doc="rate after warm-up; linear and cosine end at 0"
+        default="constant", doc="learning rate after the warm-up; linear and cosine end at 0"
     )
-    warmup_steps: int = chz.field(default=0, doc="optimizer updates of linear warm-up")
+    warmup_steps: int = chz.field(
+        default=0, doc="optimizer updates of the linear warm-up of the learning rate"
+    )
     weight_decay: float = chz.field(
         default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
     )
-    max_grad_norm: float = chz.field(default=1.0, doc="gradient norm is clipped to this")
+    max_grad_norm: float = chz.field(
+        default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"
+    )
 
     @chz.validate
     def _optimizer_in_range(self) -> None:
@@ -186,38 +192,39 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
     )
     packing: bool = chz.field(
         default=False,
-        doc="run rows of all lengths end to end in one sequence up to token_budget, none of them "
-        "seeing another, instead of padding them (docs/learner.md)",
+        doc="pack rows of all lengths into one sequence of up to token_budget tokens, instead of "
+        "padding them; no row attends to another (docs/learner.md)",
         metadata=MAY_CHANGE,
     )
-    seed: int = chz.field(default=0, doc="seed of prompt order, sampling and torch")
+    seed: int = chz.field(default=0, doc="seed of the prompt order, sampling and torch")
     gradient_checkpointing: bool | None = chz.field(
         default=None,
-        doc="recompute activations in the backward pass: less memory, more time; default: where "
+        doc="recompute activations in the backward pass: less memory, more time; default: only if "
         "they would not fit into memory",
         metadata=MAY_CHANGE,
     )
     compile: bool = chz.field(
         default=False,
-        doc="torch.compile the learner's layers: slow at the start, then faster (docs/learner.md); "
-        "on a CPU it needs a C++ compiler",
+        doc="compile the learner's layers (torch.compile): slower at the start, then faster "
+        "(docs/learner.md); on a CPU this needs a C++ compiler",
         metadata=MAY_CHANGE,
     )
     liger: bool = chz.field(
         default=False,
-        doc="Liger's kernels for norms, rotary embedding and SwiGLU in the learner (cuda; pip "
+        doc="use Liger's kernels for norms, rotary embedding and SwiGLU in the learner (cuda; pip "
         "install liger-kernel)",
         metadata=MAY_CHANGE,
     )
     router_aux_coef: float = chz.field(
         default=0.0,
-        doc="weight of the load-balancing loss of a mixture's routers (0.001, say; "
-        "train/router_aux); 0: none",
+        doc="weight of the load-balancing loss of a mixture-of-experts model's routers, for "
+        "example 0.001 (metric train/router_aux); 0: none",
         metadata=MAY_CHANGE,
     )
     offload_optimizer: bool = chz.field(
         default=False,
-        doc="keep AdamW's moments in main memory, on the GPU during its own step only (cuda)",
+        doc="keep AdamW's moments in main memory, and on the GPU only during the optimizer's "
+        "update (cuda)",
         metadata=MAY_CHANGE,
     )
 
@@ -237,7 +244,7 @@ class DropoutSettings:
 
     dropout: bool = chz.field(
         default=False,
-        doc="train with the dropout and the router noise that the checkpoint's config.json names",
+        doc="train with the dropout and the router noise of the checkpoint's config.json",
     )
 
 
@@ -256,7 +263,8 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     dtype: Precision = chz.field(
-        default="float32", doc="what it computes in; weights, gradients and moments stay float32"
+        default="float32",
+        doc="precision of the computation; weights, gradients and moments stay float32",
     )
 
     replays_routing: bool = chz.field(
@@ -264,7 +272,8 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
         doc="rows bring the experts of a mixture that their tokens are to go through",
     )
     stops: StopTokens | None = chz.field(
-        default=None, doc="where responses end; saved with the model. None: as it was, no event"
+        default=None,
+        doc="tokens that end responses, saved with the model; None: those of the model",
     )
     longest_rows: int = chz.field(
         default=0,
@@ -273,17 +282,17 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     )
     gpu_taken: int = chz.field(
         default=0,
-        doc="bytes of its GPU that are another process's, a sleeping engine's; 0: what is free is "
-        "the learner's",
+        doc="bytes of its GPU that belong to another process, such as a sleeping engine; 0: only "
+        "free memory is the learner's",
     )
     shadow: ShadowRule | None = chz.field(
         default=None,
-        doc="how a second set of the weights follows them: a teacher that moves; None: there is "
-        "none",
+        doc="update rule of a lagged or EMA teacher, a second set of weights; None: no such "
+        "teacher",
     )
     reward_padding: int | None = chz.field(
         default=None,
-        doc="the padding token of a reward model that is trained; None: a language model is",
+        doc="padding token of a reward model in training; None: a language model is trained",
     )
 
     @chz.validate

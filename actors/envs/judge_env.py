@@ -141,12 +141,12 @@ class Judged(ChatEnvConfig):
 
     judge_url: str | None = chz.field(
         default=None,
-        doc="the judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it wants "
-        "one, in the environment variable ISOTHERM_JUDGE_API_KEY",
+        doc="judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it needs one, "
+        "in the environment variable ISOTHERM_JUDGE_API_KEY",
     )
-    judge_model: str | None = chz.field(default=None, doc="the judge's model, by its name there")
+    judge_model: str | None = chz.field(default=None, doc="name of the judge's model at judge_url")
     rubric: str | None = chz.field(
-        default=None, doc="what makes an answer good, for the judge to read; or @FILE"
+        default=None, doc="criteria of a good answer, for the judge to read; or @FILE"
     )
     reward_model: str | None = chz.field(
         default=None,
@@ -155,28 +155,31 @@ class Judged(ChatEnvConfig):
     )
     mode: str = chz.field(
         default="score",
-        doc="score: each response on its own; pairs: those of a group against one another "
-        "(evaluations score)",
+        doc="score: each response alone; pairs: the responses of a group against one another "
+        "(evaluations use score)",
     )
     max_pairs: int | None = chz.field(
         default=None,
-        doc="with mode=pairs: most comparisons of a group, each response in equally many; a "
+        doc="mode=pairs: most comparisons in a group, with each response in equally many; a "
         "comparison is two requests; default: every pair",
     )
-    judge_timeout_s: float = chz.field(default=120.0, doc="longest attempt to ask, seconds")
+    judge_timeout_s: float = chz.field(
+        default=120.0, doc="seconds that a request to the judge may take"
+    )
     judge_max_concurrent: int = chz.field(
-        default=16, doc="most requests to the judge at once, of each rollout worker"
+        default=16, doc="requests to the judge at the same time, of each rollout worker"
     )
     judge_retries: int = chz.field(
-        default=3, doc="more attempts where the judge is busy, fails or is lost"
+        default=3, doc="further attempts if the judge is busy, fails or is lost"
     )
     judge_max_tokens: int = chz.field(
-        default=1024, doc="longest verdict; a judge that thinks first wants more"
+        default=1024, doc="longest verdict, in tokens; a judge that reasons first needs more"
     )
     judge_max_chars: int = chz.field(
-        default=20_000, doc="of a response, that the judge sees; what it misses, it is told"
+        default=20_000,
+        doc="characters of a response that the judge sees; it is told how many it does not see",
     )
-    system: str | None = chz.field(default=None, doc="what the system says, before every prompt")
+    system: str | None = chz.field(default=None, doc="system message before every prompt")
 
     @chz.validate
     def _judged_in_range(self) -> None:

@@ -49,7 +49,7 @@ class DeviceSettings:
 
     device: Literal["auto", "cpu", "cuda"] = chz.field(
         default="auto",
-        doc="where models run; auto: cuda if there are GPUs (in the Ray cluster, of a run)",
+        doc="device of the models; auto: cuda if there are GPUs (for a run: in the Ray cluster)",
         metadata=MAY_CHANGE,
     )
 
@@ -86,33 +86,34 @@ class PlacementSettings(DeviceSettings):
 
     gpus_per_actor: float = chz.field(
         default=1.0,
-        doc="GPUs each engine and the learner take on cuda; a share packs several on one",
+        doc="GPUs of each engine and each learner worker on cuda; a fraction puts several on one "
+        "GPU",
         metadata=MAY_CHANGE,
     )
     gpu_memory_gib: float | None = chz.field(
         default=None,
-        doc="memory of one GPU for the plan that dry_run=True prints, where this machine has none",
+        doc="memory of one GPU in GiB, for the plan of dry_run=True on a machine without one",
         metadata=MAY_CHANGE,
     )
     learner_workers: int = chz.field(
         default=1,
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
-        "or CPU of its own; a run may be resumed with another number of them",
+        "or CPU of its own; a resumed run may have another number of them",
         metadata=MAY_CHANGE,
     )
     placement: Literal["pack", "spread"] = chz.field(
         default="pack",
-        doc="actors of a role on few nodes, or on as many as there are",
+        doc="pack: the actors of a role on few nodes; spread: on as many as there are",
         metadata=MAY_CHANGE,
     )
     placement_deadline_s: float = chz.field(
         default=600.0,
-        doc="longest the run waits for the cluster to have room for it, seconds",
+        doc="seconds that the run waits for free resources in the cluster before it fails",
         metadata=MAY_CHANGE,
     )
     local: bool = chz.field(
         default=False,
-        doc="everything in this process, without Ray: for a notebook, a debugger, small models",
+        doc="run everything in this process, without Ray: for a notebook, a debugger, small models",
         metadata=MAY_CHANGE,
     )
 
@@ -138,18 +139,18 @@ class SupervisionSettings:
 
     deadline_s: float = chz.field(
         default=1800.0,
-        doc="longest any part waits for another that does not get on before the run fails, seconds",
+        doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
     )
     hang_after_s: float = chz.field(
         default=60.0,
-        doc="an actor that gives no sign of life for so long is ended, and restarted, seconds",
+        doc="seconds without a sign of life after which an actor is terminated and restarted",
         metadata=MAY_CHANGE,
     )
     max_restarts: int = chz.field(
         default=10,
-        doc="deaths of one actor within an hour that the run survives; a lost learner goes back to "
-        "its last checkpoint",
+        doc="deaths of one actor within an hour that the run survives; after the loss of a learner "
+        "it continues from the last checkpoint",
         metadata=MAY_CHANGE,
     )
 
@@ -169,7 +170,8 @@ class OutputSettings:
     section: ClassVar[Section] = Section.OUTPUT
 
     out: str = chz.field(
-        doc="directory for everything the run writes; holds one run, resumable",
+        doc="directory for everything that the run writes; it holds one run, which the same "
+        "command resumes",
         metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
     )
     checkpoint_every: int = chz.field(
@@ -177,47 +179,52 @@ class OutputSettings:
     )
     background_checkpoints: bool | None = chz.field(
         default=None,
-        doc="write checkpoints from a copy of the learner's state while training goes on; default: "
-        "where the copy takes at most half of the main memory that is free (docs/learner.md)",
+        doc="write checkpoints from a copy of the learner's state while training continues; "
+        "default: if the copy takes at most half of the free main memory (docs/learner.md)",
         metadata=MAY_CHANGE,
     )
-    keep_checkpoints: int = chz.field(default=2, doc="newest checkpoints kept", metadata=MAY_CHANGE)
+    keep_checkpoints: int = chz.field(
+        default=2, doc="number of newest checkpoints that are kept", metadata=MAY_CHANGE
+    )
     keep_every: int = chz.field(
         default=0,
-        doc="and those of steps that it divides, a multiple of checkpoint_every; 0: none of them",
+        doc="also keep the checkpoints of steps that are multiples of this, itself a multiple of "
+        "checkpoint_every; 0: none",
         metadata=MAY_CHANGE,
     )
     keep_best: str | None = chz.field(
         default=None,
-        doc="and that of the evaluation (eval_every=) which is best by this metric, "
-        "eval/accuracy say, saved for it; of kl, nll and loss the smallest is best",
+        doc="also keep the checkpoint of the best evaluation (eval_every=) by this metric, for "
+        "example eval/accuracy; it is saved at that step. Smaller is better for kl, nll and loss, "
+        "larger for all others",
         metadata=MAY_CHANGE,
     )
     track: str = chz.field(
         default="",
-        doc=f"who gets the metrics besides out=: {', '.join(TRACKERS)}; several with commas "
+        doc=f"trackers that receive the metrics too: {', '.join(TRACKERS)}, separated by commas "
         "(docs/tracking.md)",
         metadata=MAY_CHANGE,
     )
     wandb: WandbMode = chz.field(
         default="off",
-        doc="Weights & Biases, as track=wandb; offline needs no network",
+        doc="Weights & Biases, as track=wandb, and its mode; offline needs no network",
         metadata=MAY_CHANGE,
     )
     notify: str | None = chz.field(
         default=None,
-        doc="who is told of what the run finds wrong with itself, and of its end: a URL that gets "
-        "JSON by POST, or package.module:function, called with the same as a dict",
+        doc="receiver of the run's findings, and of the news of its end: a URL that receives JSON "
+        "by POST, or package.module:function, called with the same content as a dict",
         metadata=MAY_CHANGE,
     )
     trace_step: int | None = chz.field(
         default=None,
-        doc="the learner's step of which out/trace.json is written, for https://ui.perfetto.dev",
+        doc="step of the learner whose trace is written to out/trace.json, for "
+        "https://ui.perfetto.dev",
         metadata=MAY_CHANGE,
     )
     dry_run: bool = chz.field(
         default=False,
-        doc="check everything, print the plan, start nothing",
+        doc="check everything and print the plan, but start nothing",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
 
@@ -267,9 +274,9 @@ class ForkSettings:
 
     fork_from: str | None = chz.field(
         default=None,
-        doc="start with the weights of another run's newest checkpoint, RUN, or of one it keeps, "
-        "RUN:STEP or RUN:best, and with its AdamW moments if the recipe is the same; counters, "
-        "data, schedule and everything else are this run's own (docs/outputs.md)",
+        doc="start with the weights of another run: RUN (its newest checkpoint), RUN:STEP or "
+        "RUN:best (one that it keeps); with its AdamW moments if the recipe is the same. Counters, "
+        "data and schedule start anew (docs/outputs.md)",
     )
 
 
@@ -284,8 +291,8 @@ class CommonConfig(
     steps: int = chz.field(default=100, doc="optimizer steps", metadata=ESSENTIAL | MAY_CHANGE)
     learner_dtype: DtypeChoice = chz.field(
         default="auto",
-        doc="what the learner computes in: auto is float32 on a CPU and bfloat16 on CUDA; its "
-        "weights, gradients and moments are float32 in any case",
+        doc="precision of the learner's computation; auto: float32 on a CPU, bfloat16 on CUDA. "
+        "Weights, gradients and moments are float32 in any case",
     )
 
     @chz.validate

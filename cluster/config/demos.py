@@ -24,8 +24,8 @@ class DemoConfig:
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
     engine: EngineChoice = chz.field(
         default="auto",
-        doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
-        "sglang where it is installed and there are GPUs, else embedded",
+        doc="sglang: SGLang servers that the demo starts; embedded: transformers in the actor's "
+        "process; auto: sglang if it is installed and there are GPUs, else embedded",
     )
     steps: int = chz.field(default=80, doc="optimizer steps of the distillation")
     seed: int = chz.field(default=0, doc="seed of problems, models and training")
@@ -35,7 +35,7 @@ class DemoConfig:
 class ShowConfig:
     """Runs a recipe on a small world that it makes itself."""
 
-    task: Task = chz.field(doc="what is shown")
+    task: Task = chz.field(doc="recipe that is shown")
     out: str = chz.field(
         doc="directory for data, models and the run; an earlier show is removed",
         metadata=WRITTEN_DIRECTORY,
@@ -43,7 +43,7 @@ class ShowConfig:
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
     engine: EngineChoice = chz.field(
         default="auto",
-        doc="sglang, embedded, or auto: sglang where it is installed and there are GPUs",
+        doc="sglang, embedded, or auto: sglang if it is installed and there are GPUs",
     )
     steps: int | None = chz.field(default=None, doc="optimizer steps of the recipe")
     seed: int = chz.field(default=0, doc="seed of data, models and training")
@@ -54,7 +54,7 @@ class OpdVsRlConfig:
     """Measures how many times OPD's optimizer steps RL takes, by the length of the answer."""
 
     out: str = chz.field(
-        doc="directory for data, models and runs; the same command goes on in it",
+        doc="directory for data, models and runs; the same command continues in it",
         metadata=WRITTEN_DIRECTORY,
     )
     temperature: float = chz.field(default=0.7, doc="rollout temperature T")
@@ -65,10 +65,11 @@ class OpdVsRlConfig:
         default=3, doc="runs of each method at the shortest and the longest; one between them"
     )
     steps: int | None = chz.field(
-        default=None, doc="at most so many optimizer steps per run, for a quick look"
+        default=None, doc="most optimizer steps per run, for a quick look"
     )
     schooling: int = chz.field(
-        default=500, doc="optimizer steps of SFT on single sums; those on chains follow from it"
+        default=500,
+        doc="optimizer steps of SFT on single sums; the number on chains follows from it",
     )
     seed: int = chz.field(default=0, doc="seed of problems, models and the first run")
 

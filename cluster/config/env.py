@@ -64,8 +64,8 @@ def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
     return chz.field(
         meta_factory=_EnvFactory(EnvConfig, default_cls=default),
         default_factory=default,
-        doc=f"what the model acts in: {names}, or package.module:Class; env.field=value sets its "
-        "fields. docs/environments.md says what they are, and how to write one",
+        doc=f"environment: {names}, or package.module:Class; env.field=value sets its fields "
+        "(docs/environments.md)",
     )
 
 
@@ -78,16 +78,17 @@ class EnvSettings:
     env: EnvConfig = env_field()
     reward: str | None = chz.field(
         default=None,
-        doc="what a response earns: exact_match (the default), last_number, math_equal or "
-        "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
-        "sandbox; matches, json_schema: the `answer` is a pattern or schema; "
-        "package.module:function of (response, answer); or model:DIR, the score by a reward model "
+        doc="reward of a response. exact_match (the default), last_number, math_equal and contains "
+        "compare it with `answer`; unit_tests runs the tests in `answer` on a program, in a "
+        "sandbox; matches and json_schema take a pattern or schema from `answer`; "
+        "package.module:function of (response, answer); model:DIR is the score by a reward model "
         "(recipe=reward_model makes one)",
         metadata=ESSENTIAL,
     )
     reward_timeout_s: float = chz.field(
         default=REWARD_TIMEOUT_S,
-        doc="longest call of a reward=package.module:function; a later one fails its group",
+        doc="seconds that a call of reward=package.module:function may take; a longer one fails "
+        "its group",
         metadata=MAY_CHANGE,
     )
 

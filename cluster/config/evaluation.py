@@ -18,7 +18,9 @@ class LengthSettings:
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    max_new_tokens: int = chz.field(default=256, doc="longest response, tokens", metadata=ESSENTIAL)
+    max_new_tokens: int = chz.field(
+        default=256, doc="longest response, in tokens", metadata=ESSENTIAL
+    )
 
 
 @chz.chz
@@ -28,14 +30,18 @@ class DecoderSettings(LengthSettings):
     section: ClassVar[Section] = Section.EVALUATION
 
     eval_temperature: float = chz.field(
-        default=0.0, doc="the serving decoder's temperature; 0 is greedy. Never touches training"
+        default=0.0, doc="temperature of the serving decoder, for evaluations only; 0: greedy"
     )
-    eval_top_p: float = chz.field(default=1.0, doc="the serving decoder's top-p; 1 is off")
-    eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
+    eval_top_p: float = chz.field(
+        default=1.0, doc="top-p of the serving decoder, for evaluations only; 1: off"
+    )
+    eval_top_k: int = chz.field(
+        default=0, doc="top-k of the serving decoder, for evaluations only; 0: off"
+    )
     eval_samples: int = chz.field(
         default=1,
-        doc="responses a prompt in evaluation; several give pass@k and a majority's vote, and need "
-        "eval_temperature above 0",
+        doc="responses per prompt in evaluations; several give pass@k and a majority vote, and "
+        "need eval_temperature above 0",
     )
 
     @chz.validate
@@ -64,7 +70,7 @@ class IntervalSettings:
 
     eval_every: int = chz.field(
         default=0,
-        doc="steps between evaluations; 0: start and end only",
+        doc="steps between evaluations; 0: only at the start and the end",
         metadata=MAY_CHANGE,
     )
 
@@ -82,20 +88,22 @@ class EvaluationSettings(DecoderSettings, IntervalSettings):
 
     eval_prompts: str | None = chz.field(
         default=None,
-        doc="held-out prompts, as prompts= takes them; default: eval_size problems held out",
+        doc="held-out prompts, in the format of prompts=; default: eval_size problems are held out",
         metadata=ROWS,
     )
     eval_size: int = chz.field(
         default=64,
-        doc="problems evaluated; without eval_prompts at most a tenth is held out; 0: none at all",
+        doc="problems in an evaluation; without eval_prompts at most a tenth of all is held out; "
+        "0: none",
     )
     eval_max_new_tokens: int | None = chz.field(
-        default=None, doc="longest response in evaluation; default: max_new_tokens"
+        default=None, doc="longest response in evaluations, in tokens; default: max_new_tokens"
     )
     eval_engines: int = chz.field(
         default=0,
-        doc="policy engines of their own for evaluations every eval_every steps, which then run "
-        "beside training, with the weights of their step; 0: between two steps, on the policy's",
+        doc="policy engines reserved for the evaluations of every eval_every steps, which then run "
+        "concurrently with training, with the weights of their step; 0: evaluations run between "
+        "two steps, on the policy's engines",
         metadata=MAY_CHANGE,
     )
 

@@ -70,30 +70,32 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
     )
     prompts: str | None = chz.field(
         default=None,
-        doc="JSONL, JSON, CSV, parquet or Arrow file, saved or hub data set, or module:function; "
-        "several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` (string) or `messages` "
-        "(chat), optionally `answer` and more: see docs/data.md. Environments that make their own "
-        "problems take none",
+        doc="prompts: a JSONL, JSON, CSV, parquet or Arrow file, saved or hub data set, or "
+        "module:function; several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` "
+        "(string) or `messages` (chat), optionally `answer` and more (docs/data.md). Environments "
+        "that make their own problems take none",
         metadata=ESSENTIAL | ROWS,
     )
     reference: str | None = model_field(
         default=None,
-        doc="checkpoint that reference_kl_coef holds the policy near to; default with lora_rank: "
-        "the student without its adapter, in the learner",
+        doc="checkpoint of the reference model, to which reference_kl_coef keeps the policy near; "
+        "default with lora_rank: the student without its adapter, in the learner",
     )
     sft_data: str | None = chz.field(
         default=None,
-        doc="supervised rows (as recipe=sft reads them) trained on in every update",
+        doc="supervised rows, in the format of recipe=sft, that every update trains on too",
         metadata=ROWS,
     )
     sft_batch_size: int | None = chz.field(
-        default=None, doc="of those, rows per optimizer update; 8"
+        default=None, doc="rows of sft_data per optimizer update; default: 8"
     )
-    sft_coef: float | None = chz.field(default=None, doc="weight of their cross-entropy; 0.1")
+    sft_coef: float | None = chz.field(
+        default=None, doc="weight of the cross-entropy of sft_data; default: 0.1"
+    )
     try_first: bool = chz.field(
         default=True,
-        doc="try an environment or a reward of your own on the first problem before anything "
-        "starts, with the `answer` (or nothing) as the response, in a process of its own",
+        doc="try a custom environment or reward on the first problem before anything starts, with "
+        "the `answer` (or nothing) as the response, in a separate process",
         metadata=MAY_CHANGE,
     )
 
@@ -140,7 +142,7 @@ class SamplingSettings(LengthSettings):
     section: ClassVar[Section] = Section.SAMPLING
 
     temperature: float = chz.field(
-        doc="rollout temperature T > 0: of sampling, teacher, learner and loss alike",
+        doc="rollout temperature T > 0, of sampling, teacher, learner and loss alike",
         metadata=ESSENTIAL,
     )
     prompts_per_step: int = chz.field(
@@ -149,23 +151,26 @@ class SamplingSettings(LengthSettings):
     group_size: int = chz.field(default=4, doc="samples per prompt", metadata=ESSENTIAL)
     max_staleness: int = chz.field(
         default=4,
-        doc="weight versions a rollout may be behind when trained, at most; 0 is fully synchronous",
+        doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
+        "synchronous",
     )
     step_rule: StepRuleName = chz.field(
         default="due_first",
-        doc="groups of a step: due_first (the oldest finished ones that leave all others time), or "
-        "in_order (of their prompts; a long answer holds up its step)",
+        doc="groups that a step takes. due_first: the oldest finished ones that leave all others "
+        "enough time; in_order: in the order of their prompts, so that a long answer delays its "
+        "step",
     )
     groups_in_flight: int | None = chz.field(
         default=None,
-        doc="groups that are sampled, finished or trained at a time, which is what bounds the mean "
-        "staleness; unset: those of two steps (of one with max_staleness=0)",
+        doc="number of groups that are sampled, finished or in training at the same time, which "
+        "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
     )
     overdue: Overdue = chz.field(
         default="wait",
-        doc="step_rule=due_first: wait for groups that would become too stale otherwise, train "
-        "them late (beyond max_staleness), or, if unusually long under way, begin them again (at "
-        "most 3 times); the latter two are for tools of unbounded time",
+        doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
+        "waits for them; late: they are trained beyond max_staleness; again: those that take "
+        "unusually long begin again (at most 3 times). late and again are for tools of unbounded "
+        "time",
     )
 
     @chz.validate
@@ -231,64 +236,67 @@ class RolloutConfig(
 
     keep_rollouts: KeepRollouts = chz.field(
         default="every",
-        doc="for cluster.report. every: the first group of every few steps, in out/rollouts.jsonl, "
-        "and the responses of evaluations to their first 8 problems, in out/evaluations.jsonl; "
-        "all: all groups of all steps, and all responses; none",
+        doc="rollouts that are kept for cluster.report. every: the first group of every "
+        "keep_rollouts_every steps, in out/rollouts.jsonl, and the responses of evaluations to "
+        "their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and all "
+        "responses; none: nothing",
         metadata=MAY_CHANGE,
     )
     keep_rollouts_every: int = chz.field(
         default=10,
-        doc="keep_rollouts=every: steps between two that are kept; the first and the last always "
-        "are. 0 keeps no groups",
+        doc="keep_rollouts=every: steps between two that are kept, beside the first and the last; "
+        "0: no groups",
         metadata=MAY_CHANGE,
     )
 
     routing_replay: bool | None = chz.field(
         default=None,
-        doc="train a mixture's tokens through the experts that the engine sent them to "
-        "(train/routing_mismatch, docs/learner.md); default: where the student is a mixture that "
-        "engine and learner can do this for",
+        doc="train the tokens of a mixture-of-experts model through the experts to which the "
+        "engine routed them (docs/models.md; metric train/routing_mismatch); default: if engine "
+        "and learner can do this for the student",
         metadata=MAY_CHANGE,
     )
     rehearse: bool = chz.field(
         default=False,
-        doc="the run in small first, and nothing else: random twins of the models, every kind of "
-        "actor killed once, a resume, an evaluation; what works, and what full size would meet",
+        doc="rehearse the run in small, and do nothing else: random twins of the models, every "
+        "kind of actor killed once, a resume, an evaluation; reports what works, and what to "
+        "expect at full size (docs/forecast.md)",
         metadata=MAY_CHANGE,
     )
     rehearse_tokens_per_s: float | None = chz.field(
         default=None,
-        doc="what a teacher scores in a second, for rehearse=True to say how long steps will take",
+        doc="tokens that a teacher scores in a second, from which rehearse=True estimates the time "
+        "of a step",
         metadata=MAY_CHANGE,
     )
     replay_keep: int = chz.field(
         default=0,
-        doc="for cluster.replay: keep what the newest so many steps trained on, in out/replay, at "
-        "least those since the last checkpoint; 0 keeps nothing, and costs nothing",
+        doc="number of newest steps whose training data are kept in out/replay for cluster.replay, "
+        "at least those since the last checkpoint; 0: none",
         metadata=MAY_CHANGE,
     )
     replay_if: float | None = chz.field(
         default=None,
-        doc="of those, steps with a gradient norm above it stay for good, with the checkpoint "
-        "before them; so does a step that is not finite",
+        doc="with replay_keep: gradient norm above which a step's data are kept for good, with the "
+        "checkpoint before it; so are those of a step that is not finite",
         metadata=MAY_CHANGE,
     )
     replay_if_kl: float | None = chz.field(
         default=None,
-        doc="the same for steps whose opd/reverse_kl is by more than so much, in nats per token, "
-        "above that of the step before",
+        doc="with replay_keep: rise of opd/reverse_kl since the step before, in nats per token, "
+        "above which a step's data are kept for good",
         metadata=MAY_CHANGE,
     )
     rollouts: str | None = chz.field(
         default=None,
-        doc="out= of a run that has kept its steps (replay_keep=): train on their "
-        "groups, in order, with no engines; to debug a learner or an objective",
+        doc="out= of another run that has kept its steps (replay_keep=): train on their groups, in "
+        "order, without engines; to debug a learner or an objective",
     )
     train: bool = chz.field(
         default=True,
-        doc="False: make the groups of `steps` steps and keep them in out/replay, scored, for "
-        "another run's rollouts=; no learner, no push, no model at the end. To debug an "
-        "environment or a reward; the learner's settings are left to who trains",
+        doc="False: sample and score the groups of `steps` steps, and keep them in out/replay for "
+        "rollouts= of another run, without a learner; to debug an environment or a reward. "
+        "Settings of the learner are left to the other run",
     )
 
     def _require_what_is_here(self) -> None:
@@ -704,7 +712,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     estimator: str = with_default(ObjectiveConfig, "estimator", AUTO)
     teacher_server_flags: str = chz.field(
         default="",
-        doc="more of SGLang's own flags for teacher servers",
+        doc="further flags of SGLang for teacher servers",
         metadata=MAY_CHANGE,
     )
     teacher_engines: int = chz.field(
@@ -712,14 +720,15 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     )
     teacher_engines_max: int | None = chz.field(
         default=None,
-        doc="the pool of each teacher grows to so many; default: it is fixed",
+        doc="largest size of the pool of each teacher's engines, which grows when scoring is too "
+        "slow; default: the size is fixed",
         metadata=MAY_CHANGE,
     )
     meter_share: float | None = chz.field(
         default=None,
-        doc="estimator=full: share of groups that the teacher's engine scores, for opd/*, the bias "
-        "meter and the kept rollouts; the loss asks the learner's own copy. Default: a quarter, "
-        "and at least 8 groups a step",
+        doc="estimator=full: share of the groups that the teacher's engine scores too, for the "
+        "metrics opd/*, the bias meter and the kept rollouts; the loss uses the learner's own "
+        "copy. Default: a quarter, and at least 8 groups a step",
         metadata=MAY_CHANGE,
     )
 
@@ -895,8 +904,8 @@ class RlConfig(RolloutConfig, PolicyObjective):
     reward_coef: float = with_default(PolicyObjective, "reward_coef", 1.0)
     dynamic_sampling: float = chz.field(
         default=0.0,
-        doc="replace groups whose members all have the same reward by the next prompts': at most "
-        "so many times prompts_per_step of them each step (3 is usual); 0: train on what comes",
+        doc="replace groups whose members all have the same reward by groups of further prompts, "
+        "in each step at most this many times prompts_per_step of them (usually 3); 0: off",
     )
 
     @chz.validate

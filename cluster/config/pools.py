@@ -47,49 +47,50 @@ class PolicySettings(EngineChoices, ServerSettings):
 
     policy_server_flags: str = chz.field(
         default="",
-        doc="more of SGLang's own flags for policy servers, '--tp-size 2' for example",
+        doc="further flags of SGLang for policy servers, for example '--tp-size 2'",
         metadata=MAY_CHANGE,
     )
     weights: WeightsChoice = chz.field(
         default="auto",
-        doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
-        "node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL or gloo); "
-        "ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which open a bucket at a "
-        "time there; object_store: any engine anywhere, by Ray; disk: a directory in out/ that "
-        "every node shares; auto: each engine by its place",
+        doc="transport of new weights to the policy engines. shared_memory: engines on the "
+        "learner's node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL "
+        "or gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
+        "portion at a time; object_store: any engine anywhere, by Ray; disk: a directory in out/ "
+        "that all nodes share; auto: for each engine by its place",
         metadata=MAY_CHANGE,
     )
     weights_delta: bool = chz.field(
         default=False,
-        doc="to engines on other nodes (to all with weights=object_store) a push sends the values "
-        "that changed since the one before, not all: for slow networks, with engines in bfloat16 "
-        "and small learning rates. Learner and engines keep a copy of the weights in main memory",
+        doc="push only the values that changed since the last push, to engines on other nodes (to "
+        "all with weights=object_store): for slow networks, with engines in bfloat16 and small "
+        "learning rates. Learner and engines keep a copy of the weights in main memory",
         metadata=MAY_CHANGE,
     )
     push_overlap: bool = chz.field(
         default=True,
-        doc="a step does not wait for the push before it: engines load a copy of the weights "
+        doc="begin a step before the last push has ended: engines load a copy of the weights "
         "meanwhile (weights=shared_memory, object_store or disk; max_staleness of 1 or more; "
-        "engines that do not sleep). False: every step waits until all engines have acknowledged",
+        "engines that do not sleep). False: every step waits until all engines have acknowledged "
+        "the weights",
         metadata=MAY_CHANGE,
     )
     probe_every: int = chz.field(
         default=1,
-        doc="weight versions between two that are probed: do the policy engines hold what the "
-        "learner sent? 0 trusts them",
+        doc="weight versions between two comparisons of log-probs that show whether the policy "
+        "engines hold what the learner sent; 0: none",
         metadata=MAY_CHANGE,
     )
     prove_every: int | None = chz.field(
         default=None,
-        doc="weight versions between two of which the policy engines prove by checksums that they "
-        "hold every bit; 0 trusts them; default: 1 on CUDA, 16 on a CPU, where a checksum costs "
+        doc="weight versions between two comparisons of checksums that prove that the policy "
+        "engines hold every bit; 0: none; default: 1 on CUDA, 16 on a CPU, where a checksum costs "
         "more than a push",
         metadata=MAY_CHANGE,
     )
     require_handshake: bool = chz.field(
         default=True,
-        doc="False trains although the parties disagree, on another objective than the one named: "
-        "for experiments about just that",
+        doc="False: train although the parties disagree, and so on another objective than the one "
+        "named; for experiments about just that",
     )
 
     @chz.validate
@@ -133,40 +134,42 @@ class PoolSettings:
     policy_engines: int = chz.field(default=1, doc="policy engines (actors)", metadata=MAY_CHANGE)
     policy_engines_max: int | None = chz.field(
         default=None,
-        doc="the pool grows to so many when rollouts are too slow; default: it is fixed",
+        doc="largest size of the pool of policy engines, which grows when rollouts are too slow; "
+        "default: the size is fixed",
         metadata=MAY_CHANGE,
     )
     rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)", metadata=MAY_CHANGE)
     rollout_workers_max: int | None = chz.field(
         default=None,
-        doc="the same for rollout workers: environments and rewards that are too slow",
+        doc="largest size of the pool of rollout workers, which grows when environments and "
+        "rewards are too slow; default: the size is fixed",
         metadata=MAY_CHANGE,
     )
     rollout_cpus: float = chz.field(
         default=0.0,
-        doc="CPUs that each rollout worker takes; 0: it shares what there is",
+        doc="CPUs that each rollout worker reserves; 0: none reserved",
         metadata=MAY_CHANGE,
     )
     colocate: bool = chz.field(
         default=False,
-        doc="learner worker i and policy engine i in one place: they share GPUs "
+        doc="place learner worker i and policy engine i together: they share GPUs "
         "(gpus_per_actor=0.5) and shared memory",
         metadata=MAY_CHANGE,
     )
     engines_sleep: bool | None = chz.field(
         default=None,
-        doc="policy engines release their GPU memory while the learner computes a step "
-        "(SGLang's --enable-memory-saver); unset: where colocate=True has them share GPUs",
+        doc="release the GPU memory of policy engines while the learner computes a step (SGLang's "
+        "--enable-memory-saver); default: if colocate=True lets them share GPUs",
         metadata=MAY_CHANGE,
     )
     scale_up_after_s: float = chz.field(
         default=30.0,
-        doc="a pool grows once the learner has waited too much for so long, seconds",
+        doc="seconds for which the learner has waited too much before a pool grows",
         metadata=MAY_CHANGE,
     )
     scale_down_after_s: float = chz.field(
         default=120.0,
-        doc="a pool shrinks once it was too large for so long, seconds",
+        doc="seconds for which a pool has been too large before it shrinks",
         metadata=MAY_CHANGE,
     )
 
@@ -201,22 +204,25 @@ class GroupSettings:
 
     lease_s: float = chz.field(
         default=900.0,
-        doc="longest a prompt group is without progress (its engine's work, its next turn) before "
-        "another worker gets it, too, seconds",
+        doc="seconds without progress (of the engine, or to the next turn) after which a prompt "
+        "group is given to another worker too",
         metadata=MAY_CHANGE,
     )
     max_group_failures: int = chz.field(
         default=3,
-        doc="a prompt group that fails so often is set aside, with the reason",
+        doc="failures after which a prompt group is set aside, with the reason",
         metadata=MAY_CHANGE,
     )
     max_set_aside: int = chz.field(
-        default=100, doc="prompt groups set aside before the run fails", metadata=MAY_CHANGE
+        default=100,
+        doc="prompt groups that may be set aside; one more ends the run",
+        metadata=MAY_CHANGE,
     )
     stall_after_s: float = chz.field(
         default=300.0,
-        doc="when a group that is waited for makes no progress for so long, the run says who waits "
-        "for whom, and acts, seconds",
+        doc="seconds without progress of a group that others wait for, after which the run logs "
+        "what waits for what, and leases the group again; after twice as long it terminates the "
+        "actors that hold it",
         metadata=MAY_CHANGE,
     )
 
@@ -238,15 +244,15 @@ class CanarySettings:
 
     canary_every: int = chz.field(
         default=10,
-        doc="steps between two canaries: fixed rows that each engine of a teacher or of the "
-        "reference scores beside others (copies in the learner: between steps; the reward model "
-        "too), and that must not move from its first answers (docs/proof.md); 0 trusts them",
+        doc="steps between two canaries: fixed rows that each engine of a teacher or the reference "
+        "scores again, and whose scores must equal its first ones; so for reward models, and for "
+        "copies in the learner (docs/proof.md); 0: none",
         metadata=MAY_CHANGE,
     )
     on_bad_teacher: OnBadTeacher = chz.field(
         default="rewind",
-        doc="when weights contain what an engine scored that has moved: rewind (to the checkpoint "
-        "before them) or stop",
+        doc="reaction if an engine fails a canary, and the weights contain what it scored since "
+        "the last one. rewind: go back to the checkpoint before; stop: end the run",
         metadata=MAY_CHANGE,
     )
 

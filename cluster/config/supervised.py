@@ -24,7 +24,7 @@ _STEPS = 100
 # The steps of a run whose epochs have no length yet: its rows are to be read first.
 _UNREAD = 1 << 31
 _PAIRS = (
-    "sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+    "sources of rows, in the format of prompts= (docs/data.md), with weights if "
     "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
     "`messages` (chat) before them, or whole conversations in both"
 )
@@ -49,14 +49,14 @@ class HeldOutSettings(IntervalSettings):
 
     validation: str | None = chz.field(
         default=None,
-        doc="held-out rows: sources as data= takes them, without weights; evaluated at the start, "
-        "at the end and every eval_every steps",
+        doc="held-out rows: sources in the format of data=, without weights; evaluated at the "
+        "start, at the end and every eval_every steps",
         metadata=ROWS,
     )
     validation_share: float | None = chz.field(
         default=None,
-        doc="instead of validation: the share of the rows (pairs) of data= that is held out, by a "
-        "seeded choice of prompts; 0.05, say",
+        doc="share of the rows (pairs) of data= that is held out, by a seeded choice of prompts "
+        "(for example 0.05); instead of validation",
     )
 
     @property
@@ -104,16 +104,17 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
         default=None,
         munger=default_munger(_steps),
         x_type=int | None,
-        doc=f"optimizer steps; default: {_STEPS}, or as many as epochs= come to",
+        doc=f"optimizer steps; default: {_STEPS}, or those of epochs=",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
     epochs: float | None = chz.field(
         default=None,
-        doc="instead of steps: how often as many rows (pairs) are trained on as there are",
+        doc="train on this many times the number of rows (pairs), instead of steps; may be a "
+        "fraction",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
     max_length: int | None = chz.field(
-        default=None, doc="longest row, tokens; default: the model's context"
+        default=None, doc="longest row, in tokens; default: the model's context"
     )
 
     @chz.validate
@@ -141,7 +142,7 @@ class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
     section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
-        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+        doc="sources of rows, in the format of prompts= (docs/data.md), with weights if "
         "several; each row has `prompt` and `completion` (EOS is appended), "
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
         "ids, as cluster.rollouts_to_sft writes them)",
@@ -163,10 +164,14 @@ class PreferenceSettings:
     section: ClassVar[Section] = Section.OBJECTIVE
 
     beta: float = chz.field(
-        default=0.1, doc="how much a nat away from the reference weighs; small strays further"
+        default=0.1,
+        doc="weight of a nat of distance from the reference; with a small beta the policy moves "
+        "further from it",
     )
     sft_coef: float = chz.field(
-        default=0.0, doc="weight of the chosen responses' cross-entropy beside the preference"
+        default=0.0,
+        doc="weight of the cross-entropy of the chosen responses, in addition to the preference "
+        "loss",
     )
 
 
@@ -179,7 +184,7 @@ class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
 
     data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL | ROWS)
     reference: str | None = model_field(
-        default=None, doc="checkpoint that DPO stays near to; default: model"
+        default=None, doc="checkpoint of the reference model of DPO; default: model"
     )
 
     @chz.validate

@@ -30,11 +30,11 @@ class TeacherConfig:
     """One of several teachers."""
 
     model: str = model_field(doc="checkpoint, or http://host:port of a running SGLang server")
-    weight: float = chz.field(default=1.0, doc="its kl_coef is multiplied by this")
+    weight: float = chz.field(default=1.0, doc="factor of kl_coef for this teacher")
     samples_url: str | None = chz.field(
-        default=None, doc="as teacher_samples_url, of this one's prompts"
+        default=None, doc="teacher_samples_url for the prompts of this teacher"
     )
-    samples_name: str | None = chz.field(default=None, doc="as teacher_samples_name")
+    samples_name: str | None = chz.field(default=None, doc="teacher_samples_name for this teacher")
 
 
 @chz.chz
@@ -46,31 +46,32 @@ class TeacherSettings:
     teacher: str | None = model_field(
         default=None,
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
-        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer. policy: the student itself as "
-        "it trains, which is shown more than it was (teacher_feedback, or teacher_prompt of rows)",
+        "ISOTHERM_TEACHER_API_KEY); it shares the student's tokenizer. policy: the student itself "
+        "as it trains, with more context than the sampler had (teacher_feedback, or teacher_prompt "
+        "of rows)",
         metadata=ESSENTIAL,
     )
     teacher_lag: int = chz.field(
         default=0,
-        doc="teacher=policy: it becomes the student at each step that this divides, and is 0 to "
-        "teacher_lag - 1 steps older in between, on engines of its own; 0: the live student",
+        doc="teacher=policy: steps between two copies of the student's weights to the teacher, "
+        "which is 0 to teacher_lag - 1 steps older, on engines of its own; 0: the live student",
     )
     teacher_ema: float | None = chz.field(
         default=None,
-        doc="teacher=policy: it is a moving average of the student's weights, on engines of its "
-        "own, and keeps this share of itself at each step (0.99, say)",
+        doc="teacher=policy: the teacher is a moving average of the student's weights, on engines "
+        "of its own, and keeps this share of its weights at each step (for example 0.99)",
     )
     teacher_feedback: str | None = chz.field(
         default=None,
-        doc="what the teacher sees in place of the prompt, of each trajectory anew: a text with "
-        "{prompt} and any of {answer}, {response}, {reward}, {outcome} (right or wrong, by "
-        "right_from) and {feedback} (the environment's words). Of a chat it takes the place of "
-        "what the user said last",
+        doc="template of the text that the teacher sees in place of the prompt, filled in for each "
+        "trajectory: {prompt} and any of {answer}, {response}, {reward}, {outcome} (right or "
+        "wrong, by right_from) and {feedback} (the environment's words). In a chat it replaces the "
+        "user's last message",
     )
     teachers: Mapping[str, TeacherConfig] = chz.field(
         default_factory=dict,
-        doc="instead of teacher: several, teachers.NAME.model=... and teachers.NAME.weight=...; "
-        "each prompt's `teacher` field names the one that scores it",
+        doc="several teachers, instead of teacher: teachers.NAME.model=... and "
+        "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",
     )
 
     @chz.validate
@@ -139,26 +140,26 @@ class TeacherSampleSettings:
 
     warmup: int = chz.field(
         default=0,
-        doc="steps at the run's start in which the teacher samples the responses and the student "
-        "learns them by cross-entropy (SFT); for a student that says little worth a teacher's "
-        "judgement. Of the learning rate: warmup_steps",
+        doc="steps at the start of the run in which the teacher samples the responses, and the "
+        "student learns them by cross-entropy (SFT); for a student whose own samples teach little. "
+        "The warm-up of the learning rate is warmup_steps",
     )
     teacher_samples: float = chz.field(
         default=0.0,
         doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
-        "as well: 1 - lambda of GKD, whose lambda is the student's share; 0 is on-policy",
+        "too: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
     )
 
     teacher_samples_url: str | None = chz.field(
         default=None,
-        doc="of an OpenAI-compatible endpoint that writes what the teacher would sample: "
-        "http://host:port/v1 sees chats, .../v1/completions goes on from plain prompts (its key in "
-        "ISOTHERM_ENDPOINT_API_KEY). It gives text, and need not share the tokenizer; teacher= "
-        "scores what the student samples",
+        doc="OpenAI-compatible endpoint that samples in place of the teacher: http://host:port/v1 "
+        "receives chats, .../v1/completions continues plain prompts (its key in "
+        "ISOTHERM_ENDPOINT_API_KEY). It returns text, and need not share the tokenizer; teacher= "
+        "scores the student's samples",
         metadata=MAY_CHANGE,
     )
     teacher_samples_name: str | None = chz.field(
-        default=None, doc="the model's name at teacher_samples_url"
+        default=None, doc="name of the model at teacher_samples_url"
     )
 
     def endpoints(self, teachers: Mapping[str, TeacherConfig]) -> dict[str, EndpointAddress]:

@@ -484,9 +484,11 @@ class AuditConfig:
     """Was each prompt group of a run trained exactly once?"""
 
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
-    steps: int | None = chz.field(default=None, doc="the run should have trained so many steps")
+    steps: int | None = chz.field(
+        default=None, doc="number of steps that the run should have trained"
+    )
     groups_per_step: int | None = chz.field(
-        default=None, doc="groups per step, if not those that the ledger was started with"
+        default=None, doc="groups per step; default: the number with which the ledger was started"
     )
 
     @chz.validate

@@ -77,7 +77,7 @@ class DoctorConfig:
     """Does this machine have what a run needs? Exit code 1 if one could not start here."""
 
     sglang: bool = chz.field(
-        default=True, doc="also ask the SGLang that is installed whether the plugin knows it: 10 s"
+        default=True, doc="also check the installed SGLang with the plugin: 10 s"
     )
 
 

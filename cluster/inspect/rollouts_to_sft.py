@@ -39,15 +39,17 @@ if TYPE_CHECKING:
 class RolloutsToSftConfig:
     """Turns a run's kept rollouts into rows for recipe=sft."""
 
-    out: str = chz.field(doc="the run's directory")
+    out: str = chz.field(doc="directory of the run")
     data: str = chz.field(
-        doc="the file to write, .jsonl; one that is there already is replaced", metadata=WRITTEN
+        doc="file to write, .jsonl; an existing one is replaced", metadata=WRITTEN
     )
     min_reward: float = chz.field(
-        default=1.0, doc="what a trajectory must have earned; kept rewards have four digits"
+        default=1.0,
+        doc="smallest reward of a trajectory that is written; kept rewards have four digits",
     )
     only: Literal["all", "condensed"] = chz.field(
-        default="all", doc="all, or condensed: only trajectories of more than one segment"
+        default="all",
+        doc="trajectories that are written: all; condensed: those of more than one segment",
     )
 
     @chz.validate

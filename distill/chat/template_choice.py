@@ -32,12 +32,12 @@ class ChatTemplateSettings:
 
     chat_template: str | None = chz.field(
         default=None,
-        doc="file of a chat template (Jinja) in place of the checkpoint's own; final/ has it too",
+        doc="file of a chat template (Jinja) that replaces the checkpoint's own; final/ has it too",
     )
     chat_template_kwargs: str = chz.field(
         default="",
-        doc="arguments of the chat template, a JSON object: '{\"enable_thinking\": false}'; "
-        "defaults in the template of final/",
+        doc='arguments of the chat template as a JSON object, for example \'{"enable_thinking": '
+        "false}'; they become defaults in the template of final/",
     )
 
     chat_date: str | None = chz.field(

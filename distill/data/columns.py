@@ -111,7 +111,8 @@ class PromptKey(Columns):
 
     prompt_key: str | None = chz.field(
         default=None,
-        doc="column that is read as `prompt`, or as `messages` where it holds chats: question, say",
+        doc="column that is read as `prompt`, or as `messages` if it holds chats; for example "
+        "question",
     )
 
     def read_as(self) -> dict[str, tuple[str, str]]:
@@ -125,12 +126,12 @@ class PromptColumns(PromptKey):
     section: ClassVar[Section] = Section.MODEL
 
     answer_key: str | None = chz.field(
-        default=None, doc="column that is read as `answer`: solution, say"
+        default=None, doc="column that is read as `answer`, for example solution"
     )
     answer_pattern: str | None = chz.field(
         default=None,
-        doc="regular expression that finds the answer in its column: the last match, or its first "
-        r"group. '#### (.+)' for GSM8K",
+        doc="regular expression that finds the answer in its column (its last match, or the first "
+        "group of that), for example '#### (.+)' for GSM8K",
     )
 
     @chz.validate
@@ -189,7 +190,7 @@ class CompletionColumns(PromptKey):
     section: ClassVar[Section] = Section.MODEL
 
     completion_key: str | None = chz.field(
-        default=None, doc="column that is read as `completion`: answer, say"
+        default=None, doc="column that is read as `completion`, for example answer"
     )
 
     def read_as(self) -> dict[str, tuple[str, str]]:

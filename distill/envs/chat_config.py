@@ -183,29 +183,31 @@ class ChatConfig(EnvConfig):
 
     token_rewards = ("malformed_penalty",)
 
-    max_turns: int = chz.field(default=8, doc="most turns of the model's in an episode")
+    max_turns: int = chz.field(default=8, doc="most turns of the model in an episode")
     max_tokens: int | None = chz.field(
         default=None,
         doc="most tokens that the model sees before a turn; default: the models' context",
     )
-    time_s: float = chz.field(default=600.0, doc="longest episode, seconds, between two turns")
+    time_s: float = chz.field(
+        default=600.0, doc="longest episode, in seconds, checked between two turns"
+    )
     tool_timeout_s: float = chz.field(
-        default=_TOOL_TIMEOUT_S, doc="longest call of a tool, seconds"
+        default=_TOOL_TIMEOUT_S, doc="seconds that a call of a tool may take"
     )
     tool_max_tokens: int = chz.field(
         default=_TOOL_MAX_TOKENS,
-        doc="tokens of a tool's answer that the model sees; the rest is cut, and said",
+        doc="tokens of a tool's answer that the model sees; the rest is cut, with a note",
     )
     malformed_penalty: float = chz.field(
         default=0.0,
-        doc="taken from the tokens of a turn for each tool call that cannot be read, weighed by "
+        doc="penalty on the tokens of a turn for each tool call that cannot be parsed, weighed by "
         "bonus_coef",
     )
     condenser: str | None = chz.field(
         default=None,
-        doc="makes a history that outgrew max_tokens shorter: keywords; model, the policy itself, "
-        "greedily and untrained; or package.module:function of (text, focus, max_tokens); without "
-        "one the episode ends",
+        doc="how a history longer than max_tokens is shortened: keywords; model (the policy "
+        "itself, greedily and untrained); or package.module:function of (text, focus, max_tokens); "
+        "default: the episode ends",
     )
     condense_to: int | None = chz.field(
         default=None, doc="tokens of a condensed history; default: half of max_tokens"
@@ -213,20 +215,21 @@ class ChatConfig(EnvConfig):
     keep_last: int = chz.field(default=_KEEP_LAST, doc="last messages that are never condensed")
     recall: bool = chz.field(
         default=False,
-        doc="what was condensed is listed as <block_N>, message by message, and the model has a "
-        "tool, read_block, that shows one in full",
+        doc="list what was condensed as <block_N>, message by message, and give the model a tool, "
+        "read_block, that shows one in full",
     )
     condenser_tokens: int | None = chz.field(
         default=None,
-        doc="condenser=model: most tokens of an answer, thinking and all; default: max_new_tokens",
+        doc="condenser=model: longest answer in tokens, with its reasoning; default: "
+        "max_new_tokens",
     )
     condenser_temperature: float = chz.field(
         default=0.0, doc="condenser=model: temperature of its answers; 0: greedy"
     )
     condenser_prompt: str | None = chz.field(
         default=None,
-        doc="condenser=model: what it is asked, before the latest message and the text; default: "
-        "to summarise",
+        doc="condenser=model: the instruction, which the latest message and the text follow; "
+        "default: to summarise",
     )
 
     @chz.validate

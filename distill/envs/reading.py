@@ -190,26 +190,29 @@ class Reading(ChatEnvConfig):
 
     by: str = chz.field(
         default=MODEL,
-        doc="model: the policy reads part by part and keeps notes; keywords, or "
-        "package.module:function of (text, focus, max_tokens): the document is condensed first",
+        doc="how the document is read. model: the policy reads part by part and keeps notes; "
+        "keywords, or package.module:function of (text, focus, max_tokens): the document is "
+        "condensed first",
     )
     part_tokens: int | None = chz.field(
-        default=None, doc="tokens of a part, or of what a condenser leaves; default: what fits"
+        default=None, doc="tokens of a part, or of what a condenser leaves; default: as many as fit"
     )
     passage_boundary: str | None = chz.field(
         default=None,
-        doc="regular expression of what begins a passage, (?m)^## for example: no part has text of "
-        "two of them; default: parts end where a reader would pause",
+        doc="regular expression of the beginning of a passage, such as '(?m)^## '; no part has "
+        "text of two passages; default: parts end where a reader would pause",
     )
     fact_bonus: float = chz.field(
         default=0.0,
-        doc="paid to the tokens of the notes that first write one of the row's `facts`; weighed by "
-        "bonus_coef",
+        doc="bonus on the tokens of the notes that first write one of the row's `facts`, weighed "
+        "by bonus_coef",
     )
     terse: bool = chz.field(
-        default=False, doc="no instructions: for models that were taught the task itself"
+        default=False, doc="give no instructions: for models that were taught the task itself"
     )
-    max_turns: int = chz.field(default=64, doc="most turns: parts and the answer")
+    max_turns: int = chz.field(
+        default=64, doc="most turns: one for each part, and one for the answer"
+    )
 
     @chz.validate
     def _reading_in_range(self) -> None:

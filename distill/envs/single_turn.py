@@ -199,14 +199,15 @@ def format_field() -> Any:
     return chz.field(
         default=None,
         doc=r"regular expression that the whole response should match, such as "
-        r"'<think>.*</think>\s*\d+' (a dot is any character); counted as env/format",
+        r"'<think>.*</think>\s*\d+' (a dot is any character); counted in env/format",
     )
 
 
 def format_reward_field() -> Any:
     return chz.field(
         default=0.0,
-        doc="spread over the tokens of a response that has env.format, weighed by bonus_coef",
+        doc="reward of a response that matches env.format, spread over its tokens and weighed by "
+        "bonus_coef",
     )
 
 

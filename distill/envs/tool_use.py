@@ -64,10 +64,10 @@ class ToolUse(ChatEnvConfig):
 
     tools: str = chz.field(
         default="calculator",
-        doc="commas between: calculator, python (a sandbox), retrieval:DIR (a search in text "
-        "files), or package.module:function of yours",
+        doc="tools, separated by commas: calculator, python (a sandbox), retrieval:DIR (a search "
+        "in text files), or package.module:function",
     )
-    system: str | None = chz.field(default=None, doc="what the system says, before every prompt")
+    system: str | None = chz.field(default=None, doc="system message before every prompt")
     format: str | None = format_field()
     format_reward: float = format_reward_field()
 

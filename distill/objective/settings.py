@@ -56,8 +56,9 @@ class PolicyObjective:
 
     loss: str = chz.field(
         default="importance_sampling",
-        doc="loss over the ratio of learner to sampler: importance_sampling, ppo, cispo, dro, "
-        "gspo; or module:function of (logprobs_N, old_N, advantages_N), tensors: tokens' losses",
+        doc="loss over the ratio of the learner's to the sampler's probabilities: "
+        "importance_sampling, ppo, cispo, dro, gspo; or module:function of the tensors "
+        "(logprobs_N, old_N, advantages_N) that returns each token's loss",
     )
     clip_low: float | None = chz.field(
         default=None, doc="how far below 1 a ratio may go; default: ppo 0.2, cispo 1, gspo 3e-4"
@@ -66,61 +67,64 @@ class PolicyObjective:
         default=None, doc="how far above 1 a ratio may go; default: ppo 0.2, cispo 4, gspo 4e-4"
     )
     dual_clip: float | None = chz.field(
-        default=None, doc="ppo: largest ratio that counts where the advantage is negative; 3"
+        default=None,
+        doc="ppo: largest ratio that counts where the advantage is negative; default: 3",
     )
     dro_beta: float | None = chz.field(
-        default=None, doc="dro: price of the squared log ratio, halved; 0.05"
+        default=None, doc="dro: weight of the penalty on half the squared log ratio; default: 0.05"
     )
     correction: Correction = chz.field(
         default="none",
-        doc="mismatch of server and learner. none: ratios are against the server's log-probs; "
-        "truncate, mask: ratios are against the learner's own at the start of the step, and "
-        "learner/server becomes a weight that is cut at correction_cap, or dropped beyond it",
+        doc="correction for the mismatch of server and learner. none: ratios are against the "
+        "server's log-probs; truncate, mask: ratios are against the learner's own log-probs at the "
+        "start of the step, and learner/server becomes a weight, which truncate cuts at "
+        "correction_cap and mask sets to 0 beyond it",
     )
     correction_cap: float | None = chz.field(
         default=None,
-        doc="largest learner/server weight; mask also drops those below its inverse; 2",
+        doc="largest learner/server weight; mask also drops weights below its inverse; default: 2",
     )
     normalisation: Normalisation = chz.field(
         default="token",
-        doc="token: every trained token of the step counts alike; sequence: every sequence does",
+        doc="what has equal weight in the loss: every trained token of the step, or every sequence",
     )
     num_substeps: int = chz.field(
-        default=1, doc="optimizer updates per step: its groups are split into so many parts"
+        default=1, doc="optimizer updates per step, each on an equal part of the step's groups"
     )
-    entropy_coef: float = chz.field(default=0.0, doc="weight of the entropy of p_T, as a bonus")
+    entropy_coef: float = chz.field(default=0.0, doc="weight of an entropy bonus (entropy of p_T)")
     bonus_coef: float = chz.field(
         default=0.0,
-        doc="weight of single tokens' rewards (`bonuses` of a prompt, env.format_reward)",
+        doc="weight of the rewards of single tokens (`bonuses` of a prompt, env.format_reward)",
     )
     reward_coef: float = chz.field(default=0.0, doc="weight of the task reward's advantage")
     baseline: Baseline = chz.field(
         default="mean",
-        doc="what a reward is compared with: mean (of its group), leave_one_out (the mean of the "
-        "group's others), global (the mean of the whole step: REINFORCE++)",
+        doc="what a reward is compared with. mean: the mean of its group; leave_one_out: the mean "
+        "of the group's other members; global: the mean of the whole step (REINFORCE++)",
     )
     scale_by_std: bool = chz.field(
         default=False,
-        doc="divide reward advantages by the standard deviation of the group; baseline=global: of "
-        "the step",
+        doc="divide reward advantages by the standard deviation of the group (of the step with "
+        "baseline=global)",
     )
     advantage: str | None = chz.field(
         default=None,
-        doc="in place of baseline and scale_by_std: module:function of the step's groups "
-        "(distill.objective.group_rewards.GroupRewards), an array of each group's advantages",
+        doc="custom advantage, instead of baseline and scale_by_std: module:function of the step's "
+        "groups (distill.objective.group_rewards.GroupRewards) that returns an array of advantages "
+        "for each group",
     )
     mask_truncated: bool = chz.field(
         default=False,
-        doc="leave out rewards of samples that ended by length: advantage 0, and not in any "
-        "baseline; the teacher's and the reference's terms stay",
+        doc="ignore the rewards of samples that ended by length: their advantage is 0, and no "
+        "baseline includes them; the terms of teacher and reference stay",
     )
     overlong_buffer: int = chz.field(
         default=0,
-        doc="tokens before max_new_tokens within which a response's reward sinks to its reward "
-        "less overlong_penalty, linearly (DAPO); 0: it does not",
+        doc="number of tokens before max_new_tokens over which a response's reward falls linearly, "
+        "by overlong_penalty in all (DAPO); 0: off",
     )
     overlong_penalty: float | None = chz.field(
-        default=None, doc="what a response at max_new_tokens loses; 1"
+        default=None, doc="reward that a response of max_new_tokens tokens loses; default: 1"
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="rl: leave out groups whose members all have the same reward"
@@ -130,8 +134,8 @@ class PolicyObjective:
     )
     kl_discount_factor: float = chz.field(
         default=0.0,
-        doc="discount of future terms of sampled KLs, the teacher's (estimator=sampled) and the "
-        "reference's; 0: the immediate one only",
+        doc="discount of the later tokens' sampled KL terms in a token's advantage, for the "
+        "teacher (estimator=sampled) and the reference; 0: only the token's own term",
     )
 
     @chz.validate
@@ -232,47 +236,53 @@ class ObjectiveConfig(PolicyObjective):
     kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
     kl_clip: float | None = chz.field(
         default=None,
-        doc="most that a token's log p - log q counts, either way, in nats (reverse_kl): bounds "
-        "the signal, and biases it; unset: all of it",
+        doc="bound on a token's log p - log q, on either side, in nats (reverse_kl): limits the "
+        "signal, and biases it; default: no bound",
     )
     estimator: str = chz.field(
         default="sampled",
-        doc="what is known of the teacher's distribution. sampled: the token that was sampled; "
-        "full: all of it, by a copy of the teacher in the learner; top_k: some likely tokens and "
-        "the rest; auto (opd): full where that fits, else top_k, else sampled",
+        doc="how much of the teacher's distribution is used. sampled: the log-prob of the sampled "
+        "token; full: all of it, by a copy of the teacher in the learner; top_k: some likely "
+        "tokens, and an estimate of the rest; auto (opd): full where it fits, else top_k, else "
+        "sampled",
     )
     divergence: str = chz.field(
         default="reverse_kl",
-        doc="reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || p_T); jsd: between the two; or "
-        "module:function of (log_p_NV, log_q_NV), tensors: each row's divergence",
+        doc="divergence of student and teacher. reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || "
+        "p_T); jsd: a Jensen-Shannon divergence; or module:function of the tensors (log_p_NV, "
+        "log_q_NV) that returns each row's divergence",
     )
     jsd_beta: float | None = chz.field(
-        default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); 0.5"
+        default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); default: 0.5"
     )
     teacher_top_k: int | None = chz.field(
-        default=None, doc="top_k: number of tokens at which the teacher is asked; 32 of each side"
+        default=None,
+        doc="top_k: number of tokens that are compared; with top_k_from=union, of each side; "
+        "default: 32",
     )
     top_k_from: TopKFrom | None = chz.field(
         default=None,
-        doc="top_k: whose likeliest tokens they are. student: the policy's, as it samples; "
-        "teacher; union: the student's, and as many of the teacher's others. Default: student for "
-        "reverse_kl, an expectation under the student; teacher for forward_kl; union for jsd",
+        doc="top_k: whose most likely tokens are compared. student: the sampling policy's; "
+        "teacher: the teacher's; union: the student's, and as many others of the teacher's. "
+        "Default: student for reverse_kl, an expectation under the student; teacher for "
+        "forward_kl; union for jsd",
     )
     tail: Tail | None = chz.field(
         default=None,
-        doc="top_k: the rest as one bucket, or by the sampled token where it lies outside the top; "
-        "default: sampled for reverse_kl, else bucket",
+        doc="top_k: estimate of the rest of the distribution. bucket: all other tokens as one; "
+        "sampled: the sampled token where it is not in the top k; default: sampled for reverse_kl, "
+        "else bucket",
     )
 
     hint_bonus_coef: float = chz.field(
         default=0.0,
-        doc="teacher=policy: weight of each token's log-prob under the hint less that of the "
-        "rollout, added to the advantage where the answer was right",
+        doc="teacher=policy: weight of a bonus in the advantages of right answers: a token's "
+        "log-prob under the hint minus its log-prob in the rollout",
     )
     right_from: float | None = chz.field(
         default=None,
-        doc="reward from which a response is right, for hint_bonus_coef and {outcome} of "
-        "teacher_feedback; 1",
+        doc="smallest reward of a right response, for hint_bonus_coef and {outcome} of "
+        "teacher_feedback; default: 1",
     )
 
     @chz.validate

@@ -39,21 +39,21 @@ from distill.errors import ConfigError
 class ReportConfig:
     """Writes the report of a run, finished or not."""
 
-    out: str = chz.field(doc="the run's directory")
+    out: str = chz.field(doc="directory of the run")
     against: str | None = chz.field(
         default=None,
-        doc="another run's directory: its curves and evaluations are shown beside this one's, and "
+        doc="directory of another run: its curves and evaluations are shown beside this one's, and "
         "the settings in which the two differ",
     )
     html: str | None = chz.field(
-        default=None, doc="the page; out/report.html without it", metadata=WRITTEN
+        default=None, doc="file of the page; default: out/report.html", metadata=WRITTEN
     )
     serve: int | None = chz.field(
         default=None,
-        doc="port at which the page is served, live, on the loopback address; 0: any that is free",
+        doc="port at which the page is served, live, on the loopback address; 0: any free port",
     )
     groups: int = chz.field(
-        default=20, doc="kept groups that are shown, spread evenly over the run"
+        default=20, doc="number of kept groups that are shown, spread evenly over the run"
     )
 
     @chz.validate

@@ -111,7 +111,7 @@ class TicTacToeGames(TwoPlayerConfig):
     """env=TicTacToeGames: the policy plays itself (opponent=self), or random or perfect players."""
 
     random_moves: int = chz.field(
-        default=2, doc="each opening has so many random moves at most, so that games differ"
+        default=2, doc="most random moves in an opening, so that games differ"
     )
 
     @chz.validate

@@ -313,20 +313,20 @@ class TwoPlayerConfig(ChatConfig):
 
     opponent: str = chz.field(
         default="self",
-        doc="who sits opposite: self trains both seats; reference: the run's reference=DIR, which "
-        "does not change; or one of the game's own players",
+        doc="opponent in training. self: the policy, both seats are trained; reference: the run's "
+        "reference=DIR, which does not change; or one of the game's own players",
     )
     opponent_temperature: float | None = chz.field(
-        default=None, doc="of the reference's moves, where it sits opposite; 0 is greedy"
+        default=None, doc="temperature of the moves of opponent=reference; 0: greedy"
     )
-    eval_opponent: str = chz.field(default="random", doc="the same in evaluations")
+    eval_opponent: str = chz.field(default="random", doc="opponent in evaluations, as opponent")
     forfeit_reward: float = chz.field(
         default=-2.0,
-        doc="of a seat that makes an illegal move, or none; below a loss (-1), else a seat that "
-        "loses anyway has no reason to keep the rules",
+        doc="reward of a seat that makes an illegal move, or none; it is below a loss (-1), or a "
+        "seat that loses anyway would have no reason to keep the rules",
     )
-    rules: bool = chz.field(default=True, doc="the first message tells the rules")
-    games: int = chz.field(default=1000, doc="openings that the games begin with, by their seeds")
+    rules: bool = chz.field(default=True, doc="tell the rules in the first message")
+    games: int = chz.field(default=1000, doc="number of different openings, by their seeds")
 
     @chz.validate
     def _games_in_range(self) -> None:
