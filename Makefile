@@ -12,7 +12,7 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-dev install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench gpu clean
+.PHONY: help install install-dev install-sglang demo show opd-vs-rl tutorials test test-all chaos lint docs-generated bench gpu clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (installs first; minutes)"
@@ -78,6 +78,10 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.docstring_lint
 	$(BIN)/pyright
+
+# docs/settings.md and docs/metrics.md, from the code; a test compares them.
+docs-generated: $(DEV)
+	$(BIN)/python -m tests.generated_docs
 
 # Two files at a time: most tests wait for processes of their own. A file's tests share servers.
 test: lint $(SGLANG)

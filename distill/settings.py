@@ -74,12 +74,17 @@ def values_of(part: type, settings: object) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in chz.chz_fields(part)}
 
 
-def section_of(kind: type, name: str) -> Section | None:
-    """The section of the class that declares the setting `name` of `kind`, if it has one."""
+def declarer_of(kind: type, name: str) -> type:
+    """The class, `kind` or one of its bases, that declares the setting `name` first."""
     for part in reversed(kind.__mro__):
         if name in getattr(part, "__chz_fields__", {}):
-            return part.__dict__.get("section")
+            return part
     raise KeyError(name)
+
+
+def section_of(kind: type, name: str) -> Section | None:
+    """The section of the class that declares the setting `name` of `kind`, if it has one."""
+    return declarer_of(kind, name).__dict__.get("section")
 
 
 def flagged(kind: type, flag: dict[str, Any]) -> set[str]:

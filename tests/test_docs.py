@@ -1,4 +1,4 @@
-"""What docs/parity.md names exists: tests, commands and settings."""
+"""The docs are true: generated pages are current, and what docs/parity.md names exists."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import chz
+import pytest
 
 from cluster.train import RECIPES
 from distill.envs.reading import Reading
 from distill.envs.tool_use import ToolUse
+from tests.generated_docs import PAGES
 
 REPOSITORY = Path(__file__).parents[1]
 PARITY = (REPOSITORY / "docs" / "parity.md").read_text()
 SETTINGS = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)}
 OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_current(name: str) -> None:
+    written = (REPOSITORY / "docs" / name).read_text()
+    assert written == PAGES[name](), f"docs/{name} is old: make docs-generated"
 
 
 def test_every_row_of_the_table_has_a_test() -> None:

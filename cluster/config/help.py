@@ -69,7 +69,7 @@ def _kind_text(kind: Any) -> str:
 
 
 def _explained(name: str, field: Field, given: Mapping[str, str]) -> Iterator[str]:
-    notes = [note for note in (type_text(field), _default(field)) if note]
+    notes = [note for note in (type_text(field), default_text(field)) if note]
     text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
     head = f"  {name}"
     first = head.ljust(_INDENT) if len(head) < _INDENT - 1 else " " * _INDENT
@@ -91,8 +91,8 @@ def _optional(field: Field) -> bool:
     return field._default is not MISSING or field._default_factory is not MISSING
 
 
-def _default(field: Field) -> str:
-    """The default as --help shows it; a default of None is told by the doc."""
+def default_text(field: Field) -> str:
+    """A setting's default for people to read; empty for None, which the doc explains."""
     if field._default_factory is not MISSING:
         name = getattr(field._default_factory, "__name__", "")
         return f"default {name}" if chz.is_chz(field._default_factory) else ""

@@ -1,0 +1,164 @@
+"""`python -m tests.generated_docs` (`make docs-generated`): writes the pages made from the code.
+
+`tests/test_docs.py` holds that the committed pages are current.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import chz
+from chz.field import Field
+
+from actors.envs.judge_env import Judged
+from cluster.config.env import BUILT_IN
+from cluster.config.help import default_text, type_text
+from cluster.config.teachers import TeacherConfig, TeacherSettings
+from cluster.train import RECIPES
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+_SETTINGS_HEAD = """\
+# Settings
+
+This page lists every setting of `python -m cluster.train`, by section and by the class that
+declares it. It is generated from the code (`make docs-generated`). `--help` of a recipe shows the
+same texts. [commands.md](commands.md#settings-worth-knowing) has those that most runs change.
+
+- Settings in **bold** matter first.
+- An empty type is a class. An empty default means that the setting is unset; the last column says
+  what happens then.
+- †: a resumed run may change the setting, because no step's result depends on it.
+- "Only:" names the recipes (or environments) that have the settings of a class. Where a setting has
+  others, they are at its end.
+"""
+
+
+@dataclass
+class _Row:
+    """A setting in the table of the class that declares it.
+
+    Attributes:
+        owners: recipes (or environments) that have it.
+        defaults: recipes by the default that they give it.
+    """
+
+    name: str
+    first: Field
+    bold: bool
+    may_change: bool
+    owners: list[str] = field(default_factory=list)
+    defaults: dict[str, list[str]] = field(default_factory=dict)
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    recipes = {name: recipe.config for name, recipe in RECIPES.items()}
+    several = [name for name, kind in recipes.items() if issubclass(kind, TeacherSettings)]
+    environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
+    lines = [_SETTINGS_HEAD]
+    tables = _tables(recipes, "")
+    for section in Section:
+        lines += [f"## {section.value.capitalize()}\n"]
+        for part, rows in tables.items():
+            if part.__dict__.get("section") == section:
+                lines += _table(part, rows, list(recipes))
+    lines += ["## Several teachers\n"]
+    for part, rows in _tables(dict.fromkeys(several, TeacherConfig), "teachers.NAME.").items():
+        lines += _table(part, rows, list(recipes))
+    lines += ["## Environments\n"]
+    for part, rows in _tables(environments, "env.").items():
+        lines += _table(part, rows, list(environments))
+    return "\n".join(lines)
+
+
+def _tables(kinds: Mapping[str, type], prefix: str) -> dict[type, list[_Row]]:
+    """Rows of the settings of all `kinds`, by the class that declares them."""
+    found: dict[type, dict[tuple[str, str], _Row]] = {}
+    for owner, kind in kinds.items():
+        bold, may_change = flagged(kind, ESSENTIAL), flagged(kind, MAY_CHANGE)
+        for name, each in chz.chz_fields(kind).items():
+            rows = found.setdefault(declarer_of(kind, name), {})
+            row = rows.setdefault(
+                (name, each._doc), _Row(prefix + name, each, name in bold, name in may_change)
+            )
+            row.owners.append(owner)
+            row.defaults.setdefault(default_text(each), []).append(owner)
+    return {part: list(rows.values()) for part, rows in found.items()}
+
+
+def _table(part: type, rows: list[_Row], owners: list[str]) -> Iterator[str]:
+    about = (part.__doc__ or "").strip().splitlines()[0]
+    common = Counter(tuple(row.owners) for row in rows).most_common(1)[0][0]
+    only = "" if common in (tuple(owners), (part.__name__,)) else f" Only: {', '.join(common)}."
+    yield f"### {part.__name__}\n"
+    yield f"{_marked_down(about)}{only} Declared in `{part.__module__}`.\n"
+    yield from _markdown_table(
+        ("setting", "type", "default", "meaning"),
+        (
+            (
+                f"**`{row.name}`**{_mark(row)}" if row.bold else f"`{row.name}`{_mark(row)}",
+                _code(type_text(row.first)),
+                _defaults(row),
+                _marked_down(row.first._doc)
+                + ("" if tuple(row.owners) == common else f" ({', '.join(row.owners)})"),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _mark(row: _Row) -> str:
+    return " †" if row.may_change else ""
+
+
+def _defaults(row: _Row) -> str:
+    """The default; where recipes differ, the first recipe's, and the others with their recipes."""
+    (first, _), *others = row.defaults.items()
+    parts = [_default(first), *(f"{_default(t)} ({', '.join(who)})" for t, who in others)]
+    return "; ".join(part for part in parts if part)
+
+
+def _default(text: str) -> str:
+    return text if text == "required" else _code(text.removeprefix("default "))
+
+
+def _markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield re.sub(r" +", " ", f"| {' | '.join(row)} |")
+    yield ""
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", r"\|") if text else ""
+
+
+def _marked_down(text: str) -> str:
+    """A text of the code as Markdown in a table: escaped, and with links to pages of docs/."""
+    parts = text.split("`")
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            part = re.sub(r"([\\*<])", r"\\\1", part)
+            part = re.sub(r"\bdocs/([\w/-]+\.md)", r"[\1](\1)", part)
+        parts[i] = part.replace("|", r"\|")
+    return "`".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page}
+
+
+def main() -> None:
+    """Write all generated pages."""
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
+
+
+if __name__ == "__main__":
+    main()
