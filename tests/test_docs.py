@@ -1,4 +1,4 @@
-"""The docs are true: generated pages are current, and what docs/parity.md names exists."""
+"""The docs are true: generated pages are current, and what tests/features.md names exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distill.envs.tool_use import ToolUse
 from tests.generated_docs import PAGES
 
 REPOSITORY = Path(__file__).parents[1]
-PARITY = (REPOSITORY / "docs" / "parity.md").read_text()
+FEATURES = (REPOSITORY / "tests" / "features.md").read_text()
 SETTINGS = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)}
 OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
 
@@ -27,7 +27,7 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 def test_every_row_of_the_table_has_a_test() -> None:
-    rows = [line for line in PARITY.splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [line for line in FEATURES.splitlines() if line.startswith("| ") and "---" not in line]
     rows = [row for row in rows if not row.startswith("| feature")]
     assert len(rows) > 40
     for row in rows:
@@ -36,7 +36,7 @@ def test_every_row_of_the_table_has_a_test() -> None:
 
 
 def test_every_setting_and_command_of_it_exists() -> None:
-    code = " ".join(re.findall(r"`([^`]+)`", PARITY))
+    code = " ".join(re.findall(r"`([^`]+)`", FEATURES))
     named = set(re.findall(r"(?<![\w.\"'])([a-z_]+(?:\.[a-z_]+)?)=", code))
     known = SETTINGS | OWN | {"recipe", "config", "serve", "against"}
     assert len(named) > 40 and named <= known, sorted(named - known)
