@@ -344,11 +344,7 @@ def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
 
 
 def _replaced_metrics(taken: Taken) -> dict[str, float]:
-    """Number of groups that were replaced, and the mean reward including theirs.
-
-    `reward/mean_of_all` is the policy's mean reward on all sampled prompts; `reward/mean` is that
-    of the groups that were trained on.
-    """
+    """Number of groups that were replaced, and the mean reward including theirs."""
     metrics: dict[str, float] = {"groups/replaced": len(taken.replaced)}
     if taken.replaced:
         rewards_P = [fmean(t.reward for t in group.trajectories_G) for group in taken.groups_P]

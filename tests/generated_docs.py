@@ -18,6 +18,7 @@ from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.help import default_text, type_text
 from cluster.config.teachers import TeacherConfig, TeacherSettings
+from cluster.run_files.metric_table import METRICS
 from cluster.train import RECIPES
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
 
@@ -36,6 +37,23 @@ same texts. [commands.md](commands.md#settings-worth-knowing) has those that mos
 - †: a resumed run may change the setting, because no step's result depends on it.
 - "Only:" names the recipes (or environments) that have the settings of a class. Where a setting has
   others, they are at its end.
+"""
+
+
+_METRICS_HEAD = """\
+# Metrics
+
+This page lists the metrics of `metrics.jsonl` (and of [trackers](tracking.md)), one object per
+optimizer step and one per evaluation outside of a step. It is generated from the code
+(`make docs-generated`). What to do about a curve:
+[objectives.md](objectives.md#where-to-start-and-what-to-look-at).
+
+Read first: `opd/reverse_kl` (it should fall), `reward/mean`, `train/logprob_gap` (0 up to rounding
+on fresh weights), `train/entropy`, `staleness/mean`, `time/wait`.
+
+`p_T` is the student and `q_T` the teacher at temperature T; r is the ratio of learner to server
+probability. A version is a weight version. KLs are in nats per token. Words in capitals stand for
+any text.
 """
 
 
@@ -74,6 +92,18 @@ def settings_page() -> str:
     lines += ["## Environments\n"]
     for part, rows in _tables(environments, "env.").items():
         lines += _table(part, rows, list(environments))
+    return "\n".join(lines)
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    lines = [_METRICS_HEAD]
+    for title, metrics in METRICS.items():
+        lines += [f"## {title}\n"]
+        lines += _markdown_table(
+            ("metric", "unit", "meaning"),
+            ((f"`{m.name}`", m.unit, _marked_down(m.meaning)) for m in metrics),
+        )
     return "\n".join(lines)
 
 
@@ -146,12 +176,12 @@ def _marked_down(text: str) -> str:
     for i, part in enumerate(parts):
         if i % 2 == 0:
             part = re.sub(r"([\\*<])", r"\\\1", part)
-            part = re.sub(r"\bdocs/([\w/-]+\.md)", r"[\1](\1)", part)
+            part = re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", part)
         parts[i] = part.replace("|", r"\|")
     return "`".join(parts)
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page}
+PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page, "metrics.md": metrics_page}
 
 
 def main() -> None:

@@ -19,16 +19,8 @@ _OF_SAMPLER = "teacher_samples/forward_kl"
 def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, float]:
     """Means over the action tokens (or trajectories) of `groups_P`, trained at weight `version`.
 
-    `opd/reverse_kl` is the sampled estimate of KL(p_T || q_T), `opd/reverse_kl_vs_q1` the same
-    towards the teacher's unscaled q_1, and `opd/bias` the second less the first: the error of an
-    objective that scores the teacher at temperature 1. `reference/kl` is the sampled
-    KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| of the tokens with the
-    largest gaps, a hundredth of each group's tokens; `rollout/repeated_share` is the mean of
-    `repeated_share`. `rollout/equal_groups` is the share of groups whose members are the same
-    tokens, which is very improbable by chance. `opd/teacher_age` is the number of versions by which
-    a teacher whose weights change lagged behind these weights. If groups have teachers, tags or
-    sources, reverse KL and reward are also reported for each of them, and for sources their share
-    of the groups.
+    docs/metrics.md has the meaning of each. If groups have teachers, tags or sources, reverse KL
+    and reward are also reported for each of them, and for sources their share of the groups.
 
     Metrics of a teacher cover the groups that it scored. All of these metrics cover the policy's
     samples; the teacher's samples have `teacher_samples/*`, the only metrics of a step without

@@ -21,6 +21,7 @@ from cluster.command import parse
 from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
+from cluster.run_files.metric_table import described
 from cluster.train import run_recipe
 from distill.errors import ConfigError, EngineError
 from tests.bare_machine import bare_environment
@@ -215,6 +216,7 @@ def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) ->
     for recipe in recipes:
         steps = [json.loads(line) for line in (tmp_path / recipe / "metrics.jsonl").open()]
         assert {1, 2} <= {step["step"] for step in steps}
+        assert all(described(name) for step in steps for name in step)
         trained = load_file(tmp_path / recipe / "final/model.safetensors")
         before = load_file(Path(tiny_pair.student) / "model.safetensors")
         assert trained.keys() == before.keys()

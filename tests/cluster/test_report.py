@@ -253,6 +253,8 @@ def test_the_curves_are_the_metrics(page: Page) -> None:
         "Eval reverse KL, nats", "Loss",
         "env/calls",
     ]  # fmt: skip
+    turns = next(c["about"] for c in page.data["charts"] if c["title"] == "Reverse KL by turn")
+    assert turns.startswith("opd/reverse_kl/turn=N: ") and turns.count("\n") == 0
     [kl] = found["Reverse KL per token, nats"]
     assert kl["at"] == list(range(1, 41)) and kl["values"][-1] == 1.0
     assert [line["label"] for line in found["Reverse KL by turn"]] == ["1", "2", "10"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.queue.journal import read_journal
+from cluster.run_files.metric_table import described
 
 REPOSITORY = Path(__file__).parents[2]
 # Against hangs only: no test asserts how long a run takes.
@@ -69,9 +70,11 @@ def evaluations(out: Path) -> list[dict[str, float]]:
 
 
 def lines(out: Path) -> list[dict[str, float]]:
-    """All of metrics.jsonl."""
+    """All of metrics.jsonl. Fails for a metric that the table of metrics does not have."""
     path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert not {name for line in found for name in line if described(name) is None}
+    return found
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:

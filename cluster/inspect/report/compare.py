@@ -49,15 +49,15 @@ def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
 
 def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Charts of both runs by title. Each line has the name and the number (0, 1) of its run."""
-    by_title: dict[str, list[dict[str, Any]]] = {}
+    by_title: dict[str, dict[str, Any]] = {}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         for chart in charts(run):
             lines = [
                 {**line, "label": f"{name}: {line['label']}", "run": number}
                 for line in chart["lines"]
             ]
-            by_title.setdefault(chart["title"], []).extend(lines)
-    return [{"title": title, "lines": lines} for title, lines in by_title.items()]
+            by_title.setdefault(chart["title"], {**chart, "lines": []})["lines"] += lines
+    return list(by_title.values())
 
 
 def _evaluations(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any] | None:

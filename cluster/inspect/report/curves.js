@@ -135,7 +135,8 @@ function makeChart(chart, axis) {
   const legend = make("div", { class: `legend-line${wide}` });
   const where = make("output");
   const figure = make("figure", { class: "chart" },
-    make("figcaption", {}, make("span", {}, chart.title), where), legend, svg);
+    make("figcaption", {}, make("span", { title: chart.about ?? chart.title }, chart.title), where),
+    legend, svg);
   const draw = (share) => {
     svg.replaceChildren();
     drawAxes(svg, low, high, y);

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
+from cluster.run_files.metric_table import described
 from cluster.run_files.redact import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import decode, token_texts
@@ -304,14 +305,20 @@ def charts(run: Run) -> list[dict[str, Any]]:
         if isinstance(shown, str):
             family = [name for name in names if name.startswith(shown)]
             shown = {name: name.removeprefix(shown) for name in sorted(family, key=_natural)}
+        drawn = {name: each for name, label in shown.items() if (each := line(rows, name, label))}
         lines = [
             {**each, "best": best["step"]} if name == best.get("metric") else each
-            for name, label in shown.items()
-            if (each := line(rows, name, label))
+            for name, each in drawn.items()
         ]
         if lines:
-            made.append({"title": title, "lines": lines})
+            made.append({"title": title, "about": _meanings(drawn), "lines": lines})
     return made
+
+
+def _meanings(names: Iterable[str]) -> str:
+    """A line for each metric, or family of metrics, that the table of metrics has."""
+    known = dict.fromkeys(filter(None, map(described, names)))
+    return "\n".join(f"{metric.name}: {metric.meaning}" for metric in known)
 
 
 def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
