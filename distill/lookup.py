@@ -12,28 +12,6 @@ from distill.errors import ConfigError
 
 # How many names a message lists.
 _NAMED = 4
-# Modules whose environments, rewards, tools and condensers settings and a run's config.json
-# may name by a former path.
-_FORMER = {
-    "actors.judged": "actors.envs.judge_env",
-    "actors.mcp_tools": "actors.envs.mcp_tools",
-    "distill.bonuses": "distill.rewards.token_rewards",
-    "distill.condense": "distill.text.condense",
-    "distill.envs.textarena_game": "distill.envs.games.textarena_game",
-    "distill.envs.tic_tac_toe": "distill.envs.games.tic_tac_toe",
-    "distill.formats": "distill.rewards.formats",
-    "distill.maths": "distill.rewards.math_equal",
-    "distill.oracle": "distill.rewards.key_facts",
-    "distill.rewards": "distill.rewards.registry",
-    "distill.unit_tests": "distill.rewards.unit_tests",
-}
-
-
-def current_name(name: str) -> str:
-    """`package.module:attribute` by the present path of its module; other texts unchanged."""
-    at = ":" if ":" in name else "."
-    module, separator, attribute = name.rpartition(at)
-    return f"{_FORMER.get(module, module)}{separator}{attribute}"
 
 
 def known_names(name: str, known: Collection[str]) -> str:
@@ -56,7 +34,7 @@ def resolve(setting: str, name: str, known: Collection[str]) -> Any:
             f"{known_names(name, known)}"
         )
     try:
-        return pkgutil.resolve_name(current_name(name))
+        return pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's: importing it may raise anything
         raise ConfigError(
             f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "

@@ -30,7 +30,7 @@ BUILT_IN: tuple[type[EnvConfig], ...] = (SingleTurn, ToolUse, Reading, TicTacToe
 
 
 class _EnvFactory(chz.factories.subclass):
-    """Finds an environment's class by its name, or by a path, former ones included."""
+    """Finds an environment's class by its name, or by its path."""
 
     def from_string(self, factory: str) -> Callable[..., Any]:
         """Raises ConfigError: there is none, or it is no environment."""

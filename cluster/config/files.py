@@ -15,7 +15,6 @@ from chz.field import Field
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
-from distill.lookup import current_name
 
 CONFIG = "config"
 _CLASS = "class"
@@ -113,7 +112,7 @@ def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterato
     """The class, if it is given, and the fields of it."""
     given = dict(value)
     names = [given.pop(key) for key in (_CLASS, _WRITTEN_CLASS) if key in given]
-    named = current_name(str(names[0])) if names else None
+    named = str(names[0]) if names else None
     if named is not None:
         yield path, named
     fields = {} if field is None else settings_within(field, named)

@@ -35,7 +35,6 @@ from cluster.queue.journal import replay
 from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.lookup import current_name
 from distill.settings import MAY_CHANGE, flagged
 from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -151,8 +150,9 @@ class RunDirectory:
     def _check_same_run(self) -> None:
         try:
             written = json.loads((self.path / "config.json").read_text())
-            recipe, settings = str(written["recipe"]), _current(dict(written["settings"]))
-            data, _ = dict(written.get("data", {})), str(written["run_id"])
+            recipe, settings = str(written["recipe"]), dict(written["settings"])
+            data, _ = dict(written["data"]), str(written["run_id"])
+            stopped = written["stop_tokens"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path / 'config.json'} is unreadable ({error}); choose another out="
@@ -162,8 +162,6 @@ class RunDirectory:
                 f"out={self.path} holds a run of recipe={recipe}; choose another out="
             )
         now = _settings(self._config)
-        if "train" in now:
-            settings.setdefault("train", True)  # as earlier releases always did
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
         may_change = flagged(type(self._config), MAY_CHANGE) - fixed
@@ -175,7 +173,7 @@ class RunDirectory:
                     f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"
                 )
 
-        stops, stopped = self._stops and self._stops.to_json(), written.get("stop_tokens")
+        stops = self._stops and self._stops.to_json()
         if None not in (stops, stopped) and stops != stopped:
             raise ConfigError(
                 f"out={self.path} holds another run: its responses end at {stopped}, and now at "
@@ -351,16 +349,7 @@ def _settings(config: CommonConfig) -> dict[str, Any]:
     """The settings, each object's class beside its fields: an environment is told by both."""
     settings = chz.asdict(config, include_type=True)
     settings.pop("__chz_type__")
-    return _current(json.loads(json.dumps(settings)))
-
-
-def _current(settings: Any) -> Any:
-    """Settings with every class and function by the present path of its module."""
-    if isinstance(settings, dict):
-        return {name: _current(value) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [_current(value) for value in settings]
-    return current_name(settings) if isinstance(settings, str) else settings
+    return json.loads(json.dumps(settings))
 
 
 def _step_of(line: str) -> float:

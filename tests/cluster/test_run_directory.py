@@ -13,20 +13,17 @@ import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import chz
 import pytest
 from transformers import AutoModelForCausalLM
 
-from cluster.command import parse
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.rows import digests_of
 from cluster.early_ends import RunFailed
 from cluster.recipes.common import failed_to_resume, opened
 from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
-from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.stops import StopTokens
@@ -168,37 +165,6 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
     assert [json.loads(line)["step"] for line in evaluations] == left
 
 
-@pytest.mark.parametrize(
-    "former, now, settings",
-    [
-        ("distill.envs", "distill.envs.games", {"env": TicTacToeGames(), "prompts": None}),
-        ("distill", "distill.rewards", {"reward": "distill.rewards.unit_tests:unit_tests"}),
-    ],
-    ids=["an environment", "a reward"],
-)
-def test_a_run_that_names_a_module_by_its_former_path_is_resumed(
-    opd: NewOpd, former: str, now: str, settings: dict[str, Any]
-) -> None:
-    config = opd(**settings)
-    saved = save(started(config), config.student, 2)
-    file = saved.path.parents[1] / "config.json"
-    written = file.read_text()
-    assert f'"{now}.' in written
-    file.write_text(written.replace(f'"{now}.', f'"{former}.'))
-    assert RunDirectory("opd", config).check() == saved
-    typed = {
-        name: value.replace(now, former) if isinstance(value, str) else value
-        for name, value in settings.items()
-    }
-    assert RunDirectory("opd", opd(**typed)).check() == saved
-
-
-def test_an_environment_is_found_by_the_former_path_of_its_module() -> None:
-    former = "env=distill.envs." + "tic_tac_toe:TicTacToeGames"
-    others = ["student=s", "teacher=t", "temperature=1", "out=o"]
-    assert parse(OpdConfig, [*others, former]).env == TicTacToeGames()
-
-
 def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
@@ -252,16 +218,6 @@ def test_an_endpoint_may_move(opd: NewOpd) -> None:
     assert RunDirectory("opd", opd(**moved)).check() is None
 
 
-def test_a_run_of_an_earlier_release_did_train(opd: NewOpd) -> None:
-    path = started(opd()).path / "config.json"
-    written = json.loads(path.read_text())
-    del written["settings"]["train"]
-    path.write_text(json.dumps(written))
-    assert RunDirectory("opd", opd()).check() is None
-    with pytest.raises(ConfigError, match="train was True there and is False"):
-        RunDirectory("opd", opd(train=False)).check()
-
-
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
@@ -309,12 +265,6 @@ def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> 
     now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl does not .* {now} and was {was}"):
         check(edited)
-
-    path = directory.path / "config.json"  # as an earlier release wrote it
-    written = json.loads(path.read_text())
-    del written["data"]
-    path.write_text(json.dumps(written))
-    assert check(edited) is None
 
 
 def start_line(run_id: str, **changes: object) -> str:
