@@ -341,7 +341,7 @@ class _Auditor:
 
     def _step(self, event: Mapping[str, Any]) -> _Published:
         """Record a trained step, and check its groups, its size and its version."""
-        version, watermark = event["version"], event.get("watermark", event.get("to"))
+        version, watermark = event["version"], event["watermark"]
         ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
             if self._set_aside.get(group_id) != reason:

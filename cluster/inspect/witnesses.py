@@ -50,7 +50,7 @@ class Witnesses:
         ]
         return cls(
             run_id=_run_id(out / "config.json"),
-            ends={m["step"]: _end_of(m) for m in metrics if "groups/last" in m},
+            ends={m["step"]: int(m[name]) for m in metrics if (name := "groups/watermark") in m},
             starts={
                 m["step"]: int(m[name]) for m in metrics if (name := "staleness/start_max") in m
             },
@@ -91,11 +91,6 @@ class Witnesses:
                 )
             elif trained != accounts[step]:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
-
-
-def _end_of(metrics: Mapping[str, float]) -> int:
-    """The watermark after a step; earlier releases, which trained in order of id, wrote none."""
-    return int(metrics.get("groups/watermark", metrics["groups/last"] + 1))
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:

@@ -29,7 +29,6 @@
     recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost
     end        the run ended as it should
 
-Steps of earlier releases have `from` and `to` in place of `ids`: all between but the skipped ones.
 Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
 removed, repeated, moved or edited are known (`broken_links`).
 
@@ -104,23 +103,19 @@ def read_journal(path: str | Path) -> Iterator[dict[str, Any]]:
 def broken_links(path: str | Path) -> Iterator[str]:
     """Complaints of lines that do not follow the one before them, as they were written.
 
-    Lines without a link are believed up to the first that has one: earlier releases wrote none.
-
     Raises:
         DataError: as `read_journal` does.
     """
-    before, linked = b"", False
+    before = b""
     for number, line in _lines(path):
         link = _event(line, f"{path}, line {number}").get("after")
-        if link is not None and link != _link(before):
+        if link != _link(before):
             place = f"line {number - 1}" if before else "the beginning"
             yield (
                 f"line {number} does not follow {place}, as it was written: lines were removed, "
                 "repeated, moved or edited"
             )
-        if link is None and linked:
-            yield f"line {number} names no line that it follows, as those before it do"
-        before, linked = line, linked or link is not None
+        before = line
 
 
 def _link(line: bytes) -> str:
@@ -218,8 +213,6 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             assert wanted == (event["event"] == "put"), "the group was delivered before, or later"
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
-        case "forfeit" if "inside" not in event:
-            ledger.forfeit_unreported(event["worker"], event["reason"])
         case "forfeit":
             inside = {int(group_id): problem for group_id, problem in event["inside"].items()}
             ledger.inside(event["worker"], inside)
@@ -259,9 +252,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
     """Ids of a `take` or `train` event, and the reasons of those that it skips."""
     skipped = {int(group_id): reason for group_id, reason in event["skipped"].items()}
-    if "ids" in event:
-        return event["ids"], skipped
-    return [i for i in range(event["from"], event["to"]) if i not in skipped], skipped
+    return event["ids"], skipped
 
 
 def _lease(event: Mapping[str, Any], epoch: int) -> Lease:

@@ -389,12 +389,6 @@ class Ledger:
             self._meter()
         return ids
 
-    def forfeit_unreported(self, worker: str, reason: str) -> None:
-        """Replay the `forfeit` event of earlier releases, which counted against every group."""
-        self._answers.pop(worker, None)
-        self._last_reason = reason
-        self._lose(sorted(i for i, h in self._leased.items() if h.worker == worker), reason)
-
     def expire(self, now: float) -> list[int]:
         """End the leases that were not renewed for `lease_s`, as if their workers had died."""
         lease_s = self._settings.lease_s

@@ -650,27 +650,6 @@ def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
     assert sum(worker.deaths for worker in workers) <= (max_failures + 2) * len(poison)
 
 
-def test_journals_of_earlier_releases_count_a_death_against_every_group(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    rules = asdict(new(max_deaths=2)._settings)
-    lines: list[dict[str, Any]] = [
-        {"event": "start", "run": "r", "epoch": 1, "settings": rules, **TrainedGroups().to_json()}
-    ]
-    for attempt in (1, 2):
-        lines += [
-            {"event": "lease", "ids": [0, 1], "attempts": [attempt] * 2, "worker": "a", "epoch": 1,
-             "request": f"x-{attempt}"},
-            {"event": "forfeit", "worker": "a", "ids": [0, 1], "reason": "killed"},
-        ]  # fmt: skip
-    reason = "2 workers died or hung with it: killed"
-    lines += [{"event": "set_aside", "id": i, "reason": reason} for i in (0, 1)]
-    path.write_text("".join(json.dumps({"t": 1.0} | line) + "\n" for line in lines))
-    played = replay(path)
-    assert played.ledger is not None and played.ledger._set_aside == {0: reason, 1: reason}
-    assert lease(played.ledger, 9) == [2, 3]
-    assert audit(path).re_leases == {"when a worker died": 4}
-
-
 def test_a_late_arrival_that_comes_first_wins() -> None:
     now = 0.0
     ledger = new(clock=lambda: now)

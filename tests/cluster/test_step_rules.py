@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.inspect.audit import audit
-from cluster.queue.journal import Journal, replay
+from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import Step
 from cluster.queue.ledger_settings import LedgerSettings
@@ -367,33 +366,6 @@ def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
         "group 0 was trained 2 versions after it was leased, and max_staleness=1",
         "group 3 was trained 3 versions after it was leased, and max_staleness=1",
     ]
-
-
-def test_a_journal_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
-    """Its steps are ranges of ids, and its settings name no rule."""
-    path = tmp_path / "ledger.jsonl"
-    settings = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 6, "lease_s": 60.0,
-                "max_failures": 1, "max_deaths": 2}  # fmt: skip
-    put = {"event": "put", "attempt": 1, "worker": "a", "epoch": 1}
-    skipped = {"1": "failed 1 times: x"}
-    events: list[dict[str, Any]] = [
-        {"event": "start", "run": "r", "epoch": 1, "settings": settings, "watermark": 0,
-         "set_aside": {}},
-        {"event": "lease", "ids": [0, 1, 2, 3], "attempts": [1] * 4, "worker": "a", "epoch": 1,
-         "request": "x-1"},
-        {"event": "fail", "id": 1, "attempt": 1, "worker": "a", "reason": "x"},
-        {"event": "set_aside", "id": 1, "reason": "failed 1 times: x"},
-        *({**put, "id": i} for i in (0, 2, 3)),
-        {"event": "take", "from": 0, "to": 3, "skipped": skipped},
-        {"event": "train", "version": 1, "from": 0, "to": 3, "skipped": skipped},
-        {"event": "commit", "step": 1, "watermark": 3},
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps({"t": 1.0} | event) + "\n" for event in events))
-    played = replay(path).ledger
-    assert played is not None and played.trained == TrainedGroups(3, {1: "failed 1 times: x"})
-    assert [lease.group_id for lease in played.lease("a", 9)] == [4, 5, 6]
-    found = audit(path, steps=1)
-    assert found.problems == [] and (found.watermark, found.committed) == (3, 3)
 
 
 def simulated(agents: bool = False, hangs: float = 0.0, **schedule: Any) -> Outcome:
