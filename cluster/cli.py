@@ -12,7 +12,6 @@ _COMMANDS = {
     "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft, dpo, reward_model, ..."),
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
     "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
-    "story": ("cluster.story", "the report: a run's pools, nodes, waits and deaths are in it"),
     "report": (
         "cluster.inspect.report.command",
         "a run's curves, events and rollouts, token by token, on one HTML page",

@@ -167,7 +167,7 @@ class Replay:
             if final:
                 self._say(why)
             return
-        workers = was.get("workers", 1)  # absent in logs of earlier releases: one worker
+        workers = was["workers"]
         largest = differing = 0.0
         here = loop.learner.fingerprints()
         for what in ("gradient", "weights"):
@@ -191,12 +191,7 @@ class Replay:
         """Reason why the step cannot be compared with the run's; "" if it can."""
         if was is None:
             return f"step {step} never ended in the run; here it does"
-        if "weights" not in was:
-            return (
-                "an earlier release of isotherm kept no fingerprints of several workers: compare "
-                "the metrics"
-            )
-        if was.get("workers", 1) > 1 and self.config.lora_dropout:
+        if was["workers"] > 1 and self.config.lora_dropout:
             return "dropout draws otherwise on one worker than on several: compare the metrics"
         return ""
 

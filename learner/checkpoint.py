@@ -29,8 +29,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from distill.errors import CheckpointError
 from learner.digests import digests, disk_remedy, is_full, sync_directory, sync_tree
 
@@ -46,13 +44,13 @@ class Checkpoint:
 
     Attributes:
         delivery: which prompt groups its weights contain.
-        seal: digest of all that is in it; "" of one that an earlier release wrote.
+        seal: digest of all that is in it.
     """
 
     path: Path
     step: int
     delivery: Mapping[str, Any]
-    seal: str = ""
+    seal: str
 
     @property
     def model_dir(self) -> str:
@@ -233,7 +231,7 @@ class CheckpointStore:
                 continue
             try:
                 found = _read(path)
-                hashed = _verify(path)
+                _verify(path)
             except _Damaged as error:
                 damaged[path.name] = str(error)
                 continue
@@ -241,10 +239,6 @@ class CheckpointStore:
                 say(
                     f"checkpoint {name} is damaged: {why}. Going back to step {found.step}; the "
                     "steps between are trained again"
-                )
-            if not hashed:
-                say(
-                    f"{path} has no digests (an earlier release wrote it): sizes alone were checked"
                 )
             self._intact.append(found)
             return found
@@ -357,7 +351,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 def _read(path: Path) -> Checkpoint:
     """The checkpoint at `path` if its manifest is there and every file has the size it names."""
     manifest = _manifest(path)
-    if (seal := manifest.get("seal", "")) not in ("", _seal(manifest)):
+    if manifest.get("seal") != (seal := _seal(manifest)):
         raise _Damaged("manifest.json was edited: its fields are not those it was sealed with")
     try:
         found = Checkpoint(
@@ -375,22 +369,16 @@ def _read(path: Path) -> Checkpoint:
     return found
 
 
-def _verify(path: Path) -> bool:
-    """Raises _Damaged if a file is not as it was written; False where that is not known."""
-    written = _manifest(path).get("sha256")
+def _verify(path: Path) -> None:
+    """Raises _Damaged if a file is not as it was written."""
     try:
-        if written is None:
-            for file in path.rglob("*.safetensors"):
-                with safe_open(file, framework="np") as tensors:
-                    tensors.keys()
-            return False
+        written = _manifest(path)["sha256"]
         there = digests(path, written)
-    except (OSError, SafetensorError, AttributeError, TypeError) as error:
+    except (OSError, KeyError, AttributeError, TypeError) as error:
         raise _Damaged(f"it cannot be read: {error}") from error
     for name, expected in written.items():
         if there[name] != expected:
             raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest says {expected}")
-    return True
 
 
 def _write_synced(path: Path, text: bytes) -> None:

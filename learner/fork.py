@@ -23,7 +23,7 @@ from distill.tokenizer import first_difference, load_tokenizer
 from learner.checkpoint import Checkpoint
 from learner.config import LoraSettings
 from learner.lora import check_goes_on
-from learner.state_files import TrainerState, refuse_pickles, write_trainer
+from learner.state_files import TrainerState, write_trainer
 
 # Of a model's config: what says nothing of how it computes, and what a run itself sets.
 _PASSED_OVER = (
@@ -49,7 +49,6 @@ def check_fork(
         ConfigError: they are others; with the field, both values, and the remedy.
         CheckpointError: one of them cannot be read.
     """
-    refuse_pickles(checkpoint.path)
     saved = checkpoint.model_dir
     ours, theirs = _shape(model), _shape(saved)
     for name in sorted(ours.keys() | theirs.keys()):

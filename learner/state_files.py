@@ -2,7 +2,6 @@
 
     optimizer/      write_tensors, tensor_sizes, read_tensors
     trainer.json    write_trainer, read_trainer
-    refuse_pickles  says which file of an earlier release is one
 
 No file of a checkpoint is a pickle: reading another person's checkpoint runs none of its code.
 """
@@ -32,8 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from distill.errors import CheckpointError
 
 TRAINER = "trainer.json"
-# Files of earlier releases, which were pickles.
-_PICKLES = ("optimizer/.metadata", "trainer.pt")
 # The writer makes the bytes of a file in memory. A file holds tensors of about so many, unsharded.
 _FILE_BYTES = 1 << 30
 
@@ -68,7 +65,6 @@ def tensor_sizes(path: str) -> dict[str, torch.Size]:
     Raises:
         CheckpointError: they cannot be read.
     """
-    refuse_pickles(Path(path).parent)
     try:
         written = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
         return {name: entry.size for name, entry in written.items()}  # pyright: ignore
@@ -121,7 +117,6 @@ def read_trainer(directory: Path) -> TrainerState:
     Raises:
         CheckpointError: it cannot be read.
     """
-    refuse_pickles(directory)
     path = directory / TRAINER
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -149,17 +144,6 @@ def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
         numbers[name] = 1 + taken // _FILE_BYTES
         taken += tensor.nbytes
     return numbers
-
-
-def refuse_pickles(checkpoint: Path) -> None:
-    """Raise CheckpointError for a checkpoint of an earlier release, part of which is a pickle."""
-    for name in _PICKLES:
-        if (checkpoint / name).exists():
-            raise CheckpointError(
-                f"{checkpoint / name} is a pickle, which an earlier release wrote and this one "
-                f"does not read. The weights are in {checkpoint / 'model'}: begin a new run with "
-                "that as its model"
-            )
 
 
 @contextmanager

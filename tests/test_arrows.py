@@ -59,7 +59,7 @@ ORDER = {
         "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
         "runtime",
         "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
-        "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit", "story",
+        "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit",
         "rollouts_to_sft", "replay", "sample_to_sft", "demo", "show", "opd_vs_rl",
     ],
     "isotherm": ["shadowing", "losses", "sampler", "policy", "runs", "__main__"],

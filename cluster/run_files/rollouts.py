@@ -397,11 +397,11 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         group_id=int(row["group_id"]),
         version=int(row["version"]),
         teacher=str(row["teacher"]),
-        by_teacher=bool(row.get("by_teacher", False)),  # absent in files of earlier releases
-        as_text=bool(row.get("as_text", False)),
+        by_teacher=bool(row["by_teacher"]),
+        as_text=bool(row["as_text"]),
         tag=None if row["tag"] is None else str(row["tag"]),
-        source=str(row.get("source", "")),  # absent in files of earlier releases
-        answer=None if row.get("answer") is None else str(row["answer"]),
+        source=str(row["source"]),
+        answer=None if row["answer"] is None else str(row["answer"]),
         temperature=_finite(row["temperature"]),
         metrics=_numbers(row["metrics"]),
         trajectories_G=[
@@ -421,8 +421,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
 
 
 def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
-    teacher, bonuses = row["teacher_logprobs"], row["bonuses"]
-    top = row.get("teacher_top")  # absent in files of earlier releases
+    teacher, bonuses, top = row["teacher_logprobs"], row["bonuses"], row["teacher_top"]
     return KeptSegment(
         tokens_T=_integers(row["tokens"]),
         actions=[(int(start), int(stop)) for start, stop in row["actions"]],

@@ -111,15 +111,6 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
     assert [bool(each.step_tokens) for each in read_rollouts(tmp_path / "whole")] == [True, False]
 
 
-def test_a_group_of_a_run_that_kept_no_sources_and_answers_is_read(tmp_path: Path) -> None:
-    kept(tmp_path / "r", [two_turns()], range(1, 2))
-    row = json.loads((tmp_path / "r").read_text())
-    del row["source"], row["answer"]
-    (tmp_path / "r").write_text(json.dumps(row) + "\n")
-    [found] = read_rollouts(tmp_path / "r")
-    assert (found.source, found.answer) == ("", None)
-
-
 def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:
     groups = [group(teacher_logprobs_T=None)]
     rows = policy_rows(groups, ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))

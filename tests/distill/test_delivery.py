@@ -48,7 +48,7 @@ def test_what_is_written() -> None:
     written = {"watermark": 19, "set_aside": {"17": "its environment raised KeyError"}}
     assert trained.to_json() == written
     assert trained.after([22, 20], {}).to_json() == {**written, "above": [20, 22]}
-    assert TrainedGroups.from_json(written) == trained  # of an earlier release
+    assert TrainedGroups.from_json(written) == trained
 
 
 @pytest.mark.parametrize("again", [0, 1, 2, 5])
