@@ -266,8 +266,7 @@ class ChatEnv(Env):
                 reward += await self._env.unfinished()
                 told = f"{told}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
         prefix_breaks = len(self.conversation.prefix_breaks)
-        # `partings` is the name that earlier logs have; it goes with the next release.
-        counts = {**self._counts, "prefix_breaks": prefix_breaks, "partings": prefix_breaks}
+        counts = {**self._counts, "prefix_breaks": prefix_breaks}
         return StepResult(
             reward=reward,
             observation_T=self.conversation.observation_T if goes_on else None,

@@ -127,7 +127,6 @@ def test_turns_rewards_and_bonuses(tokenizer: PreTrainedTokenizerBase) -> None:
     assert made.reward == 3.0 and made.metrics == {
         "heard": 3,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
     assert made.stop_reason is StopReason.EOS
@@ -155,7 +154,7 @@ def test_a_tool_is_called_and_answered(tokenizer: PreTrainedTokenizerBase, tmp_p
     assert made.metrics["tool_seconds"] > 0
     assert {n: v for n, v in made.metrics.items() if n != "tool_seconds"} == {
         "tool_calls": 1, "tool_errors": 0, "tool_truncated": 0, "tool_neutralised": 0,
-        "prefix_breaks": 0, "partings": 0, "cut_turns": 0,
+        "prefix_breaks": 0, "cut_turns": 0,
     }  # fmt: skip
     assert "calculator" in policy.seen[0] and "What is 6*7?" in policy.seen[0]
     assert policy.seen[1].endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")

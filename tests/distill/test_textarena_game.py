@@ -71,7 +71,6 @@ def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase)
         "drawn": 0,
         "illegal": 0,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
     assert first.stop_reason is second.stop_reason is StopReason.DONE
@@ -122,7 +121,6 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
         "drawn": 0,
         "illegal": 1,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
     assert first.metrics == {
@@ -130,7 +128,6 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
         "drawn": 0,
         "illegal": 0,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
 

@@ -67,7 +67,6 @@ def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase)
         "drawn": 0,
         "illegal": 0,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
     assert first.stop_reason is second.stop_reason is StopReason.DONE
@@ -93,7 +92,6 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
         "drawn": 0,
         "illegal": 1,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
     assert first.metrics == {
@@ -101,7 +99,6 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
         "drawn": 0,
         "illegal": 0,
         "prefix_breaks": 0,
-        "partings": 0,
         "cut_turns": 0,
     }
 
