@@ -73,6 +73,11 @@ def _attention(
     rule = Rule(scale, sliding_window, softcap)
     layer: Any = module.layer_idx
     current: Pass = kwargs[PASS_KEYWORD]
+    if torch.is_autocast_enabled(query.device.type):
+        # Norms and rotary embeddings of queries and keys give float32, which no kernel of CUDA
+        # takes with grouped heads.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return current.attend(layer, query, key, value, rule).transpose(1, 2), None
 
 
@@ -114,14 +119,11 @@ class _Visibility:
         self._made: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, query: Tensor) -> Tensor:
-        """The bias in the precision that the query's scores will have, autocast or not."""
-        device, dtype = query.device.type, query.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        made = self._made.get((window, dtype))
+        """The bias in the query's precision."""
+        made = self._made.get((window, query.dtype))
         if made is None:
-            made = self._made[window, dtype] = visibility_bias(
-                self._query_positions_NS, self._key_positions_NK, window, dtype
+            made = self._made[window, query.dtype] = visibility_bias(
+                self._query_positions_NS, self._key_positions_NK, window, query.dtype
             )
         return made
 

@@ -26,7 +26,6 @@ from distill.models.packed_attention import PackedJointPass
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-_NO_WINDOW = 1 << 40
 # The probe's prefix lengths, the prefix that each suffix continues, and the suffix lengths; below,
 # the allowed difference relative to the largest value.
 _PREFIXES, _CONTINUE, _SUFFIXES = (150, 7), (0, 0, 1), (140, 3, 60)
@@ -80,14 +79,11 @@ class FlexPass:
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        dtype = query.dtype
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
         kernel = _compiled() if query.device.type == "cuda" else flex_attention
         out = kernel(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
+            query,
+            key,
+            value,
             score_mod=None if rule.softcap is None else _softcap(rule.softcap),
             block_mask=self._mask(rule.window),
             scale=rule.scale,
@@ -99,8 +95,7 @@ class FlexPass:
     def _mask(self, window: int | None) -> BlockMask:
         """Block mask of layers with this window, made once and cached for all of them."""
         if window not in self._masks:
-            reach = _NO_WINDOW if window is None else window
-            some, full = self._tokens.blocks(reach)
+            some, full = self._tokens.blocks(window)
             partial_count, partial = _listed(some & ~full, self._device)
             full_count, whole = _listed(full, self._device)
             self._masks[window] = BlockMask.from_kv_blocks(
@@ -109,7 +104,7 @@ class FlexPass:
                 full_count,
                 whole,
                 BLOCK_SIZE=BLOCK,
-                mask_mod=_sees(self._row_L, self._before_L, self._position_L, reach),
+                mask_mod=_sees(self._row_L, self._before_L, self._position_L, window),
                 seq_lengths=(len(self._tokens.row_L), len(self._tokens.row_L)),
             )
         return self._masks[window]
@@ -129,13 +124,14 @@ class _Tokens:
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.row_L, self.before_L, self.position_L
 
-    def blocks(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+    def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Two masks (query blocks, key blocks): some tokens attend to some, and all to all."""
+        reach = len(self.row_L) if window is None else window
         pieces = self._pieces()
         block, row, before, first, last = map(np.array, zip(*pieces, strict=True))
         kin = (row[None, :] == row[:, None]) | (row[None, :] == before[:, None])
-        some = kin & (first[None, :] <= last[:, None]) & (last[None, :] > first[:, None] - window)
-        full = kin & (last[None, :] <= first[:, None]) & (first[None, :] > last[:, None] - window)
+        some = kin & (first[None, :] <= last[:, None]) & (last[None, :] > first[:, None] - reach)
+        full = kin & (last[None, :] <= first[:, None]) & (first[None, :] > last[:, None] - reach)
         starts = np.flatnonzero(np.diff(block, prepend=-1))
         seen, whole = (
             combine.reduceat(combine.reduceat(of, starts, axis=0), starts, axis=1)
@@ -163,13 +159,16 @@ class _Tokens:
         ]
 
 
-def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int) -> Any:
+def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int | None) -> Any:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         kin = (row_L[key] == row_L[query]) | (row_L[key] == before_L[query])
-        ago = position_L[query] - position_L[key]
-        return kin & (ago >= 0) & (ago < window)
+        return kin & (position_L[key] <= position_L[query])
 
-    return sees
+    def sees_within_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(batch, head, query, key) & (position_L[query] - position_L[key] < window)
+
+    # No window is no number: the kernel has integers of 32 bits, and a large one overflows there.
+    return sees if window is None else sees_within_window
 
 
 @cache
