@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from distill.errors import ConfigError
 from distill.models.loading import exact_attention, load_config, vocab_size
-from distill.models.logprobs import positions_per_chunk
+from distill.models.logprobs import positions_per_trained_chunk, positions_together
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
 from learner.memory import WorkerMemory, estimate_memory, known_shapes, readable
 
@@ -26,8 +26,8 @@ from learner.memory import WorkerMemory, estimate_memory, known_shapes, readable
 _PASS_MARGIN = 1.1
 # Smallest micro-batches that `fit_pass` chooses by itself.
 _SMALLEST_BUDGET = 1024
-# Logits of a chunk, their log-softmax, and its gradient.
-_LOGITS = 3
+# Of some logits: divided by T, their log-softmax, and the gradients of both.
+_STATISTICS = 4
 # Tensors of heads x tokens x tokens of an eager layer: at once in its backward pass, and kept of
 # every other layer. torch's tracker finds 3.8 and 1 (sinks), 4.3 and 2 (soft caps).
 _SCORES_AT_ONCE, _SCORES_KEPT = 5, 2
@@ -42,8 +42,10 @@ class PassMemory:
         in_layer: what a layer keeps of a token for its backward pass.
         between_layers: of those, its input: all that is kept where layers are recomputed.
         scores: bytes of one tensor of attention scores, a pair of tokens; 0 with fused kernels.
-        fixed: logits of a chunk of positions; weights and gradients in the precision of
-            computation.
+        logits: (most positions, bytes of each) of the logits that are held at once, and of what is
+            made of a part of them. No layer is recomputed at that time.
+        head: the head's gradient in float32, beside them.
+        fixed: weights and gradients in the precision of computation.
         ending: at the end of the backward pass, when activations are gone: embedding and head
             whole, their gradients, and the float32 copy that is summed over the workers.
     """
@@ -52,6 +54,8 @@ class PassMemory:
     in_layer: int
     between_layers: int
     scores: int
+    logits: tuple[tuple[int, int], ...]
+    head: int
     fixed: int
     ending: int
 
@@ -88,9 +92,13 @@ class PassMemory:
             in_layer = 8 * mlp + (of_hidden + 2 * copies) * hidden + 4 * (queries + keys)
             in_layer += 6 * normed
         vocab = vocab_size(config)
-        logits = positions_per_chunk(torch.device(device), vocab) * vocab * 4 * _LOGITS
         embedding = vocab * hidden
         number = 2 if half else 4
+        on = torch.device(device)
+        logits = (
+            (positions_per_trained_chunk(on, vocab), vocab * (4 + number * half)),
+            (positions_together(on, vocab), vocab * 4 * _STATISTICS),
+        )
         # Autocast copies every weight once. FSDP has two layers whole, and what is in no layer; of
         # one layer also the gradients, and the float32 copy that is summed over the workers.
         copied, ending = parameters * number * half, 0
@@ -103,18 +111,23 @@ class PassMemory:
             in_layer=in_layer,
             between_layers=hidden * (2 if half and workers > 1 else 4),
             scores=_score_bytes(config, half=half and workers > 1),
-            fixed=logits + copied,
+            logits=logits,
+            head=embedding * 4 * half,
+            fixed=copied,
             ending=ending,
         )
 
     def bytes(self, tokens: int, *, checkpointing: bool, row: int | None = None) -> int:
         """Memory of micro-batches of so many tokens, in rows of `row` tokens; None: in one row."""
-        kept = self.layers * (self.between_layers if checkpointing else self.in_layer)
-        again = self.in_layer if checkpointing else 0
-        scores = _SCORES_AT_ONCE + (0 if checkpointing else _SCORES_KEPT * (self.layers - 1))
-        pairs = tokens * min(tokens, row or tokens)
-        linear = int(tokens * (kept + again) * _PASS_MARGIN)
-        return max(self.fixed + linear + pairs * scores * self.scores, self.ending)
+        per_layer = self.between_layers if checkpointing else self.in_layer
+        pairs = tokens * min(tokens, row or tokens) * self.scores
+        kept = int(tokens * self.layers * per_layer * _PASS_MARGIN)
+        again = int(tokens * self.in_layer * _PASS_MARGIN) if checkpointing else 0
+        if not checkpointing:
+            kept += pairs * _SCORES_KEPT * (self.layers - 1)
+        again += pairs * _SCORES_AT_ONCE
+        head = self.head + sum(min(tokens, most) * size for most, size in self.logits)
+        return max(self.fixed + kept + max(head, again), self.ending)
 
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
         """Text that is printed before a run."""
@@ -325,6 +338,8 @@ def _refusal(
 
     def needed(tokens: int) -> int:
         row = min(rows, tokens) or None
+        if rows >= budget:  # shorter rows run together, up to the budget
+            tokens = max(tokens, budget)
         return passes.bytes(tokens, checkpointing=recomputed, row=row)
 
     lengths = range(_LENGTH_STEP, max(budget, rows), _LENGTH_STEP)

@@ -20,9 +20,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
 
-# Most fp32 logits held at once. On a CPU 4 MiB stay in its cache, which pays for computing them
-# twice when training; a GPU wants large kernels.
+# Most fp32 logits whose statistics are made at once. On a CPU 4 MiB stay in its cache, which pays
+# for computing them twice when training; a GPU wants large kernels.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Most fp32 logits that training holds at once on a GPU: 1 GiB. Each chunk of them reads and writes
+# the whole fp32 gradient of the projection.
+_TRAINED_ELEMENTS = 1 << 28
 # But never fewer positions than this: the projection's weights are read once per chunk.
 _FEWEST_POSITIONS = 128
 # Fewest positions whose statistics are made together in training: a teacher's projection is read
@@ -36,10 +39,16 @@ _MOST_KEPT = 1 << 24
 
 def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
     """Number of positions to project to the vocabulary at a time."""
-    return max(_FEWEST_POSITIONS, _positions_together(device, vocab_size))
+    return max(_FEWEST_POSITIONS, positions_together(device, vocab_size))
 
 
-def _positions_together(device: torch.device, vocab_size: int) -> int:
+def positions_per_trained_chunk(device: torch.device, vocab_size: int) -> int:
+    """Number of positions to project to the vocabulary at a time, in training."""
+    most = _TRAINED_ELEMENTS // vocab_size if device.type == "cuda" else 0
+    return max(positions_per_chunk(device, vocab_size), most)
+
+
+def positions_together(device: torch.device, vocab_size: int) -> int:
     """Number of positions whose statistics are computed at a time, in training."""
     return max(_FEWEST_TOGETHER, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
 
@@ -153,8 +162,17 @@ class VocabularyHead:
         )
         self._check(model)
 
-    def __call__(self, hidden_NH: Tensor) -> Tensor:
-        return self._finish(self.projection(hidden_NH))
+    def __call__(
+        self, hidden_NH: Tensor, weights: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """Logits. `weights` take the place of the projection's own, by their names."""
+        module = cast(nn.Module, self.projection)
+        if type(module) is nn.Linear and not torch.is_grad_enabled():
+            own = dict(module.named_parameters()) | dict(weights)
+            return self._finish(_logits(hidden_NH, own["weight"], own.get("bias")))
+        if not weights:
+            return self._finish(self.projection(hidden_NH))
+        return self._finish(functional_call(module, dict(weights), (hidden_NH,)))
 
     def _finish(self, logits_NV: Tensor) -> Tensor:
         """Post-processing of the logits: the model's scale and soft cap."""
@@ -200,11 +218,7 @@ class VocabularyHead:
 
         `weights` take the place of the projection's own, by their names (`trained_weights`).
         """
-        if not weights:
-            return log_distribution(self(hidden_NH), temperature_N, self.event)
-        module = cast(nn.Module, self.projection)
-        logits_NV = self._finish(functional_call(module, dict(weights), (hidden_NH,)))
-        return log_distribution(logits_NV, temperature_N, self.event)
+        return log_distribution(self(hidden_NH, weights), temperature_N, self.event)
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Copies of those of the projection's weights that training changes."""
@@ -241,18 +255,18 @@ class VocabularyHead:
         def projected(hidden_nH: Tensor, positions: slice) -> TokenStats:
             return stats_of(self.projection(hidden_nH), positions)
 
-        rows = positions_per_chunk(hidden_NH.device, model_width(self.projection))
+        rows = positions_per_trained_chunk(hidden_NH.device, model_width(self.projection))
         chunks = _slices(0, len(hidden_NH), rows)
-        if len(chunks) <= 1 or not torch.is_grad_enabled():
-            return _joined([projected(hidden_NH[chunk], chunk) for chunk in chunks])
-        autocast = torch.is_autocast_enabled(hidden_NH.device.type)
-        if type(self.projection) is nn.Linear and not autocast:
+        many = len(chunks) > 1 and torch.is_grad_enabled()
+        if type(self.projection) is nn.Linear:
             linear = cast(nn.Linear, self.projection)
-            return _LinearStats.of(
-                hidden_NH, linear.weight, linear.bias, stats_of, rows, entropy_gradient
-            )
-        # A projection of another kind may hold any parameters, adapters and randomness; one under
-        # autocast computes in another precision than that of its weights.
+            if many or _precision_of(linear.weight) != torch.float32:
+                return _LinearStats.of(
+                    hidden_NH, linear.weight, linear.bias, stats_of, rows, entropy_gradient
+                )
+        if not many:
+            return _joined([projected(hidden_NH[chunk], chunk) for chunk in chunks])
+        # A projection of another kind may hold any parameters, adapters and randomness.
         return _joined(
             [
                 checkpoint(projected, hidden_NH[chunk], chunk, use_reentrant=False)
@@ -261,13 +275,55 @@ class VocabularyHead:
         )
 
 
+def _precision_of(weight: Tensor) -> torch.dtype:
+    """Precision of the factors of a product with the weight: autocast's, where that is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right. CUDA sums in float32, and rounds to the precision of `out`.
+
+    Logits in bfloat16 would be off by up to 1/256: by 0.03 nats in the mean at T = 0.7.
+    """
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif left.device.type == "cuda":
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:  # a CPU rounds to the precision of the factors
+        out.copy_(left @ right)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the precision of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _logits(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """hidden @ weight.T + bias in float32, whatever the precision of the factors."""
+    precision = _precision_of(weight_VH)
+    if out is None:
+        out = hidden_NH.new_empty(len(hidden_NH), len(weight_VH), dtype=torch.float32)
+    _multiply(hidden_NH.to(precision), weight_VH.to(precision).t(), out)
+    return out if bias_V is None else out.add_(bias_V)
+
+
 class _LinearStats(torch.autograd.Function):
     """`stats_of` the logits hidden @ weight.T + bias, which are recomputed in the backward pass.
 
-    What autograd would allocate for each chunk is allocated once: the chunk's logits, which become
-    their own gradient, and the weight's gradient, to which each chunk adds its share. On a CPU,
-    fresh pages for them take longer than the matrix products. The statistics, with temporaries of
-    the logits' size, are made of a few positions at a time, whose memory malloc keeps.
+    The factors may be in lower precision (autocast, sharding), logits and the sums of gradients are
+    float32. What autograd would allocate for each chunk is allocated once: the chunk's logits,
+    which become their own gradient, and the weight's gradient, to which each chunk adds its share.
+    On a CPU, fresh pages for them take longer than the matrix products. The statistics, with
+    temporaries of the logits' size, are made of a few positions at a time, whose memory malloc
+    keeps.
     """
 
     @staticmethod
@@ -296,11 +352,12 @@ class _LinearStats(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         ctx.set_materialize_grads(False)
-        ctx.stats_of, ctx.rows = stats_of, rows
+        ctx.stats_of, ctx.rows, ctx.precision = stats_of, rows, _precision_of(weight_VH)
+        factors = hidden_NH.to(ctx.precision), weight_VH.to(ctx.precision)
         # Small tensors kept from each part would sit in the holes that the big ones leave.
         made = [hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3)]
         with_divergence = False
-        for _, _, parts in _logits_of_chunks(hidden_NH, weight_VH, bias_V, rows):
+        for _, _, parts in _logits_of_chunks(*factors, bias_V, rows):
             for logits_nV, positions in parts:
                 stats = stats_of(logits_nV, positions)
                 with_divergence = stats.divergence_N is not None
@@ -318,22 +375,33 @@ class _LinearStats(torch.autograd.Function):
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        factor_NH, factor_VH = hidden_NH.to(ctx.precision), weight_VH.to(ctx.precision)
         # The log-probs' is zero where only a divergence is trained on.
         grads = tuple(grad if grad is not None and grad.any() else None for grad in grads)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
-        grad_bias_V = torch.zeros_like(bias_V) if wants_bias else None
-        for chunk, grad_CV, parts in _logits_of_chunks(hidden_NH, weight_VH, bias_V, ctx.rows):
+        grad_weight_VH = _float32_zeros(weight_VH) if wants_weight else None
+        grad_bias_V = _float32_zeros(bias_V) if wants_bias else None
+        for chunk, grad_CV, parts in _logits_of_chunks(factor_NH, factor_VH, bias_V, ctx.rows):
             for logits_nV, positions in parts:
                 logits_nV.copy_(_pulled_back(ctx.stats_of, logits_nV, positions, grads))
+            factor_CV = grad_CV.to(ctx.precision)
             if grad_hidden_NH is not None:
-                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[chunk])
+                _multiply(factor_CV, factor_VH, out=grad_hidden_NH[chunk])
             if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[chunk])
+                _add_product(grad_weight_VH, factor_CV.t(), factor_NH[chunk])
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+        return (
+            grad_hidden_NH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            None, None, None,
+        )  # fmt: skip
+
+
+def _float32_zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float32)
 
 
 def _logits_of_chunks(
@@ -341,14 +409,11 @@ def _logits_of_chunks(
 ) -> Iterator[tuple[slice, Tensor, list[tuple[Tensor, slice]]]]:
     """Chunks: positions, logits, and both again part by part. One buffer serves them all."""
     width = len(weight_VH)
-    buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width)
-    together = _positions_together(hidden_NH.device, width)
+    buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width, dtype=torch.float32)
+    together = positions_together(hidden_NH.device, width)
     for chunk in _slices(0, len(hidden_NH), rows):
         logits_CV = buffer_CV[: chunk.stop - chunk.start]
-        if bias_V is None:
-            torch.mm(hidden_NH[chunk], weight_VH.t(), out=logits_CV)
-        else:
-            torch.addmm(bias_V, hidden_NH[chunk], weight_VH.t(), out=logits_CV)
+        _logits(hidden_NH[chunk], weight_VH, bias_V, out=logits_CV)
         parts = _slices(chunk.start, chunk.stop, together)
         lengths = [part.stop - part.start for part in parts]
         yield chunk, logits_CV, list(zip(logits_CV.split(lengths), parts, strict=True))

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, message: str) -
 
 
 def test_the_longest_row_is_planned_for(eight: Opd) -> None:
-    assert "passes 13.7 (16384 tokens recomputed)" in line(eight(), "learner")
+    assert "passes 14.2 (16384 tokens recomputed)" in line(eight(), "learner")
     alone = eight(colocate=False, gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
     describe_layout(alone, longest_rows=8192)
     with pytest.raises(ConfigError, match=r"max_new_tokens .*32768 .*offload_optimizer=True"):

@@ -197,9 +197,9 @@ ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 @pytest.mark.parametrize(
     "config, billions, workers, rows, needed_gib, remedies",
     [
-        (QWEN3_32B, 32.76, 8, 17_408, 26.9, {"offload_optimizer=True", "learner_workers=16"}),
-        (LLAMA_70B, 70.55, 16, 16_896, 42.4, {"learner_workers=32 offload_optimizer=True"}),
-        (QWEN3_8B, 8.19, 2, 33_792, 22.8, {"offload_optimizer=True", "learner_workers=4"}),
+        (QWEN3_32B, 32.76, 8, 17_408, 26.1, {"offload_optimizer=True", "learner_workers=16"}),
+        (LLAMA_70B, 70.55, 16, 16_896, 41.7, {"learner_workers=32 offload_optimizer=True"}),
+        (QWEN3_8B, 8.19, 2, 33_792, 22.1, {"offload_optimizer=True", "learner_workers=4"}),
     ],
     ids=["32B", "70B", "8B"],
 )
@@ -256,7 +256,7 @@ def test_embedding_and_head_are_reduced_over_workers_whatever_the_tokens() -> No
     both = 2 * 151_936 * 4096
     assert sharded.bytes(64, checkpointing=True) == 8 * both
     assert sharded.bytes(16_384, checkpointing=True) > 8 * both
-    assert alone.bytes(64, checkpointing=True) < both
+    assert alone.bytes(64, checkpointing=True) < 3 * both
 
 
 def test_an_update_leaves_some_of_a_gpu_free() -> None:
