@@ -203,8 +203,9 @@ def room_bytes(device: str, beside: int) -> int:
         return free_bytes(device)
     total = gpu_bytes() if beside else None
     if total is not None:
-        return total - headroom(total) - beside - CONTEXT_BYTES
-    return free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1])
+        return max(0, total - headroom(total) - beside - CONTEXT_BYTES)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - headroom(total))
 
 
 def free_bytes(device: str) -> int:

@@ -157,7 +157,7 @@ def test_a_failed_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_check_is_in_the_docs() -> None:
-    table = (ROOT / "docs/gpu.md").read_text()
+    table = (ROOT / "docs/gpu.md").read_text().partition("## Results")[0]
     listed = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert listed == list(CHECKS)
 
@@ -176,6 +176,7 @@ def test_the_kit_runs_on_a_machine_with_torch_and_transformers_alone(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "out/results.jsonl").read_text().splitlines()
     found = {line["check"]: line["status"] for line in map(json.loads, lines)}
-    # CUDA IPC is for GPUs.
-    assert {name for name, status in found.items() if status != "pass"} == {"handles", "push_ipc"}
+    for_gpus = {name for name, check in CHECKS.items() if check.cuda and not check.needs}
+    skipped = {name for name, status in found.items() if status != "pass"}
+    assert skipped == for_gpus | {"push_ipc"}
     assert set(found) >= {name for name, check in CHECKS.items() if not check.needs}

@@ -22,11 +22,11 @@ from distill.handshake.comparison import (
     FLOOR,
     MEAN_SHARE,
     SECOND_TEMPERATURE_FACTOR,
-    TOLERANCE,
     concatenated,
     is_telling,
     not_divided,
     probe_prompts,
+    tolerance_at,
 )
 from distill.sampling import UNSCALED
 from distill.types import FloatArray, TokenArray
@@ -173,7 +173,7 @@ class Tolerance:
         """Tolerance from repeated answers to the same requests; the first is the reference."""
         gaps = [_gaps(other, repeats[0]) for other in repeats[1:]] or [(0.0, 0.0)]
         largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
-        most = TOLERANCE[dtype] / min(temperature, 1.0)
+        most = tolerance_at(dtype, temperature)
         return cls(
             max_gap=_allowed(largest, most),
             mean_gap=_allowed(mean, most * MEAN_SHARE),
@@ -183,7 +183,7 @@ class Tolerance:
     @classmethod
     def between(cls, dtype: str, temperature: float) -> Tolerance:
         """Tolerance between two replicas of one model: the handshake's between two kernels."""
-        most = TOLERANCE[dtype] / min(temperature, 1.0)
+        most = tolerance_at(dtype, temperature)
         return cls(max_gap=most, mean_gap=most * MEAN_SHARE, measured=0.0)
 
 
@@ -272,7 +272,7 @@ def first_fault(answer: Answer, rows: CanaryRows) -> str:
     undivided_N = np.abs(answer.at_T_N - answer.unscaled_N)
     unmoved_N = np.abs(answer.at_T_N - answer.at_other_N)
     # Both requests go to the same engine, so log-probs that ignore T are equal.
-    ignored = TOLERANCE["float32"] / min(rows.temperature, 1.0)
+    ignored = tolerance_at("float32", rows.temperature)
     if (
         is_telling(rows.temperature) and undivided_N.max() <= ignored
     ) or unmoved_N.max() <= ignored:

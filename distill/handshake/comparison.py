@@ -45,6 +45,11 @@ def looser(*dtypes: str) -> str:
     return max(dtypes, key=TOLERANCE.__getitem__)
 
 
+def tolerance_at(dtype: str, temperature: float) -> float:
+    """Nats between two kernels' log-probs: dividing by T < 1 scales their rounding up, too."""
+    return TOLERANCE[dtype] / min(temperature, 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Two parties on the same tokens at one temperature.
@@ -132,7 +137,7 @@ def compare(
         num_tokens=len(logprobs_N),
         max_gap=max_gap,
         mean_gap=mean_gap,
-        tolerance=_tolerance(dtype, temperature),
+        tolerance=tolerance_at(dtype, temperature),
         must_differ=must_differ,
     )
     return _explained(comparison, suspicions)
@@ -166,7 +171,7 @@ def compare_with_law(
         num_tokens=len(difference_N),
         max_gap=max_gap,
         mean_gap=mean_gap,
-        tolerance=2 * _tolerance(dtype, temperature),  # each side is a difference of two
+        tolerance=2 * tolerance_at(dtype, temperature),  # each side is a difference of two
     )
     if not is_telling(temperature):
         return comparison
@@ -229,10 +234,6 @@ def other_weights(engine: str, arbiter: str) -> str:
         f"{engine} agrees with itself, so it holds other weights than the {arbiter}: a checkpoint "
         "of another run, or a push that did not arrive"
     )
-
-
-def _tolerance(dtype: str, temperature: float) -> float:
-    return TOLERANCE[dtype] / min(temperature, 1.0)
 
 
 def _gaps(a_N: FloatArray, b_N: FloatArray) -> tuple[float, float]:

@@ -90,7 +90,7 @@ CHECKS = {
         part="sharding",
         question="FSDP at 8B's width (12 layers): seconds, MFU, memory at rows of 4k and 16k?",
         passes="at 16k no more above the weights than 1.15 of the plan",
-        deadline_s=240.0,
+        deadline_s=180.0,
     ),
     "profile": Check(
         part="sharding",
@@ -106,6 +106,13 @@ CHECKS = {
         part="sharding",
         question="does the weight group's broadcast work over NCCL (a world of one)? Seconds?",
         passes="every bucket is sent",
+    ),
+    "compiled_step": Check(
+        part="compiling",
+        question="the sharded step with compiled layers: what does compiling gain?",
+        passes="at 16k no more above the weights than 1.15 of the plan",
+        deadline_s=400.0,
+        cuda=True,
     ),
     "packed_attention": Check(
         part="attention",

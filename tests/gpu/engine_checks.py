@@ -17,7 +17,7 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
 from cluster.handshake.handshake import handshake as compare_all
 from distill.engine import GenerateRequest, ScoreRequest
-from distill.handshake.comparison import MEAN_SHARE, TOLERANCE
+from distill.handshake.comparison import MEAN_SHARE, tolerance_at
 from distill.models.loading import load_causal_lm
 from distill.objective.batching import TrainingRow
 from distill.sampling import TrainSampling
@@ -147,7 +147,7 @@ def mixed_temperatures(setting: Setting) -> Numbers:
         "max_gap": max(gaps),
         "mean_gap": float(np.mean(gaps)),
     }
-    allowed = TOLERANCE[setting.dtype] / min(_TEMPERATURES)
+    allowed = tolerance_at(setting.dtype, min(_TEMPERATURES))
     require(made["max_gap"] < allowed, f"log-probs are off: {made}")
     require(made["mean_gap"] < allowed * MEAN_SHARE, f"log-probs are off: {made}")
     return {**made}
@@ -193,5 +193,5 @@ def captured_graphs(setting: Setting) -> Numbers:
     with_gap, with_s = on_shared(setting, use)
     without_gap, without_s = on_another(setting, use, flags="--disable-cuda-graph")
     largest = max(with_gap, without_gap)
-    require(largest < TOLERANCE[setting.dtype] / TEMPERATURE, f"off by {largest:.3g} nats")
+    require(largest < tolerance_at(setting.dtype, TEMPERATURE), f"off by {largest:.3g} nats")
     return {"gap_with": with_gap, "gap_without": without_gap, "speed_up": without_s / with_s}

@@ -13,8 +13,8 @@ OUT=${OUT:-outputs/gpu}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 2
 PYTHON=${PYTHON:-python3}
 # By worth: is the learner right and how fast; the sharded one; a whole run; attention; the memory
-# plan; single pieces; a push.
-ALL="learner sharding local attention memory pieces push"
+# plan; single pieces; a push; compiled layers.
+ALL="learner sharding local attention memory pieces push compiling"
 
 parts="" settings=""
 for word in "$@"; do

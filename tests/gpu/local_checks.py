@@ -30,7 +30,7 @@ def embedded_run(setting: Setting) -> Numbers:
     lines = [json.dumps({"prompt": f"{a} + {b} ="}) for a in range(40) for b in range(40)]
     prompts.write_text("\n".join(lines) + "\n")
     shutil.rmtree(out, ignore_errors=True)
-    groups, size, length = setting.choose(2, 16), setting.choose(2, 8), setting.choose(8, 256)
+    groups, size, length = setting.choose(2, 16), setting.choose(2, 8), setting.choose(8, 64)
     steps = trained(
         _DEADLINE_S, out, _STEPS, student=student, teacher=teacher, prompts=prompts, local=True,
         engine="embedded", device=setting.device, temperature=TEMPERATURE, max_staleness=0,

@@ -37,7 +37,7 @@ _TINY: dict[str, dict[str, int]] = {
     "8B/3": {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 3},
     "1.1B": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2},
 }
-_LOGITS_STD = 4.0
+_LOGITS_STD = 2.0
 
 
 class Skipped(Exception):

@@ -87,11 +87,11 @@ class _Steps:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops = ModelFlops.of(model)
         shares, root = None, None
-        if compiled:
-            compile_layers(model)
         if group is not None:
             model = model.cpu()  # as the leader has it
             shares = shares_prefixes(model.eval())
+            if compiled:  # not before the probe: the learner compiles for its GPU alone
+                compile_layers(model)
             root = shard(model, group, _COMPUTE)
         self._forward = Forward(
             model, dtype=_COMPUTE, gradient_checkpointing=True, root=root, shares=shares
@@ -129,27 +129,29 @@ class _Steps:
 
 
 def sharded_step(setting: Setting) -> Numbers:
-    """Seconds, MFU and memory of sharded steps by length of the row, compiled layers and not."""
+    """Seconds, MFU and memory of sharded steps by length of the row."""
+    return sharded(setting, compiled=False)
+
+
+def sharded(setting: Setting, *, compiled: bool) -> Numbers:
+    """The numbers of `sharded_step`, which also go to the log as soon as they are known."""
     config = setting.config("8B/3")
+    lengths = setting.choose(64, 4096), setting.choose(128, 16384)
     made: Numbers = {}
     with group_of_one(setting) as group:
-        for compiled in (False, True) if setting.cuda else (False,):
-            steps = _Steps(setting.random(config, Qwen3ForCausalLM), group, compiled=compiled)
-            plan = PassMemory.of(
-                config, dtype="bfloat16", device=setting.device, parameters=steps.parameters,
-                workers=2, query_norm=True,
-            )  # fmt: skip
-            lengths = setting.choose(64, 4096), setting.choose(128, 16384)
-            for length in lengths:
-                rows = rows_of(config, count=1, length=length, seed=length)
-                found = steps.measured(setting, rows)
-                found["planned_gib"] = plan.bytes(length, checkpointing=True) / GIB
-                made |= named(found, f"{length}{'_compiled' * compiled}")
-            longest = made[f"above_weights_gib_{lengths[-1]}{'_compiled' * compiled}"]
-            fits = float(longest) < _MARGIN * plan.bytes(lengths[-1], checkpointing=True) / GIB
-            require(fits or not setting.cuda, f"the plan is too small: {made}")
-            del steps
-            let_go(setting)
+        steps = _Steps(setting.random(config, Qwen3ForCausalLM), group, compiled=compiled)
+        plan = PassMemory.of(
+            config, dtype="bfloat16", device=setting.device, parameters=steps.parameters,
+            workers=2, query_norm=True,
+        )  # fmt: skip
+        for length in lengths:
+            rows = rows_of(config, count=1, length=length, seed=length)
+            found = steps.measured(setting, rows)
+            planned = plan.bytes(length, checkpointing=True) / GIB
+            made |= named({**found, "planned_gib": planned}, str(length))
+            print(made, flush=True)
+            fits = found["above_weights_gib"] < _MARGIN * planned
+            require(fits or length < lengths[-1] or not setting.cuda, f"too small a plan: {made}")
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 
 from actors.sglang.hosted import HostedSglangEngine
 from distill.gpu import GIB
-from distill.handshake.comparison import TOLERANCE
+from distill.handshake.comparison import tolerance_at
 from distill.models.loading import load_causal_lm
 from distill.weights.tensors import PackedTensors
 from tests.gpu.engine_checks import decode_gaps, on_another
@@ -22,7 +22,7 @@ _TIMEOUT_S = 20.0
 def sleep_and_wake(setting: Setting) -> Numbers:
     """An engine that sleeps: memory that comes back, and the same samples once weights have."""
     made = _slept(setting, "true")
-    allowed = TOLERANCE[setting.dtype] / TEMPERATURE
+    allowed = tolerance_at(setting.dtype, TEMPERATURE)
     require(made["gap_after"] < allowed, f"it is not as it was: {made}")
     require(not setting.cuda or made["freed_gib"] > 1, f"next to nothing was released: {made}")
     return {**made}
