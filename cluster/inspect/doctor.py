@@ -167,7 +167,7 @@ def _nccl(torch: Any) -> str | None:
 def ray(version: str | None) -> Finding:
     if version is None:
         remedy = "pip install 'ray[default]'"
-        return Finding("Ray", "not installed", Verdict.PROBLEM, remedy)
+        return Finding("Ray", "not installed: local=True only", Verdict.NOTE, remedy)
     return Finding("Ray", version)
 
 

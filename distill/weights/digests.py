@@ -81,23 +81,24 @@ def word_sum(data: Tensor) -> int:
     if not data.numel():
         return 0
     words = pad(data, (0, -data.numel() % 4)).view(torch.int32)
-    total = 0
+    halves = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, len(words), _TILE * _TILES):
-        total += _tiles(words[start : start + _TILE * _TILES].long() & _WORD, start, len(words))
-    return _finish(total & _LONG)
+        some = words[start : start + _TILE * _TILES].long() & _WORD
+        halves += torch.stack(_tiles(some, start, len(words)))
+    high, low = halves.tolist()  # one wait for the GPU, whatever the size
+    return _finish(((high << 32) + low) & _LONG)
 
 
-def _tiles(words: Tensor, start: int, num_words: int) -> int:
-    """The sum over tiles of two 32-bit hashes, one above the other."""
+def _tiles(words: Tensor, start: int, num_words: int) -> list[Tensor]:
+    """Sums over tiles of two 32-bit hashes."""
     positions = torch.arange(start, start + len(words), device=words.device) & _WORD
     halves = []
     for (factor, rotation), seed in zip(_POSITIONS, _SEEDS, strict=True):
         turned = (positions << rotation | positions >> (32 - rotation)) & _WORD
         mixed = _mix(words ^ ((positions * factor + seed) & _WORD) ^ turned)
         per_tile = pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE).sum(dim=1) & _WORD
-        halves.append(_mix(per_tile ^ (4 * num_words & _WORD)))
-    high, low = (int(half.sum()) for half in halves)
-    return (high << 32) + low
+        halves.append(_mix(per_tile ^ (4 * num_words & _WORD)).sum())
+    return halves
 
 
 def _mix(x: Tensor) -> Tensor:
