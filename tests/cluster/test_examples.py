@@ -1,0 +1,56 @@
+"""The example configs pass every check, with small models and data in place of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config.files import read_settings
+from cluster.config.on_policy import OpdConfig
+from cluster.config.supervised import SftConfig
+from cluster.train import main
+from tests.chat_templates import chat_tokenizer
+from tests.tiny import tiny_model_dir
+
+CONFIGS = Path(__file__).parents[2] / "examples/configs"
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in CONFIGS.iterdir()} == {"grpo", "opd", "opd-lora", "sft", "tools"}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.iterdir()))
+def test_an_example_is_checked_and_planned(
+    name: str,
+    opd: Callable[..., OpdConfig],
+    sft: Callable[..., SftConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = CONFIGS / f"{name}.yaml"
+    given, pair = read_settings(str(file)), opd()
+    student, teacher = chats(tmp_path) if name == "tools" else (pair.student, pair.teacher)
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours = {
+        "student": student, "teacher": teacher, "model": student, "prompts": problems,
+        "data": sft().data, "out": tmp_path / "out", "max_new_tokens": 8, "max_length": 64,
+        "validation_share": 0.5,
+    }  # fmt: skip
+    replaced = [f"{setting}={value}" for setting, value in ours.items() if setting in given]
+    assert main([f"config={file}", *replaced, "dry_run=True", "device=cpu"]) == 0
+    assert str(ours["out"]) in "".join(capsys.readouterr().out.split())
+
+
+def chats(directory: Path) -> list[str]:
+    """Student and teacher with a chat template that shows tools."""
+    models = [
+        tiny_model_dir(directory, seed=seed, vocab_size=512, context_length=2048) for seed in (1, 2)
+    ]
+    for model in models:
+        chat_tokenizer("qwen3").save_pretrained(model)
+    return models
