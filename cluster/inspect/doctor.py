@@ -56,19 +56,19 @@ _PLUGIN_CHILD = (
 )
 
 
-class Verdict(Enum):
+class CheckState(Enum):
     FINE = "fine"
     NOTE = "note"
     PROBLEM = "PROBLEM"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the report: the item checked, its state, and a remedy."""
 
     what: str
     found: str
-    verdict: Verdict = Verdict.FINE
+    state: CheckState = CheckState.FINE
     remedy: str = ""
 
 
@@ -81,9 +81,9 @@ class DoctorConfig:
     )
 
 
-def examine(*, sglang: bool) -> Iterator[Finding]:
-    """All findings, in the order in which a run needs the items."""
-    yield Finding("isotherm", _version("isotherm") or "not installed")
+def examine(*, sglang: bool) -> Iterator[CheckResult]:
+    """All checks, in the order in which a run needs the items."""
+    yield CheckResult("isotherm", _version("isotherm") or "not installed")
     yield python(sys.version_info[:3], platform.platform())
     import torch  # takes seconds to import; --help does not need it
 
@@ -92,11 +92,11 @@ def examine(*, sglang: bool) -> Iterator[Finding]:
     yield from gpus(tools, _gpus(torch), _nccl(torch))
     yield ray(_version("ray"))
     yield from ray_cluster()
-    yield from sglang_findings(_version("sglang"), tools, _plugin if sglang else None)
+    yield from sglang_checks(_version("sglang"), tools, _plugin if sglang else None)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     yield cpp(compiler)
     memory = psutil.virtual_memory()
-    yield Finding(
+    yield CheckResult(
         "memory", f"{_gib(memory.available)} of {_gib(memory.total)} free, {os.cpu_count()} cores"
     )
     if Path("/dev/shm").is_dir():
@@ -111,39 +111,41 @@ def examine(*, sglang: bool) -> Iterator[Finding]:
     yield sandbox()
 
 
-def python(version: Sequence[int], where: str) -> Finding:
+def python(version: Sequence[int], where: str) -> CheckResult:
     shown = f"{'.'.join(map(str, version))} on {where}"
     if tuple(version[:2]) < (3, 11):
-        return Finding("Python", shown, Verdict.PROBLEM, "isotherm needs Python 3.11 or newer")
-    return Finding("Python", shown)
+        return CheckResult(
+            "Python", shown, CheckState.PROBLEM, "isotherm needs Python 3.11 or newer"
+        )
+    return CheckResult("Python", shown)
 
 
-def torch_build(version: str, tools: CudaTools) -> Finding:
+def torch_build(version: str, tools: CudaTools) -> CheckResult:
     shown = f"{version}, {'CPU build' if tools.cuda is None else f'CUDA {tools.cuda}'}"
     if problem := tools.driver_problem():
-        return Finding("torch", shown, Verdict.PROBLEM, problem)
-    return Finding("torch", shown)
+        return CheckResult("torch", shown, CheckState.PROBLEM, problem)
+    return CheckResult("torch", shown)
 
 
-def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[Finding]:
+def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[CheckResult]:
     """Findings on the driver, each GPU, and NCCL. `nccl`: None if torch was built without."""
     if tools.driver is None:
-        yield Finding("GPU", "none: models run on the CPU")
+        yield CheckResult("GPU", "none: models run on the CPU")
         return
-    yield Finding("driver", tools.driver)
+    yield CheckResult("driver", tools.driver)
     for name in found:
-        yield Finding("GPU", name)
+        yield CheckResult("GPU", name)
     if not found and tools.driver_problem() is None:
         remedy = (
             "the driver answers and torch sees no GPU: start a container with --gpus all, and look "
             "at CUDA_VISIBLE_DEVICES"
         )
-        yield Finding("GPU", "not seen by torch", Verdict.PROBLEM, remedy)
+        yield CheckResult("GPU", "not seen by torch", CheckState.PROBLEM, remedy)
     if nccl is not None:
-        yield Finding("NCCL", nccl)
+        yield CheckResult("NCCL", nccl)
     elif found:
         remedy = "learner_workers=, --tp-size and weights=group need it: take torch from PyPI"
-        yield Finding("NCCL", "not in this torch", Verdict.NOTE, remedy)
+        yield CheckResult("NCCL", "not in this torch", CheckState.NOTE, remedy)
 
 
 def _gpus(torch: Any) -> list[str]:
@@ -164,15 +166,15 @@ def _nccl(torch: Any) -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def ray(version: str | None) -> Finding:
+def ray(version: str | None) -> CheckResult:
     if version is None:
         remedy = "pip install 'ray[default]'"
-        return Finding("Ray", "not installed: local=True only", Verdict.NOTE, remedy)
-    return Finding("Ray", version)
+        return CheckResult("Ray", "not installed: local=True only", CheckState.NOTE, remedy)
+    return CheckResult("Ray", version)
 
 
-def ray_cluster() -> Iterator[Finding]:
-    """Finding on the GPUs of the cluster that a run would join; none if it would start Ray."""
+def ray_cluster() -> Iterator[CheckResult]:
+    """Check of the GPUs of the cluster that a run would join; none if it would start Ray."""
     if starts_here():
         return
     from cluster.placement.connect import autoscales, cluster_gpus  # Ray: not for --help
@@ -180,49 +182,49 @@ def ray_cluster() -> Iterator[Finding]:
     try:
         up, grows = cluster_gpus(), autoscales()
     except ConfigError as error:
-        yield Finding("Ray cluster", "cannot be joined", Verdict.PROBLEM, str(error))
+        yield CheckResult("Ray cluster", "cannot be joined", CheckState.PROBLEM, str(error))
         return
     found = f"{up:g} GPUs up, {'an' if grows else 'no'} autoscaler"
     if up or not grows:
-        yield Finding("Ray cluster", found)
+        yield CheckResult("Ray cluster", found)
         return
     remedy = "device=cuda reserves GPUs and waits for their nodes; device=auto is refused"
-    yield Finding("Ray cluster", found, Verdict.NOTE, remedy)
+    yield CheckResult("Ray cluster", found, CheckState.NOTE, remedy)
 
 
-def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[Finding]:
+def sglang_checks(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[CheckResult]:
     """Findings on SGLang, the plugin, and SGLang's requirements on CUDA.
 
     Args:
         plugin: checks the installed SGLang; returns its problem, or None.
     """
     if version is None:
-        yield Finding(
+        yield CheckResult(
             "SGLang",
             "not installed: engine=embedded only",
-            Verdict.NOTE,
+            CheckState.NOTE,
             "pip install 'isotherm[sglang]' on a CUDA machine, make install-sglang without one",
         )
         return
-    yield Finding("SGLang", version)
+    yield CheckResult("SGLang", version)
     entries = importlib.metadata.entry_points(group="sglang.srt.plugins", name="isotherm")
     if not entries:
         remedy = "SGLang would not load it: install isotherm itself (pip install .)"
-        yield Finding("SGLang plugin", "not registered", Verdict.PROBLEM, remedy)
+        yield CheckResult("SGLang plugin", "not registered", CheckState.PROBLEM, remedy)
     elif plugin is not None:
         problem = plugin()
         if problem is None:
-            yield Finding("SGLang plugin", "knows this version")
+            yield CheckResult("SGLang plugin", "knows this version")
         else:
-            yield Finding("SGLang plugin", "does not fit", Verdict.PROBLEM, problem)
+            yield CheckResult("SGLang plugin", "does not fit", CheckState.PROBLEM, problem)
     if tools.driver is None:
         return
     if tools.nvcc is not None:
-        yield Finding("nvcc", f"CUDA {tools.nvcc[1]} at {tools.nvcc[0]}")
+        yield CheckResult("nvcc", f"CUDA {tools.nvcc[1]} at {tools.nvcc[0]}")
     if tools.libnuma:
-        yield Finding("libnuma", "libnuma.so.1 loads")
+        yield CheckResult("libnuma", "libnuma.so.1 loads")
     for problem in tools.sglang_problems():
-        yield Finding("SGLang on CUDA", "would not start", Verdict.PROBLEM, problem)
+        yield CheckResult("SGLang on CUDA", "would not start", CheckState.PROBLEM, problem)
 
 
 def _plugin() -> str | None:
@@ -247,65 +249,69 @@ def _plugin() -> str | None:
     return f"{'; '.join(unknown)}: install a version that pyproject.toml names, or a newer isotherm"
 
 
-def cpp(compiler: str | None) -> Finding:
+def cpp(compiler: str | None) -> CheckResult:
     if compiler is None:
         remedy = "compile=True and kernels that are built at run time need it: apt-get install g++"
-        return Finding("C++ compiler", "none", Verdict.NOTE, remedy)
-    return Finding("C++ compiler", compiler)
+        return CheckResult("C++ compiler", "none", CheckState.NOTE, remedy)
+    return CheckResult("C++ compiler", compiler)
 
 
-def shared_memory(free: int, memory: int) -> Finding:
-    """Finding on /dev/shm: Ray's object store, and weights pushed to engines of this machine.
+def shared_memory(free: int, memory: int) -> CheckResult:
+    """Check of /dev/shm: Ray's object store, and weights pushed to engines of this machine.
 
     Args:
         free, memory: bytes.
     """
     wanted = int(_STORE_SHARE * memory)
     if free >= wanted:
-        return Finding("/dev/shm", f"{_gib(free)} free")
+        return CheckResult("/dev/shm", f"{_gib(free)} free")
     remedy = (
         "Ray keeps its objects on a disk instead, and weights=shared_memory needs the model's "
         f"bytes: docker run --shm-size={wanted // _GIB + 1}g, or an emptyDir of medium Memory"
     )
-    return Finding("/dev/shm", f"{_gib(free)} free", Verdict.NOTE, remedy)
+    return CheckResult("/dev/shm", f"{_gib(free)} free", CheckState.NOTE, remedy)
 
 
-def open_files(soft: int, hard: int) -> Finding:
+def open_files(soft: int, hard: int) -> CheckResult:
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _FILES_ADVISED):
-        return Finding("open files", shown)
+        return CheckResult("open files", shown)
     remedy = f"ulimit -n {_FILES_ADVISED}"
     if not _at_least(hard, _FILES_ADVISED):
         remedy += ", with a larger hard limit (/etc/security/limits.conf, or docker run --ulimit)"
     enough = _at_least(soft, _FILES_NEEDED)
-    return Finding("open files", shown, Verdict.NOTE if enough else Verdict.PROBLEM, remedy)
+    return CheckResult(
+        "open files", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
+    )
 
 
-def threads(soft: int, hard: int) -> Finding:
-    """Finding on the limits of this user's processes and threads."""
+def threads(soft: int, hard: int) -> CheckResult:
+    """Check of the limits of this user's processes and threads."""
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _THREADS_ADVISED):
-        return Finding("processes", shown)
+        return CheckResult("processes", shown)
     remedy = (
         f"Ray's threads count: ulimit -u {_THREADS_ADVISED} (in a container, --pids-limit as well)"
     )
     enough = _at_least(soft, _THREADS_NEEDED)
-    return Finding("processes", shown, Verdict.NOTE if enough else Verdict.PROBLEM, remedy)
+    return CheckResult(
+        "processes", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
+    )
 
 
-def locked_memory(soft: int, adapters: Sequence[str]) -> Finding:
-    """Finding on the memory that NCCL may register with InfiniBand adapters, if there are any.
+def locked_memory(soft: int, adapters: Sequence[str]) -> CheckResult:
+    """Check of the memory that NCCL may register with InfiniBand adapters, if there are any.
 
     Args:
         soft: limit in bytes.
     """
     shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
     if not adapters:
-        return Finding("locked memory", f"{shown}; no InfiniBand here")
+        return CheckResult("locked memory", f"{shown}; no InfiniBand here")
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", f"{shown}, for {', '.join(sorted(adapters))}")
+        return CheckResult("locked memory", f"{shown}, for {', '.join(sorted(adapters))}")
     remedy = "NCCL over InfiniBand fails with it: ulimit -l unlimited (docker --ulimit memlock=-1)"
-    return Finding("locked memory", shown, Verdict.NOTE, remedy)
+    return CheckResult("locked memory", shown, CheckState.NOTE, remedy)
 
 
 def _at_least(limit: int, wanted: int) -> bool:
@@ -316,8 +322,8 @@ def _limit(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
-def disk(directory: str, used: float, free: int) -> Finding:
-    """Finding on the disk that holds Ray's logs and the objects that do not fit in memory.
+def disk(directory: str, used: float, free: int) -> CheckResult:
+    """Check of the disk that holds Ray's logs and the objects that do not fit in memory.
 
     Args:
         used: share of the disk, 0 to 1.
@@ -325,17 +331,17 @@ def disk(directory: str, used: float, free: int) -> Finding:
     """
     shown = f"{_gib(free)} free at {directory}, {used:.0%} used"
     if used < _FULL:
-        return Finding("disk", shown)
+        return CheckResult("disk", shown)
     remedy = f"Ray writes no objects to a disk that is {_FULL:.0%} full: RAY_TMPDIR=DIR on another"
-    return Finding("disk", shown, Verdict.PROBLEM, remedy)
+    return CheckResult("disk", shown, CheckState.PROBLEM, remedy)
 
 
-def sandbox() -> Finding:
+def sandbox() -> CheckResult:
     try:
         require_sandbox()
     except ConfigError as error:
-        return Finding("sandbox", "cannot be made", Verdict.NOTE, str(error))
-    return Finding("sandbox", "env.tools=python and reward=unit_tests run")
+        return CheckResult("sandbox", "cannot be made", CheckState.NOTE, str(error))
+    return CheckResult("sandbox", "env.tools=python and reward=unit_tests run")
 
 
 def _version(package: str) -> str | None:
@@ -351,19 +357,19 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.1f} GiB"
 
 
-_STYLES = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+_STYLES = {CheckState.FINE: "green", CheckState.NOTE: "yellow", CheckState.PROBLEM: "bold red"}
 
 
 def print_findings(config: DoctorConfig, console: Console) -> None:
-    """Prints every finding; raises MachineError with the number of problems, if there are any."""
+    """Prints every check; raises MachineError with the number of problems, if there are any."""
     table = Table(show_header=False, box=None)
     problems = 0
-    for finding in examine(sglang=config.sglang):
-        problems += finding.verdict is Verdict.PROBLEM
-        verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
-        table.add_row(verdict, Text(finding.what), Text(finding.found))
-        if finding.remedy:
-            table.add_row("", "", Text(f"-> {finding.remedy}"))
+    for check in examine(sglang=config.sglang):
+        problems += check.state is CheckState.PROBLEM
+        state = Text(check.state.value, style=_STYLES[check.state])
+        table.add_row(state, Text(check.what), Text(check.found))
+        if check.remedy:
+            table.add_row("", "", Text(f"-> {check.remedy}"))
     console.print(table)
     if problems:
         raise MachineError(f"{problems} problem{'s' * (problems > 1)}: a run could not start here")

@@ -16,7 +16,7 @@ import pytest
 from actors.sglang.cuda_tools import CudaTools, cuda_home, find_cuda_tools
 from actors.sglang.installed import sglang_installed
 from cluster.inspect import doctor
-from cluster.inspect.doctor import Finding, Verdict
+from cluster.inspect.doctor import CheckResult, CheckState
 
 GIB = 1 << 30
 GOOD = CudaTools(
@@ -24,9 +24,9 @@ GOOD = CudaTools(
 )
 
 
-def verdicts(*findings: Finding) -> list[Verdict]:
-    assert all(bool(f.remedy) == (f.verdict is not Verdict.FINE) for f in findings)
-    return [finding.verdict for finding in findings]
+def states(*findings: CheckResult) -> list[CheckState]:
+    assert all(bool(f.remedy) == (f.state is not CheckState.FINE) for f in findings)
+    return [finding.state for finding in findings]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_torch_that_cannot_use_the_gpus_is_a_problem(
     change: dict[str, str | None], remedy: str | None
 ) -> None:
     found = doctor.torch_build("2.14.1", replace(GOOD, **change))
-    assert verdicts(found) == [Verdict.FINE if remedy is None else Verdict.PROBLEM]
+    assert states(found) == [CheckState.FINE if remedy is None else CheckState.PROBLEM]
     assert (remedy or "") in found.remedy
 
 
@@ -62,25 +62,25 @@ def test_what_sglang_lacks_on_cuda_is_a_problem(change: dict[str, object], remed
     lacking = replace(GOOD, **change)  # type: ignore[arg-type]
     [problem] = lacking.sglang_problems()
     assert remedy in problem
-    found = list(doctor.sglang_findings("0.5.23", lacking, lambda: None))
-    assert verdicts(found[-1]) == [Verdict.PROBLEM] and found[-1].remedy == problem
+    found = list(doctor.sglang_checks("0.5.23", lacking, lambda: None))
+    assert states(found[-1]) == [CheckState.PROBLEM] and found[-1].remedy == problem
     assert replace(lacking, cuda=None).sglang_problems() == []
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem() -> None:
-    assert verdicts(*doctor.gpus(GOOD, [], None)) == [Verdict.FINE, Verdict.PROBLEM]
+    assert states(*doctor.gpus(GOOD, [], None)) == [CheckState.FINE, CheckState.PROBLEM]
     driver, gpu, nccl = doctor.gpus(GOOD, ["H200"], "2.28.3")
-    assert verdicts(driver, gpu, nccl) == [Verdict.FINE] * 3 and nccl.found == "2.28.3"
+    assert states(driver, gpu, nccl) == [CheckState.FINE] * 3 and nccl.found == "2.28.3"
     [*_, lacks] = doctor.gpus(GOOD, ["H200"], None)
-    assert verdicts(lacks) == [Verdict.NOTE] and "weights=group" in lacks.remedy
-    assert verdicts(*doctor.gpus(replace(GOOD, driver=None), [], None)) == [Verdict.FINE]
+    assert states(lacks) == [CheckState.NOTE] and "weights=group" in lacks.remedy
+    assert states(*doctor.gpus(replace(GOOD, driver=None), [], None)) == [CheckState.FINE]
 
 
 def test_what_a_gpu_machine_has_for_sglang_is_listed() -> None:
-    found = {f.what: f.found for f in doctor.sglang_findings("0.5.23", GOOD, lambda: None)}
+    found = {f.what: f.found for f in doctor.sglang_checks("0.5.23", GOOD, lambda: None)}
     assert found["nvcc"] == "CUDA 13.1 at /usr/local/cuda/bin/nvcc"
     assert found["libnuma"] == "libnuma.so.1 loads"
-    missing = doctor.sglang_findings("0.5.23", replace(GOOD, libnuma=False), lambda: None)
+    missing = doctor.sglang_checks("0.5.23", replace(GOOD, libnuma=False), lambda: None)
     assert "libnuma" not in {f.what for f in missing}
 
 
@@ -89,16 +89,16 @@ def test_the_cluster_that_a_run_would_join_is_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert not list(doctor.ray_cluster())
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert verdicts(*doctor.ray_cluster()) == [Verdict.PROBLEM]
-    for up, grows, verdict in ((0, True, Verdict.NOTE), (4, True, Verdict.FINE)):
+    assert states(*doctor.ray_cluster()) == [CheckState.PROBLEM]
+    for up, grows, state in ((0, True, CheckState.NOTE), (4, True, CheckState.FINE)):
         monkeypatch.setattr("cluster.placement.connect.cluster_gpus", lambda up=up: up)
         monkeypatch.setattr("cluster.placement.connect.autoscales", lambda grows=grows: grows)
-        assert verdicts(*doctor.ray_cluster()) == [verdict]
+        assert states(*doctor.ray_cluster()) == [state]
 
 
 def test_the_machine_s_limits() -> None:
     infinite = resource.RLIM_INFINITY
-    assert verdicts(
+    assert states(
         doctor.python((3, 11, 7), "Linux"),
         doctor.python((3, 10, 1), "Linux"),
         doctor.shared_memory(64 * GIB, 128 * GIB),
@@ -118,14 +118,14 @@ def test_the_machine_s_limits() -> None:
         doctor.disk("/tmp", 0.96, GIB),
         doctor.cpp(None),
     ) == [
-        *(Verdict.FINE, Verdict.PROBLEM),
-        *(Verdict.FINE, Verdict.NOTE),
-        *(Verdict.FINE, Verdict.NOTE, Verdict.PROBLEM),
-        *(Verdict.FINE, Verdict.NOTE, Verdict.PROBLEM),
-        *(Verdict.FINE, Verdict.FINE, Verdict.NOTE),
-        *(Verdict.FINE, Verdict.NOTE),
-        *(Verdict.FINE, Verdict.PROBLEM),
-        Verdict.NOTE,
+        *(CheckState.FINE, CheckState.PROBLEM),
+        *(CheckState.FINE, CheckState.NOTE),
+        *(CheckState.FINE, CheckState.NOTE, CheckState.PROBLEM),
+        *(CheckState.FINE, CheckState.NOTE, CheckState.PROBLEM),
+        *(CheckState.FINE, CheckState.FINE, CheckState.NOTE),
+        *(CheckState.FINE, CheckState.NOTE),
+        *(CheckState.FINE, CheckState.PROBLEM),
+        CheckState.NOTE,
     ]
     assert "--shm-size=39g" in doctor.shared_memory(64 << 20, 128 * GIB).remedy
     assert "hard limit" in doctor.open_files(256, 4096).remedy
@@ -134,11 +134,11 @@ def test_the_machine_s_limits() -> None:
 def test_a_plugin_that_does_not_fit_is_a_problem() -> None:
     cpu = replace(GOOD, cuda=None, driver=None)
     said = "LogitsProcessor.forward takes ('self',)"
-    found = list(doctor.sglang_findings("0.6.0", cpu, lambda: said))
+    found = list(doctor.sglang_checks("0.6.0", cpu, lambda: said))
     assert [finding.what for finding in found] == ["SGLang", "SGLang plugin"]
-    assert found[-1].verdict is Verdict.PROBLEM and found[-1].remedy == said
-    [absent] = doctor.sglang_findings(None, cpu, lambda: said)
-    assert absent.verdict is Verdict.NOTE
+    assert found[-1].state is CheckState.PROBLEM and found[-1].remedy == said
+    [absent] = doctor.sglang_checks(None, cpu, lambda: said)
+    assert absent.state is CheckState.NOTE
 
 
 def test_nvcc_is_looked_for_where_sglang_does(
