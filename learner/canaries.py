@@ -21,7 +21,7 @@ import numpy as np
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.engine import EngineInfo, Score, ScoreRequest
-from distill.handshake.canary import Answer, CanaryRows
+from distill.handshake.canary import CanaryRows, CanaryScores
 from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.types import FloatArray, TopLogprobs
@@ -69,7 +69,7 @@ class CopyAnswer:
     digest: str
     changed: tuple[str, ...]
     rows: CanaryRows
-    answers: list[Answer]
+    answers: list[CanaryScores]
 
 
 class FrozenModel:
@@ -121,7 +121,7 @@ class FrozenModel:
             if not weight.requires_grad
         }
 
-    def _answered(self, rows: CanaryRows, company: int) -> Answer:
+    def _answered(self, rows: CanaryRows, company: int) -> CanaryScores:
         asked = rows.with_company(company)
         by_request = [training_rows(request, self._teacher or "") for request in asked]
         found = self._run([row for made in by_request for row in made], rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from actors.sglang.external import ExternalSglangEngine
 from distill.engine import EngineInfo
 from distill.errors import EngineError, IsothermError
-from distill.handshake.canary import Answer, CanaryRows, first_fault
+from distill.handshake.canary import CanaryRows, CanaryScores, first_fault
 
 # Deadline of all calls to one server; a server that is slower would delay every step.
 _DEADLINE_S = 60.0
@@ -57,7 +57,7 @@ def ask_once(
 
 async def _asked(
     url: str, temperature: float, given: int, top_k: int
-) -> tuple[EngineInfo, CanaryRows, Answer]:
+) -> tuple[EngineInfo, CanaryRows, CanaryScores]:
     engine = ExternalSglangEngine(url=url, request_deadline_s=_DEADLINE_S)
     try:
         info = await engine.info()

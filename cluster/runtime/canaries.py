@@ -39,10 +39,10 @@ from distill.engine import EngineInfo, Score
 from distill.errors import EngineError
 from distill.handshake.canary import (
     COMPANY,
-    Answer,
     CanaryRows,
+    CanaryScores,
+    CanaryVerdict,
     Tolerance,
-    Verdict,
     judge,
     outliers,
 )
@@ -114,7 +114,7 @@ class _Scorer:
     number: int
     member: Member
     rows: CanaryRows
-    first: Answer
+    first: CanaryScores
     tolerance: Tolerance
     asked: Any = None
     since: float = 0.0
@@ -126,10 +126,10 @@ class _Introduced:
     """A scorer that has answered its first canaries."""
 
     info: EngineInfo
-    answers: list[Answer]
+    answers: list[CanaryScores]
     tolerance: Tolerance
 
-    def restless(self, rows: CanaryRows) -> Verdict | None:
+    def restless(self, rows: CanaryRows) -> CanaryVerdict | None:
         """Verdict on a repeated answer that differs from the first one; None if none does."""
         verdicts = [judge(each, self.answers[0], self.tolerance, rows) for each in self.answers]
         return next((verdict for verdict in verdicts if not verdict.good), None)
@@ -160,7 +160,7 @@ class Canaries:
         self._setup, self._say, self._found, self._trusted = setup, say, found, trusted
         self._scorers: dict[Any, _Scorer] = {}  # by handle
         self._rows: dict[str, CanaryRows] = {}
-        self._anchors: dict[str, Answer] = {}  # by role
+        self._anchors: dict[str, CanaryScores] = {}  # by role
         self._next_number = 0
         self._turn = 0
         self._step = 0
@@ -247,7 +247,7 @@ class Canaries:
     ) -> dict[str, str]:
         """Find scorers that disagree with themselves or with others of their role; with reasons."""
         refused: dict[str, str] = {}
-        by_role: dict[str, dict[str, Answer]] = {}
+        by_role: dict[str, dict[str, CanaryScores]] = {}
         between = {
             each.info.dtype: Tolerance.between(each.info.dtype, self._setup.temperature)
             for each in answered
@@ -401,7 +401,7 @@ class Canaries:
         if done:
             self._trusted(max(self._queue_says(reference).proven for reference in done))
 
-    def _quarantine(self, scorer: _Scorer, verdict: Verdict, answer: CanaryAnswer) -> None:
+    def _quarantine(self, scorer: _Scorer, verdict: CanaryVerdict, answer: CanaryAnswer) -> None:
         member = scorer.member
         if (first_bad := answer.first_bad) is not None:
             contained = (

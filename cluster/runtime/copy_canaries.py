@@ -21,7 +21,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from distill.errors import CalibrationError
-from distill.handshake.canary import COMPANY, Answer, CanaryRows, Tolerance, judge
+from distill.handshake.canary import COMPANY, CanaryRows, CanaryScores, Tolerance, judge
 from distill.lookup import listed
 from learner.canaries import CopyAnswer, CopyQuestion
 
@@ -36,7 +36,7 @@ class _Copy:
     number: int
     who: str
     rows: CanaryRows
-    first: Answer
+    first: CanaryScores
     tolerance: Tolerance
 
     def moved(self, answer: CopyAnswer) -> tuple[dict[str, float], str]:

@@ -113,11 +113,11 @@ class CanaryRows:
             ),
         ]
 
-    def answer(self, scores: Sequence[Score]) -> Answer:
+    def answer(self, scores: Sequence[Score]) -> CanaryScores:
         """Answer from the canaries' scores, which come first in `scores`."""
         own = scores[: len(self.requests)]
         at_T, at_other = own[0::2], own[1::2]
-        return Answer(
+        return CanaryScores(
             at_T_N=_values([score.logprobs_by_temperature[0] for score in at_T]),
             unscaled_N=_values([score.logprobs_by_temperature[1] for score in at_T]),
             at_other_N=_values([score.logprobs_by_temperature[0] for score in at_other]),
@@ -139,7 +139,7 @@ def _values(arrays: Sequence[FloatArray]) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
+class CanaryScores:
     """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T.
 
     `listed_N`: log-probs at T of the other tokens that were requested.
@@ -169,7 +169,7 @@ class Tolerance:
     measured: float
 
     @classmethod
-    def of(cls, repeats: Sequence[Answer], dtype: str, temperature: float) -> Tolerance:
+    def of(cls, repeats: Sequence[CanaryScores], dtype: str, temperature: float) -> Tolerance:
         """Tolerance from repeated answers to the same requests; the first is the reference."""
         gaps = [_gaps(other, repeats[0]) for other in repeats[1:]] or [(0.0, 0.0)]
         largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
@@ -192,7 +192,7 @@ def _allowed(measured: float, most: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """Comparison of an answer with the model's first one, or with those of its role's replicas.
 
     Attributes:
@@ -223,24 +223,28 @@ class Verdict:
         return far + (f": {self.cause}" if self.cause else "")
 
 
-def judge(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> Verdict:
+def judge(
+    answer: CanaryScores, first: CanaryScores, tolerance: Tolerance, rows: CanaryRows
+) -> CanaryVerdict:
     """Verdict on a later answer."""
     max_gap, mean_gap = _gaps(answer, first)
-    verdict = Verdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance)
+    verdict = CanaryVerdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance)
     if verdict.good:
         return verdict
     cause = _cause(answer, first, tolerance, rows)
-    return Verdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance, cause=cause)
+    return CanaryVerdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance, cause=cause)
 
 
-def _gaps(a: Answer, b: Answer) -> tuple[float, float]:
+def _gaps(a: CanaryScores, b: CanaryScores) -> tuple[float, float]:
     """(largest, mean) |difference|; NaN if a value is not finite."""
     with np.errstate(invalid="ignore"):
         gap_N = np.abs(a.all_N.astype(np.float64) - b.all_N)
     return float(gap_N.max()), float(gap_N.mean())
 
 
-def _cause(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> str:
+def _cause(
+    answer: CanaryScores, first: CanaryScores, tolerance: Tolerance, rows: CanaryRows
+) -> str:
     if not np.isfinite(answer.at_T_N).all():
         return ""
     if empty := _empty(answer, rows):
@@ -251,7 +255,7 @@ def _cause(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows
     return "it holds other weights than at first, or computes otherwise"
 
 
-def _empty(answer: Answer, rows: CanaryRows) -> str:
+def _empty(answer: CanaryScores, rows: CanaryRows) -> str:
     """Description of the fault if the answer is that of an all-zero model; "" otherwise."""
     values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
     if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
@@ -259,7 +263,7 @@ def _empty(answer: Answer, rows: CanaryRows) -> str:
     return ""
 
 
-def first_fault(answer: Answer, rows: CanaryRows) -> str:
+def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
     """Fault of a server that its first answer shows, with the remedy; "" if there is none.
 
     A server that divides by T twice is not found here, because its log-probs do depend on T. The
@@ -281,8 +285,8 @@ def first_fault(answer: Answer, rows: CanaryRows) -> str:
 
 
 def outliers(
-    answers: Mapping[str, Answer], tolerance: Tolerance, rows: CanaryRows
-) -> dict[str, Verdict]:
+    answers: Mapping[str, CanaryScores], tolerance: Tolerance, rows: CanaryRows
+) -> dict[str, CanaryVerdict]:
     """Verdicts on the replicas of one model that differ from their median; of two, on both."""
     if len(answers) < 2:
         return {}
@@ -293,7 +297,7 @@ def outliers(
             b: judge(another, one, tolerance, rows),
         }
     else:
-        middle = Answer(
+        middle = CanaryScores(
             **{
                 name: np.median([getattr(each, name) for each in answers.values()], axis=0).astype(
                     np.float32

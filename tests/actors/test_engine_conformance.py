@@ -23,7 +23,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
-from distill.handshake.canary import COMPANY, Answer, CanaryRows, Tolerance, judge
+from distill.handshake.canary import COMPANY, CanaryRows, CanaryScores, Tolerance, judge
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopTokens
@@ -686,7 +686,7 @@ def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: 
     info = party.run(party.engine.info())
     rows = CanaryRows.of(info, 0.7, given=4, top_k=2)
 
-    def answer(company: int) -> Answer:
+    def answer(company: int) -> CanaryScores:
         return rows.answer(party.run(party.engine.score(rows.with_company(company))))
 
     repeats = [answer(company) for company in COMPANY]

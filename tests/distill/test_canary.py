@@ -9,8 +9,8 @@ from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.handshake.canary import (
     COMPANY,
     NUM_ROWS,
-    Answer,
     CanaryRows,
+    CanaryScores,
     Tolerance,
     judge,
     outliers,
@@ -80,7 +80,7 @@ class Model:
         return scores
 
 
-def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[Answer, Tolerance]:
+def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[CanaryScores, Tolerance]:
     repeats = [rows.answer(model.score(rows.with_company(number))) for number in COMPANY]
     return repeats[0], Tolerance.of(repeats, dtype, T)
 
