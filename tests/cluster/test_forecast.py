@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.config.supervised import SftConfig
 from cluster.forecast import main
 from cluster.inspect.forecast.judge import Pair, judge
-from cluster.inspect.forecast.measure import Answers, Measured, mass_in_common
+from cluster.inspect.forecast.measure import AnswerStats, PairMeasurements, mass_in_common
 from cluster.recipes.supervised import run_sft
 from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.types import TopLogprobs
@@ -100,9 +100,9 @@ def test_planted_pairs_get_their_verdicts(
         assert abs(measured["reverse_kl"]) < 1e-4 and measured["teacher_holds"] == 1
 
 
-MEASURED = Measured(
-    student=Answers(tokens=100, eos_share=0.9, cut_share=0.1, reward=0.4),
-    teacher=Answers(tokens=120, eos_share=0.9, cut_share=0.1, reward=0.8),
+MEASURED = PairMeasurements(
+    student=AnswerStats(tokens=100, eos_share=0.9, cut_share=0.1, reward=0.4),
+    teacher=AnswerStats(tokens=120, eos_share=0.9, cut_share=0.1, reward=0.8),
     reward_gain=0.4, reward_gain_error=0.05, reverse_kl=0.5, forward_kl=0.6, kl_early=0.4,
     kl_late=0.6, teacher_holds=0.9, student_holds=0.85, prompt_tokens=50,
     noise=NoiseScale(

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.inspect.forecast.measure import TOP, Measured
+from cluster.inspect.forecast.measure import TOP, PairMeasurements
 
 Verdict = Literal["good", "same", "another style", "no better"]
 
@@ -51,7 +51,7 @@ class Forecast:
     teacher_s: float
 
 
-def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
+def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
     """Forecast of a distillation. `lr`: the suggested learning rate."""
     verdict, warnings = _verdict(measured)
     warnings += _beside(measured, pair)
@@ -91,7 +91,7 @@ def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
     )
 
 
-def _verdict(measured: Measured) -> tuple[Verdict, list[str]]:
+def _verdict(measured: PairMeasurements) -> tuple[Verdict, list[str]]:
     if max(measured.reverse_kl, measured.forward_kl) < _SAME_KL:
         return "same", [
             f"teacher and student say the same (KL {measured.reverse_kl:.1e} nats a token): there "
@@ -114,7 +114,7 @@ def _verdict(measured: Measured) -> tuple[Verdict, list[str]]:
     return "good", []
 
 
-def _beside(measured: Measured, pair: Pair) -> list[str]:
+def _beside(measured: PairMeasurements, pair: Pair) -> list[str]:
     warnings = []
     if measured.reward_gain is None:
         warnings.append(

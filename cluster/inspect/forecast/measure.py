@@ -35,7 +35,7 @@ _QUARTER = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class AnswerStats:
     """Statistics of one model's answers. `reward` is None where no problem can be judged."""
 
     tokens: float
@@ -45,7 +45,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PairMeasurements:
     """Measurements of a pair at T.
 
     Attributes:
@@ -64,8 +64,8 @@ class Measured:
             sampling them.
     """
 
-    student: Answers
-    teacher: Answers
+    student: AnswerStats
+    teacher: AnswerStats
     reward_gain: float | None
     reward_gain_error: float | None
     reverse_kl: float
@@ -92,7 +92,7 @@ async def measure(
     sampling: TrainSampling,
     top: int,
     loss: PolicyObjectiveLoss,
-) -> Measured:
+) -> PairMeasurements:
     """Answer the chosen problems with both models, score the answers, and measure the pair.
 
     The engines run at the same time as little as possible, since their seconds are measured.
@@ -129,7 +129,7 @@ async def measure(
     ]
     gaps = [_gaps(group) for group in by_student]
     teacher_holds, student_holds = _held(own, by_student)
-    return Measured(
+    return PairMeasurements(
         student=_answers(by_student, judged),
         teacher=_answers(by_teacher, judged),
         reward_gain=fmean(gains) if gains else None,
@@ -171,10 +171,10 @@ def _reward(group: TrajectoryGroup) -> float:
     return fmean(member.reward for member in group.trajectories_G)
 
 
-def _answers(groups_P: Sequence[TrajectoryGroup], judged_P: Sequence[bool]) -> Answers:
+def _answers(groups_P: Sequence[TrajectoryGroup], judged_P: Sequence[bool]) -> AnswerStats:
     members = [member for group in groups_P for member in group.trajectories_G]
     rewards = [_reward(group) for group, judged in zip(groups_P, judged_P, strict=True) if judged]
-    return Answers(
+    return AnswerStats(
         tokens=fmean(sum(s.num_actions for s in member.segments) for member in members),
         eos_share=fmean(member.stop_reason is StopReason.EOS for member in members),
         cut_share=fmean(member.stop_reason is StopReason.LENGTH for member in members),
