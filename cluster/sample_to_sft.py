@@ -80,7 +80,7 @@ from distill.types import StopReason
 # At an endpoint that fails in a way that may pass.
 _ATTEMPTS = 4
 
-Respond = Callable[["Asked"], Awaitable[list["Answered"]]]
+Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 
 
 @chz.chz
@@ -177,7 +177,7 @@ class SampleToSftConfig(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SamplePrompt:
     """A prompt as the model sees it, and as it is written.
 
     `seed` is that of a checkpoint's samples: no two prompts have the same.
@@ -193,7 +193,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class SampledAnswer:
     """A response, the assistant's message that the chat template writes as it, and whether the
     model ended it by itself."""
 
@@ -202,7 +202,7 @@ class Answered:
     ended: bool
 
     @classmethod
-    def by(cls, marks: ThinkingMarks, response: Response, *, ended: bool) -> Answered:
+    def by(cls, marks: ThinkingMarks, response: Response, *, ended: bool) -> SampledAnswer:
         return cls(response=response, message=marks.message(response), ended=ended)
 
 
@@ -216,7 +216,7 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     """
     reward = config.reward_function()
     read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
-    asked: list[Asked] = []
+    asked: list[SamplePrompt] = []
     for source in unweighted_sources("prompts", config.prompts):
         first = asked[-1].seed if asked else config.seed  # lines count on from source to source
         for number, row in read(source.place):
@@ -247,7 +247,7 @@ def _asked(
     line: int,
     seed: int,
     row: Mapping[str, Any],
-) -> Asked:
+) -> SamplePrompt:
     with located(where):
         row = with_chats(row)
         plain = _shown(row, "")
@@ -262,7 +262,7 @@ def _asked(
         written: dict[str, Any] = {"prompt": plain}
         if not isinstance(plain, str):
             written = {"messages": list(plain)} | ({"tools": tools} if tools else {})
-        return Asked(
+        return SamplePrompt(
             where=where,
             line=line,
             seed=seed,
@@ -281,7 +281,10 @@ def _shown(row: Mapping[str, Any], prefix: str) -> str | list[Message] | None:
 
 
 async def _rows(
-    config: SampleToSftConfig, reward: RewardFunction, asked: Sequence[Asked], console: Console
+    config: SampleToSftConfig,
+    reward: RewardFunction,
+    asked: Sequence[SamplePrompt],
+    console: Console,
 ) -> list[dict[str, Any]]:
     """Rows of all prompts, in order."""
     answering = _by_checkpoint if config.name is None else _by_endpoint
@@ -289,7 +292,7 @@ async def _rows(
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("sampling", total=len(asked))
 
-            async def one(each: Asked) -> list[dict[str, Any]]:
+            async def one(each: SamplePrompt) -> list[dict[str, Any]]:
                 rows = await _judged(config, reward, each, await respond(each))
                 progress.advance(task)
                 return rows
@@ -299,11 +302,14 @@ async def _rows(
 
 
 async def _judged(
-    config: SampleToSftConfig, reward: RewardFunction, asked: Asked, answers: Sequence[Answered]
+    config: SampleToSftConfig,
+    reward: RewardFunction,
+    asked: SamplePrompt,
+    answers: Sequence[SampledAnswer],
 ) -> list[dict[str, Any]]:
     """Rows of the responses that qualify, the best first."""
     differing = {each.response.sampled: each for each in answers if each.ended}
-    found: list[tuple[float | None, Answered]] = []
+    found: list[tuple[float | None, SampledAnswer]] = []
     for text, each in differing.items():
         if not text:
             continue
@@ -320,7 +326,7 @@ async def _judged(
     ]
 
 
-def _completed(written: Mapping[str, Any], each: Answered) -> dict[str, Any]:
+def _completed(written: Mapping[str, Any], each: SampledAnswer) -> dict[str, Any]:
     if "prompt" in written:
         return {**written, "completion": each.response.sampled}
     return {**written, "messages": answered(written["messages"], each.message)}
@@ -338,20 +344,22 @@ async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
         config.address(), patience=patience, max_concurrent=config.max_concurrent
     ) as endpoint:
 
-        async def respond(asked: Asked) -> list[Answered]:
+        async def respond(asked: SamplePrompt) -> list[SampledAnswer]:
             answers = (_answer(config, endpoint, asked) for _ in range(config.samples))
             return await together(*answers)
 
         yield respond
 
 
-async def _answer(config: SampleToSftConfig, endpoint: TextEndpoint, asked: Asked) -> Answered:
+async def _answer(
+    config: SampleToSftConfig, endpoint: TextEndpoint, asked: SamplePrompt
+) -> SampledAnswer:
     """The endpoint's; one that is no response counts as one that was cut off."""
     try:
         answer = await endpoint.answer(asked.shown, config.sampling(), asked.tools)
     except UselessAnswer:
-        return Answered.by(THINK, THINK.response(""), ended=False)
-    return Answered.by(THINK, THINK.response(answer.text), ended=answer.ended)
+        return SampledAnswer.by(THINK, THINK.response(""), ended=False)
+    return SampledAnswer.by(THINK, THINK.response(answer.text), ended=answer.ended)
 
 
 @asynccontextmanager
@@ -364,7 +372,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
     marks = thinking_marks(tokenizer)
     async with running_engines(config.engine_config(config.model, stops)) as (engine,):
 
-        async def respond(asked: Asked) -> list[Answered]:
+        async def respond(asked: SamplePrompt) -> list[SampledAnswer]:
             with located(asked.where):
                 if isinstance(asked.shown, str):
                     prompt_T = render_text(tokenizer, asked.shown)
@@ -380,7 +388,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
                     )
                 )
             return [
-                Answered.by(
+                SampledAnswer.by(
                     marks,
                     read_response(tokenizer, prompt_T, each),
                     ended=each.stop_reason is StopReason.EOS,
