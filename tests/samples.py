@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.data.assistant_masks import Chain
+from distill.data.assistant_masks import MaskedTokens
 from distill.data.sft_rows import supervised_row
 from distill.engine import Sample
 from distill.objective.batching import TrainingRow
@@ -101,7 +101,7 @@ def training_row(
 def demonstration(prompt: int = 3, trained: int = 4, *, seed: int = 0) -> TrainingRow:
     """A supervised row."""
     fields = segment_fields(prompt, trained, seed=seed)
-    chain = Chain(tokens_T=fields["tokens_T"], loss_mask_T=fields["action_mask_T"])
+    chain = MaskedTokens(tokens_T=fields["tokens_T"], loss_mask_T=fields["action_mask_T"])
     return supervised_row(chain, f"demonstration {seed}")
 
 

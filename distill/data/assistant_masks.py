@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chain:
+class MaskedTokens:
     """Token ids as the model sees them, and a mask of the same length: True where trained."""
 
     tokens_T: TokenArray
@@ -47,7 +47,7 @@ def conversation_chains(
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None = None,
     context: int = 0,
-) -> list[Chain]:
+) -> list[MaskedTokens]:
     """The chains of a conversation; every assistant turn is trained in exactly one of them.
 
     A turn's tokens are those after the template's generation prompt, through the first of
@@ -74,16 +74,16 @@ def conversation_chains(
     if np.array_equal(last_T[: len(whole_T)], whole_T):
         whole_T = last_T  # with the end of the last turn, where the template writes that behind it
     shared_mask_T = np.zeros(len(whole_T), np.bool_)
-    chains: list[Chain] = []
+    chains: list[MaskedTokens] = []
     for turn in turns:
         if np.array_equal(turn.tokens_T, whole_T[: len(turn.tokens_T)]):
             shared_mask_T[turn.start : turn.stop] = True
         else:
             mask_T = np.zeros(len(turn.tokens_T), np.bool_)
             mask_T[turn.start : turn.stop] = True
-            chains.append(Chain(tokens_T=turn.tokens_T, loss_mask_T=mask_T))
+            chains.append(MaskedTokens(tokens_T=turn.tokens_T, loss_mask_T=mask_T))
     if shared_mask_T.any():
-        chains.append(Chain(tokens_T=whole_T, loss_mask_T=shared_mask_T))
+        chains.append(MaskedTokens(tokens_T=whole_T, loss_mask_T=shared_mask_T))
     return chains
 
 

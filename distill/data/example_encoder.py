@@ -11,7 +11,7 @@ import numpy as np
 from distill.chat.continuation import closest_continuation, require_continuation
 from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
-from distill.data.assistant_masks import Chain, conversation_chains
+from distill.data.assistant_masks import MaskedTokens, conversation_chains
 from distill.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ExampleEncoder:
     stop_ids: Collection[int]
     exact: bool = True
 
-    def completion(self, prompt: str, completion: str) -> Chain:
+    def completion(self, prompt: str, completion: str) -> MaskedTokens:
         """A prompt, its completion encoded as what follows it, and the EOS.
 
         Raises:
@@ -50,7 +50,7 @@ class ExampleEncoder:
             answer_T = closest_continuation(self.tokenizer, prompt_T, completion)
         tokens_T = np.concatenate([prompt_T, np.append(answer_T, end)])
         mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
-        return self._checked(Chain(tokens_T=tokens_T, loss_mask_T=mask_T))
+        return self._checked(MaskedTokens(tokens_T=tokens_T, loss_mask_T=mask_T))
 
     @property
     def end(self) -> int:
@@ -72,7 +72,7 @@ class ExampleEncoder:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         context: int = 0,
-    ) -> list[Chain]:
+    ) -> list[MaskedTokens]:
         """Token chains of the assistant's turns after the first `context` messages.
 
         Raises:
@@ -89,7 +89,7 @@ class ExampleEncoder:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         context: int = 0,
-    ) -> list[Chain]:
+    ) -> list[MaskedTokens]:
         """`conversation`, of messages of a row, all of which the chat template must write.
 
         Raises:
@@ -98,7 +98,7 @@ class ExampleEncoder:
         check_written(self.tokenizer, messages, tools=tools, context=context)
         return self.conversation(messages, tools, context=context)
 
-    def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Chain:
+    def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> MaskedTokens:
         """Token ids as they are; those in the `runs`, [start, stop), are trained.
 
         Raises:
@@ -112,9 +112,9 @@ class ExampleEncoder:
         mask_T = np.zeros(len(ids), np.bool_)
         for start, stop in runs:
             mask_T[start:stop] = True
-        return self._checked(Chain(tokens_T=np.asarray(ids, np.int32), loss_mask_T=mask_T))
+        return self._checked(MaskedTokens(tokens_T=np.asarray(ids, np.int32), loss_mask_T=mask_T))
 
-    def _checked(self, chain: Chain) -> Chain:
+    def _checked(self, chain: MaskedTokens) -> MaskedTokens:
         if len(chain.tokens_T) > self.max_length:
             raise DataError(
                 f"{len(chain.tokens_T)} tokens exceed the limit of {self.max_length} (the model's "

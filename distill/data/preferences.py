@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
-from distill.data.assistant_masks import Chain
+from distill.data.assistant_masks import MaskedTokens
 from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
@@ -93,7 +93,7 @@ def scored_row(row: TrainingRow, padding: int) -> TrainingRow:
     )
 
 
-def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[Chain, Chain]:
+def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[MaskedTokens, MaskedTokens]:
     if row.get("prompt") is not None:
         if row.get("messages") is not None:
             raise DataError("give at most one of `prompt` (a string) and `messages` (chat format)")
@@ -178,7 +178,7 @@ def _only_chain(
     tools: list[Mapping[str, Any]] | None,
     context: int,
     side: str,
-) -> Chain:
+) -> MaskedTokens:
     with located(f"`{side}`"):
         chains = encoder.written_conversation(messages, tools, context=context)
         if len(chains) > 1:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
-from distill.data.assistant_masks import Chain
+from distill.data.assistant_masks import MaskedTokens
 from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
@@ -71,7 +71,9 @@ def load_sft_rows(
     return rows
 
 
-def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str) -> list[Chain]:
+def _chains(
+    encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
+) -> list[MaskedTokens]:
     form = _form(example)
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
@@ -87,7 +89,7 @@ def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
     return _answered(encoder, example)
 
 
-def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Chain]:
+def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[MaskedTokens]:
     """Chains of `prompt` and `completion`: texts as they stand, or a chat."""
     prompt, completion = check_text(example, "prompt"), example.get("completion")
     if completion is None:
@@ -171,7 +173,7 @@ def _short(value: object) -> str:
     return repr(value)[:60]
 
 
-def supervised_row(chain: Chain, source: str) -> TrainingRow:
+def supervised_row(chain: MaskedTokens, source: str) -> TrainingRow:
     """A chain as a row whose trained tokens weigh 1.
 
     Raises:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.data.assistant_masks import Chain, conversation_chains
+from distill.data.assistant_masks import MaskedTokens, conversation_chains
 from distill.errors import DataError
 from distill.tokenizer import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, save_tokenizer
@@ -60,12 +60,14 @@ def say(*contents: str) -> list[dict]:
     ]
 
 
-def chains_of(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings) -> list[Chain]:
+def chains_of(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings
+) -> list[MaskedTokens]:
     stop_ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<e>")}
     return conversation_chains(tokenizer, messages, stop_ids=stop_ids, **settings)
 
 
-def shown(tokenizer: PreTrainedTokenizerBase, chains: list[Chain]) -> list[str]:
+def shown(tokenizer: PreTrainedTokenizerBase, chains: list[MaskedTokens]) -> list[str]:
     """Each chain's text, its trained spans in [[ ]]."""
     texts = []
     for chain in chains:
