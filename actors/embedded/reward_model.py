@@ -22,7 +22,7 @@ from distill.errors import EngineError
 from distill.models.loading import context_length, resolve_device, vocab_size
 from distill.models.reward import load_reward_model, score_head
 from distill.rewards.conversations import ConversationEncoder
-from distill.rewards.model_reward import Conversation
+from distill.rewards.model_reward import RewardInput
 from distill.types import TokenArray
 from distill.weights.digests import digest_of, tensor_checksum
 
@@ -100,7 +100,7 @@ class EmbeddedRewardModel:
         self._pump: asyncio.Task[None] | None = None
         self._scored = 0
 
-    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         """Return the score of each conversation, in order.
 
         Raises:

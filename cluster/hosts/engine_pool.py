@@ -23,7 +23,7 @@ from distill.engine import (
     WeightSource,
 )
 from distill.errors import EngineError, EngineLost
-from distill.rewards.model_reward import Conversation
+from distill.rewards.model_reward import RewardInput
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class EnginePool:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("decode_score", len(requests), list(requests))
 
-    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         """The scores by a pool of reward models (`distill.rewards.model_reward.RewardScorer`)."""
         return await self._send("rewards", len(conversations), list(conversations))
 

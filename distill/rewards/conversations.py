@@ -12,7 +12,7 @@ from distill.data.prompts import Prompt
 from distill.errors import DataError
 from distill.models.loading import context_length, ends_of, vocab_size
 from distill.models.reward import check_reward_config
-from distill.rewards.model_reward import Conversation, conversation
+from distill.rewards.model_reward import RewardInput, conversation
 from distill.tokenizer import load_tokenizer
 from distill.types import TokenArray
 
@@ -36,7 +36,7 @@ class ConversationEncoder:
             exact=False,  # a policy of another tokenizer may write what this one lacks
         )
 
-    def __call__(self, asked: Conversation) -> TokenArray:
+    def __call__(self, asked: RewardInput) -> TokenArray:
         """Raises DataError: text that cannot be encoded, or that exceeds the model's context."""
         said = asked.response
         if isinstance(said, str) and not asked.messages:

@@ -21,7 +21,7 @@ REWARD_MODEL = "reward_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class RewardInput:
     """A response, and what it answers: a chat, or a plain text where `messages` is empty.
 
     `response` is the text, or in a chat the message with its tool calls.
@@ -33,22 +33,22 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
 
 
-def conversation(prompt: Prompt, response: str | Message) -> Conversation:
-    return Conversation(
+def conversation(prompt: Prompt, response: str | Message) -> RewardInput:
+    return RewardInput(
         response=response, prompt=prompt.text, messages=prompt.messages, tools=prompt.tools
     )
 
 
-def whole_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Conversation:
+def whole_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> RewardInput:
     """A chat to the last thing that the assistant said: results of tools behind it answer it."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return Conversation(response=messages[last], messages=messages[:last], tools=tools or None)
+    return RewardInput(response=messages[last], messages=messages[:last], tools=tools or None)
 
 
 class RewardScorer(Protocol):
     """A reward model that is loaded somewhere."""
 
-    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         """The score of each, in order.
 
         Raises:
@@ -57,9 +57,7 @@ class RewardScorer(Protocol):
         ...
 
 
-async def scores_of(
-    models: Mapping[str, Any], conversations: Sequence[Conversation]
-) -> list[float]:
+async def scores_of(models: Mapping[str, Any], conversations: Sequence[RewardInput]) -> list[float]:
     """The scores by the run's reward model, which is among the `models`."""
     scorer = cast(RewardScorer, models[REWARD_MODEL])
     return await scorer.rewards(conversations)

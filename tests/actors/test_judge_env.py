@@ -20,7 +20,7 @@ from actors.rollout.episode import play_group, rollout_group
 from distill.envs.base import EnvDataset, Episode
 from distill.errors import ConfigError, DataError
 from distill.models.reward import start_reward_model
-from distill.rewards.model_reward import REWARD_MODEL, Conversation
+from distill.rewards.model_reward import REWARD_MODEL, RewardInput
 from distill.sampling import TrainSampling
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.conftest import TinyPair
@@ -82,7 +82,7 @@ def rewards(episodes_G: list[Episode]) -> list[float]:
 class Lengths:
     """A reward model that likes length."""
 
-    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         return [0.5 * len(asked.response) for asked in conversations]
 
 

@@ -16,17 +16,17 @@ from distill.data.prompts import Prompt
 from distill.errors import CheckpointError, DataError, EngineError
 from distill.models.reward import start_reward_model
 from distill.rewards.conversations import ConversationEncoder, check_prompts
-from distill.rewards.model_reward import Conversation
+from distill.rewards.model_reward import RewardInput
 from tests.conftest import TinyPair
 from tests.samples import ids
 from tests.tiny import EOS, PAD, save_tokenizer
 
 CHAT = ({"role": "user", "content": "Hi"},)
 ASKED = [
-    Conversation(prompt="1+1=", response="2"),
-    Conversation(prompt="1+1=", response="a long answer, of many more characters than that"),
-    Conversation(messages=CHAT, response="Hello."),
-    Conversation(messages=CHAT, response=""),
+    RewardInput(prompt="1+1=", response="2"),
+    RewardInput(prompt="1+1=", response="a long answer, of many more characters than that"),
+    RewardInput(messages=CHAT, response="Hello."),
+    RewardInput(messages=CHAT, response=""),
 ]
 
 
@@ -57,7 +57,7 @@ def naive(path: str) -> list[float]:
         return [model(input_ids=row).logits[0, 0].item() for row in rows]
 
 
-def run(path: str, *calls: Sequence[Conversation], **settings: Any) -> list[list[float]]:
+def run(path: str, *calls: Sequence[RewardInput], **settings: Any) -> list[list[float]]:
     """What each of several calls at the same time is answered."""
 
     async def ask() -> list[list[float]]:
@@ -116,7 +116,7 @@ def test_requests_at_the_same_time_share_a_pass(
 def test_what_cannot_be_scored_fails_its_own_caller(checkpoint: str) -> None:
     async def ask() -> list[Any]:
         model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
-        long = Conversation(prompt="a", response="b" * 200)
+        long = RewardInput(prompt="a", response="b" * 200)
         calls = [model.rewards([long]), model.rewards(ASKED[:1])]
         return await asyncio.gather(*calls, return_exceptions=True)
 
