@@ -30,7 +30,7 @@ from cluster.hosts.learner_actor import (
 )
 from cluster.placement.places import Places
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
-from cluster.run_files.replay_log import Bounds, KeptGroups, KeptSteps, ReplayLog
+from cluster.run_files.replay_log import Bounds, KeptGroupSource, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -89,7 +89,7 @@ def kept_learners(
         placement,
         resume_from,
         attempt,
-        source=KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :]),
+        source=KeptGroupSource(groups, groups.steps[resume_from.step if resume_from else 0 :]),
         publish=publish_nowhere,
     )
 

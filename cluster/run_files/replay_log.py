@@ -228,7 +228,7 @@ class KeptSteps:
         return json.loads(path.read_bytes()) if path.exists() else None
 
 
-class KeptGroups:
+class KeptGroupSource:
     """`GroupSource` that returns the groups of kept steps, one step after another.
 
     Each of the learner's workers has one. The leader takes groups from its own; a follower's reads
