@@ -59,7 +59,7 @@ _REPORT = "rehearsal.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RehearsalCheck:
     """Result of one check of the rehearsal."""
 
     what: str
@@ -120,7 +120,7 @@ class _Rehearsal:
     ) -> None:
         self._config, self._small, self._inputs = config, small, inputs
         self._place, self._console = place, console
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RehearsalCheck] = []
         self._directory = RunDirectory(small.config.recipe, small.config)
 
     def run(self) -> None:
@@ -236,7 +236,7 @@ class _Rehearsal:
             self._found(what, False, f"{type(error).__name__}: {error}")
 
     def _found(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
-        self._outcomes.append(Outcome(what=what, works=works, told=told, seconds=seconds))
+        self._outcomes.append(RehearsalCheck(what=what, works=works, told=told, seconds=seconds))
 
     def report(self, seconds: float) -> None:
         """Print the outcomes, and write rehearsal.json.
