@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
 
 
-class Place(NamedTuple):
+class TrajectoryId(NamedTuple):
     """Identifies a trajectory: its group id and its index within the group."""
 
     group_id: int
@@ -31,21 +31,21 @@ class RowPlace(NamedTuple):
     segment: int
 
     @property
-    def trajectory(self) -> Place:
-        return Place(self.group_id, self.member)
+    def trajectory(self) -> TrajectoryId:
+        return TrajectoryId(self.group_id, self.member)
 
 
 class Fetched(NamedTuple):
     """Requested trajectories, and the reason for each group that is no longer available."""
 
-    found: Mapping[Place, Trajectory]
+    found: Mapping[TrajectoryId, Trajectory]
     lost: Mapping[int, str]
 
 
 class TrajectorySource(Protocol):
     """Source from which a learner's worker fetches the trajectories of taken groups."""
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetch trajectories. Raises on a deadline.
 
         Args:
@@ -148,11 +148,11 @@ class GroupOutline:
     as_text: bool = False
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[TrajectoryId]:
         """IDs of the group's trajectories."""
-        return [Place(self.group_id, member) for member in range(len(self.trajectories_G))]
+        return [TrajectoryId(self.group_id, member) for member in range(len(self.trajectories_G))]
 
-    def filled_from(self, found: Mapping[Place, Trajectory]) -> TrajectoryGroup:
+    def filled_from(self, found: Mapping[TrajectoryId, Trajectory]) -> TrajectoryGroup:
         """The whole group, from its fetched trajectories."""
         return self.filled(s for place in self.places for s in found[place].segments)
 

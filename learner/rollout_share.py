@@ -27,7 +27,7 @@ from distill.objective.rows import (
     with_sums_of_others,
 )
 from distill.objective.settings import ObjectiveConfig
-from distill.outlines import Place, RowPlace, TrajectorySource
+from distill.outlines import RowPlace, TrajectoryId, TrajectorySource
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
 
@@ -45,7 +45,7 @@ class TrajectoryShare(NamedTuple):
         by_teacher: the teacher sampled the trajectory.
     """
 
-    place: Place
+    place: TrajectoryId
     teacher: str
     advantage: float
     coef: float
@@ -125,11 +125,11 @@ class RolloutShare:
         self._source, self._objective, self._stop_event = source, objective, stop_event
         self._group = group
         self._shares: Sequence[TrajectoryShare] = ()
-        self._trajectories: dict[Place, Trajectory] = {}
+        self._trajectories: dict[TrajectoryId, Trajectory] = {}
         self._rows: dict[RowPlace, TrainingRow] = {}
         self._turn = 0
-        self._held_ahead: Mapping[Place, _Ahead] = {}  # for this step
-        self._ahead: dict[Place, _Ahead] = {}  # for the next step
+        self._held_ahead: Mapping[TrajectoryId, _Ahead] = {}  # for this step
+        self._ahead: dict[TrajectoryId, _Ahead] = {}  # for the next step
         self._fetching = threading.Lock()
 
     def hold(self, step: Shares) -> Mapping[int, str]:

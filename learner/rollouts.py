@@ -23,7 +23,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable
 from distill.objective.objectives import advantages_of, teacher_coef
 from distill.objective.rows import RowOutline, advantage_metrics, joins_tokens, row_outlines
-from distill.outlines import GroupOutline, Place, TrajectorySource
+from distill.outlines import GroupOutline, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
@@ -98,7 +98,7 @@ class Rollouts:
     def _shares(
         self, groups_P: Sequence[GroupOutline], updates: Sequence[Sequence[Part]]
     ) -> list[list[TrajectoryShare]]:
-        trained: list[dict[Place, list[int]]] = [{} for _ in range(self._learner.workers)]
+        trained: list[dict[TrajectoryId, list[int]]] = [{} for _ in range(self._learner.workers)]
         for part in chain.from_iterable(updates):
             assert part.dealt is not None
             for own, batches in zip(trained, part.dealt, strict=True):

@@ -43,7 +43,7 @@ from cluster.queue.parcels import (
 from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
-from distill.outlines import Fetched, GroupOutline, Place
+from distill.outlines import Fetched, GroupOutline, TrajectoryId
 from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class GroupQueue:
         outlines: list[bytes] | None = self._get(asked)
         return None if outlines is None else [pickle.loads(outline) for outline in outlines]
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetches trajectories of groups that were taken, or will be (`ahead`); each of the
         learner's workers its own.
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.queue.codec import Packed, Part, unpack
-from distill.outlines import Fetched, GroupOutline, Place
+from distill.outlines import Fetched, GroupOutline, TrajectoryId
 from distill.types import Trajectory, TrajectoryGroup
 
 # Largest size of a group's arrays that travel in a call: together with their metadata they stay
@@ -55,7 +55,7 @@ class Parcel:
     firsts: tuple[int, ...]
     parts: tuple[Any, ...]
 
-    def part_of(self, place: Place) -> PartPlace:
+    def part_of(self, place: TrajectoryId) -> PartPlace:
         """The part that contains a trajectory."""
         return PartPlace(place.group_id, bisect_right(self.firsts, place.member) - 1)
 
@@ -150,13 +150,13 @@ class PartsAnswer:
     """
 
     parts: Mapping[PartPlace, Any]
-    members: Mapping[PartPlace, Mapping[int, Place]]
+    members: Mapping[PartPlace, Mapping[int, TrajectoryId]]
     gone: Sequence[int]
 
 
-def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAnswer:
+def parts_of(parcels: Mapping[int, Parcel], places: Sequence[TrajectoryId]) -> PartsAnswer:
     """Parts that contain the trajectories at `places`."""
-    members: dict[PartPlace, dict[int, Place]] = {}
+    members: dict[PartPlace, dict[int, TrajectoryId]] = {}
     gone = []
     for place in places:
         if (parcel := parcels.get(place.group_id)) is None:

@@ -16,7 +16,7 @@ from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
 from distill.delivery import Lease, TrainedGroups
-from distill.outlines import Place
+from distill.outlines import TrajectoryId
 
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
@@ -211,7 +211,7 @@ class GroupQueueActor:
             del self._parcels[group_id]
         await self._wake_all()
 
-    async def parts(self, places: Sequence[Place]) -> PartsAnswer:
+    async def parts(self, places: Sequence[TrajectoryId]) -> PartsAnswer:
         """References to the parts with trajectories of taken groups."""
         return parts_of(self._parcels, places)
 

@@ -34,7 +34,7 @@ from cluster.run_files.out_directory import KEPT
 from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
-from distill.outlines import Fetched, Place
+from distill.outlines import Fetched, TrajectoryId
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 
@@ -242,7 +242,7 @@ class KeptGroupSource:
     def take(self, trained: TrainedGroups) -> Taken:
         return self._kept.taken(self._steps.pop(0), self._here)
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         while not all(place.group_id in self._here for place in places):
             self._kept.taken(self._steps.pop(0), self._here)
         return self._here.trajectories(places)

@@ -7,7 +7,7 @@ from typing import Any
 
 from distill.delivery import Taken
 from distill.objective.tallies import outline
-from distill.outlines import Fetched, GroupOutline, Place, TrajectorySource
+from distill.outlines import Fetched, GroupOutline, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 
 
@@ -33,7 +33,7 @@ class GroupsHere:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         groups = self._groups
         return Fetched({at: groups[at.group_id].trajectories_G[at.member] for at in places}, {})
 

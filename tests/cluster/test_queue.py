@@ -26,7 +26,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.objective.whole_groups import opened
-from distill.outlines import Place
+from distill.outlines import TrajectoryId
 from distill.types import TrajectoryGroup
 from tests.bench.data_path import message_bytes
 from tests.cluster.test_codec import assert_same
@@ -203,7 +203,7 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
         return [each.group_id for each in outlines]
 
     assert foreseen() == foreseen(whole=True) == [4, 5] and foreseen({4}) == [5]
-    four, five = Place(4, 0), Place(5, 1)
+    four, five = TrajectoryId(4, 0), TrajectoryId(5, 1)
     ahead = (
         queue.trajectories([four], ahead=True).found | queue.trajectories([five], ahead=True).found
     )
@@ -213,7 +213,7 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     assert foreseen() == [3, 4]
     taken = queue.take(after)
     assert ids(taken) == foreseen() == [3, 4], "the step is not what its rule says"
-    held = queue.trajectories([Place(3, 0), four]).found
+    held = queue.trajectories([TrajectoryId(3, 0), four]).found
     assert held[four] is ahead[four], "it was fetched again"
     again = queue.trajectories([four, five]).found
     assert again[four] is not held[four] and again[five] is not ahead[five], "it was kept"
@@ -467,7 +467,7 @@ class LongProducer:
             await self._end.put(one, long_group(one.group_id))
         return os.getpid()
 
-    def fetch(self, places: list[Place]) -> list[Any]:
+    def fetch(self, places: list[TrajectoryId]) -> list[Any]:
         found, lost = self._queue.trajectories(places)
         assert not lost
         return [found[place] for place in places]
@@ -493,10 +493,12 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     assert message_bytes(taken) < 0.01 * packed.nbytes, "the leader took more than outlines"
     assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
     follower = LongProducer.remote(queue)
-    places = [Place(i, 1 - i) for i in ids(taken)]
+    places = [TrajectoryId(i, 1 - i) for i in ids(taken)]
     for (group_id, member), other in zip(places, get(follower.fetch.remote(places)), strict=True):
         expected = long_group(group_id).trajectories_G[member]
-        mine = queue.trajectories([Place(group_id, member)]).found[Place(group_id, member)]
+        mine = queue.trajectories([TrajectoryId(group_id, member)]).found[
+            TrajectoryId(group_id, member)
+        ]
         for made in (mine, other):
             assert_same(made, expected)
     kill(follower)
@@ -518,7 +520,7 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
         return os.getpid()
 
     os.kill(get(deliver.remote()), signal.SIGKILL)
-    places = [Place(i, member) for i in (0, 1) for member in (0, 1)]
+    places = [TrajectoryId(i, member) for i in (0, 1) for member in (0, 1)]
     until = time.monotonic() + DEADLINE_S
     while len(queue.trajectories(places).lost) < 2:  # until Ray knows
         assert time.monotonic() < until

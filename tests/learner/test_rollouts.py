@@ -27,7 +27,7 @@ from distill.objective.rows import (
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.tallies import outline
 from distill.objective.whole_groups import GroupsHere
-from distill.outlines import Fetched, GroupOutline, Place
+from distill.outlines import Fetched, GroupOutline, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import gather_all
@@ -94,7 +94,7 @@ class Noting(World):
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         super().__init__(groups, per_step=4)
-        self.fetched: list[set[Place]] = []
+        self.fetched: list[set[TrajectoryId]] = []
         self._ahead = threading.Event()
 
     def foresee(
@@ -102,7 +102,7 @@ class Noting(World):
     ) -> list[GroupOutline] | None:
         return None if known else [outline(made) for made in self.groups[: self.per_step]] or None
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         if not ahead:
             self.fetched.append(set(places))
             return super().trajectories(places)
@@ -244,7 +244,7 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     together = tell(steps, config, tmp_path, losses, given, source=everywhere, workers=workers)
     assert_one_learner(alone, together)
     filtered = {1} if objective.remove_constant_reward_groups else set()
-    everything = {Place(i, g) for i in set(range(8)) - filtered for g in range(3)}
+    everything = {TrajectoryId(i, g) for i in set(range(8)) - filtered for g in range(3)}
     assert set().union(*alone["fetched"]) == everything, "a group that is filtered out was fetched"
     for fetched, of_all in zip(together["fetched"], alone["fetched"], strict=True):
         assert fetched < of_all, "the leader fetched what others train"
@@ -343,7 +343,7 @@ class Losing(World):
         super().__init__(groups)
         self.lost: list[tuple[list[int], str]] = []
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         found, _ = super().trajectories(places, ahead)
         if self.lost:
             return Fetched(found, {})
@@ -393,7 +393,7 @@ class Ahead(World):
         told = [made for made in self.groups[:2] if made.group_id not in known]
         return [outline(made) for made in (told if whole else told[:1])]
 
-    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+    def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         if not ahead:
             return super().trajectories(places)
         self.ahead += sorted({at.group_id for at in places})
