@@ -68,7 +68,7 @@ def replay(arguments: list[str], console: Console) -> None:
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
     what_if = _config(out, given.texts) if given.texts else None
     check_early(what_if or _config(out, {}))
-    Replay(Path(out), step, console).run(what_if, blame)
+    StepReplay(Path(out), step, console).run(what_if, blame)
 
 
 def _whole(name: str, text: str, least: int) -> int:
@@ -97,7 +97,7 @@ def _agreement(step: int, tensors: int, workers: int, differing: int, largest: f
     )
 
 
-class Replay:
+class StepReplay:
     """Replay of one step of a run."""
 
     def __init__(self, out: Path, step: int, console: Console) -> None:

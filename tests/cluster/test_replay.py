@@ -22,7 +22,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
-from cluster.replay import Replay, main
+from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
@@ -222,7 +222,7 @@ def sampled_by_teacher(group: TrajectoryGroup) -> TrajectoryGroup:
 def test_shares_of_the_gradient_add_up(
     out: Path, tmp_path: Path, normalisation: Normalisation, by_teacher: bool
 ) -> None:
-    replay = Replay(out, 4, Console(quiet=True))
+    replay = StepReplay(out, 4, Console(quiet=True))
     kept = KeptSteps(out)
     config = chz.replace(replay.config, normalisation=normalisation)
     loop = replay.loop(config, kept.start_of(4), str(tmp_path))
