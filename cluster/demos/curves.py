@@ -61,7 +61,7 @@ def ranked(curves: Sequence[Curve], target: float) -> list[Curve]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """Row of the table: a method at one length with its best learning rate, over all seeds.
 
     `cap`: optimizer steps after which a run was stopped.
@@ -85,10 +85,10 @@ class Row:
         return median(self.seconds_by_seed)
 
 
-def row_of(curves: Sequence[Curve], target: float, cap: int) -> Row:
+def row_of(curves: Sequence[Curve], target: float, cap: int) -> ResultRow:
     """Row of one method at one length, from runs that differ only in their seeds."""
     first = curves[0]
-    return Row(
+    return ResultRow(
         length=first.length,
         method=first.method,
         lr=first.lr,
@@ -119,7 +119,7 @@ class Ratio:
         return "not known: the runs were given up" if self.bound else "less than claimed"
 
 
-def ratio_of(opd: Row, rl: Row) -> Ratio | None:
+def ratio_of(opd: ResultRow, rl: ResultRow) -> Ratio | None:
     """RL's median steps over OPD's; None if OPD never reached the target, or started at it."""
     if math.isinf(opd.steps) or opd.steps == 0:
         return None
@@ -132,7 +132,7 @@ def ratio_of(opd: Row, rl: Row) -> Ratio | None:
     )
 
 
-def table_of(rows: Sequence[tuple[Row, Ratio | None]], title: str) -> Table:
+def table_of(rows: Sequence[tuple[ResultRow, Ratio | None]], title: str) -> Table:
     """Table of the rows and their ratios, for the console."""
     table = Table(title=title)
     table.add_column("tokens", justify="right")

@@ -31,7 +31,7 @@ from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.demos.chain import LINK_TOKENS, PROMPT_TOKENS, Chain, Pays, write_book, write_starts
-from cluster.demos.curves import HOLD, Curve, Ratio, Row, ranked, ratio_of, row_of, table_of
+from cluster.demos.curves import HOLD, Curve, Ratio, ResultRow, ranked, ratio_of, row_of, table_of
 from cluster.demos.curves import shown_steps as shown
 from cluster.demos.plots import check_plots, draw_ratios
 from cluster.early_ends import Interrupted
@@ -195,7 +195,7 @@ class Race:
     def __init__(self, config: OpdVsRlConfig, out: Path, console: Console) -> None:
         self._config, self._out, self._console = config, out, console
         self._curves: list[Curve] = []
-        self._rows: list[tuple[Row, Ratio | None]] = []
+        self._rows: list[tuple[ResultRow, Ratio | None]] = []
         self._targets: dict[int, float] = {}
         self._rates: dict[str, tuple[float, ...]] = {
             method.name: FIRST_RATES for method in (OPD, *RL)
@@ -216,7 +216,7 @@ class Race:
         cap, every = min(cap, self._config.steps or cap), eval_every(length)
         return max(HOLD, math.ceil(cap / every)) * every
 
-    def _row(self, length: int, method: Method, cap: int) -> Row:
+    def _row(self, length: int, method: Method, cap: int) -> ResultRow:
         """Find the best learning rate on the first seed, and run it on the other seeds."""
         first, tried, at_most = self._config.seed, [], cap
         for lr in self._rates[method.name]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.demos.curves import CLAIMED_RATIO, Ratio, Row
+from cluster.demos.curves import CLAIMED_RATIO, Ratio, ResultRow
 from distill.libraries import require_library
 
 # Okabe and Ito's palette (2008), which colour-blind readers tell apart.
@@ -19,7 +19,7 @@ def check_plots() -> None:
     figure_class()
 
 
-def draw_ratios(path: Path, rows: Sequence[Row], ratios: Sequence[Ratio]) -> None:
+def draw_ratios(path: Path, rows: Sequence[ResultRow], ratios: Sequence[Ratio]) -> None:
     """Draws steps and ratios over the answer's length, side by side, and writes the PNG at `path`.
 
     What was not reached is drawn where it was given up, as an arrow upwards.

@@ -15,7 +15,7 @@ from rich.console import Console
 from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.demos import opd_vs_rl
-from cluster.demos.curves import Curve, Ratio, Row, ranked, ratio_of, row_of, table_of
+from cluster.demos.curves import Curve, Ratio, ResultRow, ranked, ratio_of, row_of, table_of
 from cluster.demos.opd_vs_rl import OPD, RL, Race, measure
 from cluster.demos.plots import check_plots, draw_ratios
 from cluster.opd_vs_rl import main
@@ -39,8 +39,8 @@ def curve(*accuracy: float, seed: int = 0, lr: float = 1e-3) -> Curve:
     )
 
 
-def row(*steps_by_seed: float, method: str = "OPD", length: int = 16, cap: int = 60) -> Row:
-    return Row(
+def row(*steps_by_seed: float, method: str = "OPD", length: int = 16, cap: int = 60) -> ResultRow:
+    return ResultRow(
         length=length,
         method=method,
         lr=1e-3,
@@ -93,7 +93,7 @@ def test_a_row_has_every_seed_and_their_median() -> None:
     ],
 )
 def test_a_ratio_of_runs_that_were_given_up_is_a_lower_bound(
-    opd: Row, rl: Row, shown: str, verdict: str
+    opd: ResultRow, rl: ResultRow, shown: str, verdict: str
 ) -> None:
     ratio = ratio_of(opd, rl)
     assert ratio is not None
