@@ -38,7 +38,7 @@ _INTRODUCTION_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scorer:
+class CheckedScorer:
     """A teacher or a reference, as checked before the run starts.
 
     Attributes:
@@ -58,7 +58,7 @@ class Scorer:
     scores_given: bool = True
 
 
-def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> CheckedScorer:
     """Check a checkpoint or a running server; either must share the tokenizer.
 
     Raises:
@@ -74,7 +74,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> S
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are"
             )
-        return Scorer(
+        return CheckedScorer(
             model=model,
             vocab_size=info.vocab_size,
             context_length=info.context_length,
@@ -83,7 +83,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> S
         )
     config, own = check_model(model), load_tokenizer(model)
     check_same_tokenizer(tokenizer, own)
-    return Scorer(
+    return CheckedScorer(
         model=model,
         vocab_size=vocab_size(config),
         context_length=context_length(config),

@@ -15,7 +15,7 @@ from actors.config import choose_engine
 from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
 from cluster.config.model_checks import (
-    Scorer,
+    CheckedScorer,
     check_adapter,
     check_holds_tokenizer,
     check_model,
@@ -231,7 +231,7 @@ def _each_source(
 def _check_top(
     objective: ObjectiveConfig,
     role: str,
-    teacher: Scorer,
+    teacher: CheckedScorer,
     student_vocab: int,
     event: Sequence[int],
 ) -> None:
@@ -261,7 +261,7 @@ def _load_problems(
     config: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
     student: Any,
-    scorers: Sequence[Scorer],
+    scorers: Sequence[CheckedScorer],
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     read: RowReader,
 ) -> tuple[EnvDataset, EnvDataset]:
@@ -394,7 +394,10 @@ def _check_feedback(
 
 
 def _for_teacher_messages(
-    config: RolloutConfig, teacher: Scorer, own_template: object, run: PreTrainedTokenizerBase
+    config: RolloutConfig,
+    teacher: CheckedScorer,
+    own_template: object,
+    run: PreTrainedTokenizerBase,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer whose chat template writes the teacher's `teacher_messages`.
 
