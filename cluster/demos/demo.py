@@ -36,7 +36,7 @@ from cluster.demos.arithmetic import (
     write_prompts,
     write_sft,
 )
-from cluster.demos.display import Stages, curve, plot
+from cluster.demos.display import StageDisplay, curve, plot
 from cluster.early_ends import RunFailed
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines
@@ -85,7 +85,7 @@ def demo(config: DemoConfig, console: Console) -> None:
         )
         for i, name in enumerate(FORGET_CARRY)
     ]
-    stages = Stages(console)
+    stages = StageDisplay(console)
     with stages.shown():
         _fine_tune(tunings, stages)
         _distil(opd, out / "opd.log", stages)
@@ -136,7 +136,7 @@ class _FineTuning:
         sys.exit(exit_code(partial(run_sft, self.config)))
 
 
-def _fine_tune(tunings: Sequence[_FineTuning], stages: Stages) -> None:
+def _fine_tune(tunings: Sequence[_FineTuning], stages: StageDisplay) -> None:
     """Train all models in parallel; all processes are stopped on return."""
     for tuning in tunings:
         tuning.start()
@@ -153,7 +153,7 @@ def _fine_tune(tunings: Sequence[_FineTuning], stages: Stages) -> None:
             tuning.stop()
 
 
-def _distil(opd: OpdConfig, log: Path, stages: Stages) -> None:
+def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
     stages.add(STUDENT, "learns from the teacher", opd.steps, "opd/reverse_kl", "reverse KL")
     lines: list[Mapping[str, float]] = []
 

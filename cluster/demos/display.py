@@ -28,7 +28,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
 
 
-class Stages:
+class StageDisplay:
     """Stages that run one after another or side by side, each with a curve that falls.
 
     `see` takes a stage's lines of metrics.jsonl, also those that it was given before.

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from cluster.demos.display import Stages, plot, spark
+from cluster.demos.display import StageDisplay, plot, spark
 
 
 def test_a_spark_is_means_of_its_values_from_zero_to_the_largest() -> None:
@@ -30,7 +30,7 @@ def test_a_log_gets_a_line_in_ten_seconds_with_all_stages_that_go_on(
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     out = io.StringIO()
-    stages = Stages(Console(file=out, width=200))
+    stages = StageDisplay(Console(file=out, width=200))
     with stages.shown():
         stages.add("teacher", "learns", 10, "train/loss", "loss")
         stages.add("student", "learns", 20, "train/loss", "loss")
