@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 NOT_RECEIVED = "Failed to receive weights"
 
 
-class Order(Protocol):
+class AdminRequest(Protocol):
     """Sends the server an administrative request; raises EngineError if the server rejects it."""
 
     def __call__(
@@ -39,7 +39,7 @@ class Order(Protocol):
 class ServerGroup:
     """The weight group of a server, if any, and the layout of the tensors that it receives."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: AdminRequest) -> None:
         self._order = order
         self._name: str | None = None
         self._layout: tuple[TensorLayout, ...] = ()  # set when a group is formed

@@ -28,7 +28,7 @@ from actors.sglang.flags import LOADER
 from actors.sglang.lent_buckets import Lendings
 from actors.sglang.plugin.weight_loader import serialized_order
 from actors.sglang.weight_checks import ServerFacts, Shapes, check_shapes
-from actors.sglang.weight_group import NOT_RECEIVED, Order, ServerGroup
+from actors.sglang.weight_group import NOT_RECEIVED, AdminRequest, ServerGroup
 from actors.sglang.weight_payloads import FORMAT, rank_payload
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, WeightSource
 from distill.errors import CheckpointError, EngineError
@@ -56,7 +56,7 @@ class WeightLoads:
 
     def __init__(
         self,
-        order: Order,
+        order: AdminRequest,
         facts: Callable[[], Awaitable[ServerFacts]],
         shapes: Callable[[], Shapes],
         *,
