@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import Full, Queue
 
 
-class Background:
+class WorkThread:
     """A daemon thread with a bounded queue of work.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from actors.addresses import names_user, split_address
-from cluster.run_files.background import Background
+from cluster.run_files.background import WorkThread
 from cluster.run_files.redact import redacted
 from distill.errors import ConfigError, described
 from distill.lookup import resolve_function
@@ -91,7 +91,7 @@ class Notifier:
     ) -> None:
         self._receiver, self._out, self._say, self._end_s = receiver, out, say, end_s
         self._failed = False
-        self._thread = None if receiver is None else Background("notify", self._fail, _WAITING)
+        self._thread = None if receiver is None else WorkThread("notify", self._fail, _WAITING)
 
     def tell(self, event: str, *, text: str, **more: Any) -> None:
         """Queue a notification of an event."""

@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.run_files.background import Background
+from cluster.run_files.background import WorkThread
 from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
 from distill.chat.token_text import decode
@@ -152,7 +152,7 @@ class _Threaded:
         self._name, self._make, self._say = name, make, say
         self._tracker: Tracker | None = None
         self._left_out = threading.Event()
-        self._thread = Background(f"tracker {name}", self._fail, _WAITING)
+        self._thread = WorkThread(f"tracker {name}", self._fail, _WAITING)
         self.tell(lambda _tracker: None)  # creates the tracker
 
     def tell(self, tell: Callable[[Tracker], None]) -> None:
