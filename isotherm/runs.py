@@ -36,7 +36,7 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Iterator[dict[s
         IsothermError, RunFailed, EngineError, NonFiniteError: with the message of the command line.
     """
     arguments = [f"{name}={text}" for name, text in _texts({"recipe": recipe, **settings})]
-    under_way = _Run(arguments, Console(quiet=True) if quiet else make_console())
+    under_way = _RunThread(arguments, Console(quiet=True) if quiet else make_console())
     atexit.register(under_way.end)
     try:
         yield from under_way.lines()
@@ -46,7 +46,7 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Iterator[dict[s
         under_way.raise_error()
 
 
-class _Run:
+class _RunThread:
     """A recipe in a thread of its own."""
 
     def __init__(self, arguments: list[str], console: Console) -> None:

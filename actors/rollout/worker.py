@@ -295,7 +295,7 @@ class RolloutWorker:
                 scorer = Scorer(
                     tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
                 )
-                policy = _Asked(self._policy, self._policy_top_k, self._routed_experts)
+                policy = _PolicyWithExtras(self._policy, self._policy_top_k, self._routed_experts)
                 group = await self._rollout(policy, under_way, builder, scorer.ended)
                 sampled = time.perf_counter()
                 under_way.enter("scoring")
@@ -392,7 +392,7 @@ class RolloutWorker:
             group.reported = group.inside > 0
 
 
-class _Asked:
+class _PolicyWithExtras:
     """Wraps the policy: requests its likeliest tokens, and routed experts, with each sample."""
 
     def __init__(self, policy: Engine, top_k: int, experts: bool) -> None:

@@ -281,7 +281,7 @@ class Race:
 
     def _curve(self, length: int, method: Method, lr: float, seed: int, cap: int) -> Curve:
         """Run until the target is held or to the cap, unless done before; print the outcome."""
-        run = _Run(self.run_config(length, method, lr, seed, cap), length, method)
+        run = _MethodRun(self.run_config(length, method, lr, seed, cap), length, method)
         with _log(self._out / f"logs/{run.directory.path.name}.log") as log:
             run.to_the_end(self._targets.get(length), log)
         if length not in self._targets:
@@ -329,7 +329,7 @@ class Race:
         return path
 
 
-class _Run:
+class _MethodRun:
     """One run. It resumes where it ended, and stops once the target is held."""
 
     def __init__(self, config: RolloutConfig, length: int, method: Method) -> None:

@@ -128,10 +128,10 @@ def _run(
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: RunSession) -> None:
     with placed(config, running) as (device, placement):
         make = partial(supervised_learners, config, inputs, running.directory, device, placement)
-        _Run(config, running, make).to_the_end()
+        _MeasuredRun(config, running, make).to_the_end()
 
 
-class _Run(LearnerAlone):
+class _MeasuredRun(LearnerAlone):
     """A learner that is measured on held-out rows."""
 
     _config: SupervisedConfig

@@ -137,7 +137,7 @@ async def run_python(
             stderr=asyncio.subprocess.PIPE,
             **_surroundings(report_end),
         )
-        run = _Run(process, limits)
+        run = _SandboxedProgram(process, limits)
         try:
             await run.until_its_end(spec + stdin.encode("utf-8", "replace"))
         finally:
@@ -246,7 +246,7 @@ def _cannot_be_made(why: str) -> str:
     )
 
 
-class _Run:
+class _SandboxedProgram:
     """One running program."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits) -> None:

@@ -105,7 +105,7 @@ class SharedBlock:
     """Block of shared memory, as large as the largest bundle written to it."""
 
     def __init__(self) -> None:
-        self._file: _Memory | None = None
+        self._file: _AnonymousFile | None = None
         self.layouts: tuple[TensorLayout, ...] = ()  # of the tensors written last
 
     def write(self, weights: Weights) -> None:
@@ -130,7 +130,7 @@ class SharedBlock:
         self.layouts = tuple(layouts)
         if self._file is None or len(self._file.bytes) < block_bytes(layouts):
             self._file = None
-            self._file = _Memory(block_bytes(layouts))
+            self._file = _AnonymousFile(block_bytes(layouts))
 
     def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
         """Overwrite with weights of the same layouts. Yields each piece's old and new values.
@@ -165,7 +165,7 @@ class SharedBlock:
         )
 
 
-class _Memory:
+class _AnonymousFile:
     """Mapped anonymous file. Readers that have it open keep it when this object is gone."""
 
     def __init__(self, nbytes: int) -> None:
