@@ -65,10 +65,10 @@ demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),$(SGLANG))
 	$(BIN)/python -m cluster.demo out=outputs/demo $(if $(ENGINE),engine=$(ENGINE))
 
 show: $(STAMP)
-	$(BIN)/python -m cluster.show task=$(or $(TASK),tools) out=outputs/show $(if $(ENGINE),engine=$(ENGINE))
+	$(BIN)/python -m examples.show task=$(or $(TASK),tools) out=outputs/show $(if $(ENGINE),engine=$(ENGINE))
 
 opd-vs-rl: $(DEV)
-	$(BIN)/python -m cluster.opd_vs_rl out=outputs/opd-vs-rl $(if $(LENGTHS),lengths=$(LENGTHS))
+	$(BIN)/python -m examples.opd_vs_rl out=outputs/opd-vs-rl $(if $(LENGTHS),lengths=$(LENGTHS))
 
 tutorials: $(DEV)
 	$(BIN)/python -m marimo edit tutorials

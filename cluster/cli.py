@@ -29,8 +29,6 @@ _COMMANDS = {
     "doctor": ("cluster.inspect.doctor", "does this machine have what a run needs?"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
     "demo": ("cluster.demo", "the main job on tiny models that it trains itself"),
-    "show": ("cluster.show", "a recipe with tools, games or documents, from nothing"),
-    "opd_vs_rl": ("cluster.opd_vs_rl", "steps that distillation and RL need, by answer length"),
 }
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("distill", "actors", "learner", "cluster", "isotherm")
+PACKAGES = ("distill", "actors", "learner", "cluster", "isotherm", "examples")
 WRONG = re.compile(
     r"(What|Whatever|Of|Where|Those|Whoever|Which|Whose|It|Its|Their|They|He|She|How|All that)\b"
 )

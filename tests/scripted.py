@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.demos.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
 from distill.chat.template import encode_chat
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import EnvContext
 from distill.rewards.registry import RewardFunction, exact_match
 from distill.types import StopReason
+from examples.show.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
 
 # Of the turn, and what the model sees before it, as text: what it says.
 Script = Callable[[int, str], str]

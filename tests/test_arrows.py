@@ -60,7 +60,7 @@ ORDER = {
         "runtime",
         "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
         "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit",
-        "rollouts_to_sft", "replay", "sample_to_sft", "demo", "show", "opd_vs_rl",
+        "rollouts_to_sft", "replay", "sample_to_sft", "demo",
     ],
     "isotherm": ["shadowing", "losses", "sampler", "policy", "runs", "__main__"],
 }  # fmt: skip
@@ -223,14 +223,14 @@ WITHOUT_TORCH = (
     "cluster.inspect.audit",
     "cluster.inspect.doctor",
     "cluster.inspect.report.command",
-    "cluster.opd_vs_rl",
     "cluster.queue.queue_actor",
     "cluster.replay",
     "cluster.rollouts_to_sft",
     "cluster.sample_to_sft",
-    "cluster.show",
     "cluster.train",
     "distill.envs.single_turn",
+    "examples.opd_vs_rl.__main__",
+    "examples.show.__main__",
 )
 NOWHERE = "/nowhere/at/all"
 ROWS = "prompts=README.md"

@@ -1,1 +1,1 @@
-"""Demonstrations, whole: their tasks and data, their runs, what these must show."""
+"""The demonstration: its task and data, its runs, what these must show."""

@@ -11,7 +11,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cluster.demos.arithmetic import Problem, Problems, train_tokenizer
-from cluster.demos.chain import (
+from distill.data.sft_rows import load_sft_rows
+from distill.engine import Sample
+from distill.envs.base import EnvContext
+from distill.errors import ConfigError
+from distill.rewards.registry import exact_match
+from distill.types import StopReason
+from examples.opd_vs_rl.chain import (
     LINK_TOKENS,
     PROMPT_TOKENS,
     Chain,
@@ -22,12 +28,6 @@ from cluster.demos.chain import (
     write_book,
     write_starts,
 )
-from distill.data.sft_rows import load_sft_rows
-from distill.engine import Sample
-from distill.envs.base import EnvContext
-from distill.errors import ConfigError
-from distill.rewards.registry import exact_match
-from distill.types import StopReason
 
 START = Problem(47, 85)
 PROMPT = "740=580="

@@ -12,14 +12,14 @@ import chz
 import pytest
 from rich.console import Console
 
-from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.demos import opd_vs_rl
-from cluster.demos.curves import Curve, Ratio, ResultRow, ranked, ratio_of, row_of, table_of
-from cluster.demos.opd_vs_rl import OPD, RL, Race, measure
-from cluster.demos.plots import check_plots, draw_ratios
-from cluster.opd_vs_rl import main
 from distill.errors import ConfigError
+from examples.opd_vs_rl import race
+from examples.opd_vs_rl.__main__ import main
+from examples.opd_vs_rl.config import OpdVsRlConfig
+from examples.opd_vs_rl.curves import Curve, Ratio, ResultRow, ranked, ratio_of, row_of, table_of
+from examples.opd_vs_rl.plots import check_plots, draw_ratios
+from examples.opd_vs_rl.race import OPD, RL, Race, measure
 
 TARGET = 0.9
 
@@ -160,7 +160,7 @@ def test_too_few_steps_to_hold_a_target_are_refused() -> None:
 def test_a_race_runs_every_method_prints_and_draws_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(opd_vs_rl, "FIRST_RATES", (1e-3,))
+    monkeypatch.setattr(race, "FIRST_RATES", (1e-3,))
     arguments = [f"out={tmp_path}", "lengths=4", "schooling=2", "steps=6", "seeds=1"]
     assert main(arguments) == 0
     said = json.loads((tmp_path / "opd_vs_rl.json").read_text())

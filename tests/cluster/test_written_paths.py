@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import calibrate, demo, evaluate, opd_vs_rl, sample_to_sft, show, train
+from cluster import calibrate, demo, evaluate, sample_to_sft, train
 from cluster.config.job_upload import missing_from_upload
 from cluster.inspect import rollouts_to_sft
 from cluster.inspect.forecast import command as forecast
 from cluster.inspect.report import command as report
+from examples.opd_vs_rl.__main__ import main as opd_vs_rl
+from examples.show.__main__ import main as show
 
 UPLOAD = "runtime_resources/working_dir_files/_ray_pkg_0"
 MODELS = ["student=s", "teacher=t", "temperature=1"]
@@ -21,8 +23,8 @@ WRITERS: list[Writer] = [
     (train.main, "out", ["recipe=rl", "student=s", "temperature=1", "prompts=p.jsonl"]),
     (train.main, "out", ["recipe=sft", "model=m", "data=d.jsonl"]),
     (demo.main, "out", []),
-    (show.main, "out", ["task=tools"]),
-    (opd_vs_rl.main, "out", []),
+    (show, "out", ["task=tools"]),
+    (opd_vs_rl, "out", []),
     (evaluate.main, "out", ["model=m", "prompts=p.jsonl"]),
     (forecast.main, "out", [*MODELS, "prompts=p.jsonl"]),
     (calibrate.main, "out", MODELS),

@@ -11,12 +11,12 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import rollout_group
-from cluster.demos.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
 from distill.envs.base import EnvDataset
 from distill.envs.reading import Reading
 from distill.errors import ConfigError, DataError
 from distill.sampling import TrainSampling
 from distill.types import Trajectory
+from examples.show.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, setting
 

@@ -10,13 +10,13 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import play_group, rollout_group
-from cluster.demos.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Episode
 from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
 from distill.sampling import TrainSampling
 from distill.types import StopReason
+from examples.show.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, setting
 

@@ -16,7 +16,14 @@ from rich.console import Console
 from actors.sglang.installed import sglang_installed
 from cluster.config.presets import OpdToolsConfig, SelfplayConfig
 from cluster.config.supervised import SftConfig
-from cluster.demos.chat_worlds import (
+from cluster.evaluate import main as evaluate
+from cluster.inspect.audit import audit
+from cluster.inspect.report.command import main as report
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
+from cluster.train import main
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from examples.show.chat_worlds import (
     DIGITS_APART,
     SQUARES_APART,
     game_book,
@@ -26,13 +33,6 @@ from cluster.demos.chat_worlds import (
     write_rows,
     write_untrained,
 )
-from cluster.evaluate import main as evaluate
-from cluster.inspect.audit import audit
-from cluster.inspect.report.command import main as report
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
-from cluster.train import main
-from distill.envs.games.tic_tac_toe import TicTacToeGames
 from tests.conftest import TinyPair
 from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, trained_groups
 

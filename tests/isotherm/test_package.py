@@ -50,7 +50,7 @@ def test_a_command_that_is_none_is_named_with_the_nearest(here: Path, script: st
     done = python(script, "trian", cwd=here)
     assert done.returncode == 2
     assert done.stderr == "error: 'trian' is no command; did you mean 'train'?\n"
-    assert {"demo", "show", "opd_vs_rl"} < set(done.stdout.split())
+    assert {"demo", "evaluate", "train"} < set(done.stdout.split())
 
 
 def test_every_name_is_there() -> None:

@@ -1,8 +1,8 @@
-"""`python -m cluster.opd_vs_rl out=DIR`: ratio of RL's steps to OPD's, by answer length.
+"""`python -m examples.opd_vs_rl out=DIR`: ratio of RL's steps to OPD's, by answer length.
 
 The published claim, for long chains of thought: from the same student, at the same batch, OPD takes
 a seventh to a tenth of RL's steps. Here only the answer's length varies: chains of sums whose links
-are equally hard (`cluster.demos.chain`), one student, one teacher.
+are equally hard (`examples.opd_vs_rl.chain`), one student, one teacher.
 
 SFT: single sums -> chains as long as the longest: the teacher -> a careless book: the student
 -> for each length, OPD first: learning rates on one seed, the best on the others
@@ -26,14 +26,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
-from cluster.demos.chain import LINK_TOKENS, PROMPT_TOKENS, Chain, Pays, write_book, write_starts
-from cluster.demos.curves import HOLD, Curve, Ratio, ResultRow, ranked, ratio_of, row_of, table_of
-from cluster.demos.curves import shown_steps as shown
-from cluster.demos.plots import check_plots, draw_ratios
 from cluster.early_ends import Interrupted
 from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy
@@ -42,6 +37,27 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
+from examples.opd_vs_rl.chain import (
+    LINK_TOKENS,
+    PROMPT_TOKENS,
+    Chain,
+    Pays,
+    write_book,
+    write_starts,
+)
+from examples.opd_vs_rl.config import OpdVsRlConfig
+from examples.opd_vs_rl.curves import (
+    HOLD,
+    Curve,
+    Ratio,
+    ResultRow,
+    ranked,
+    ratio_of,
+    row_of,
+    table_of,
+)
+from examples.opd_vs_rl.curves import shown_steps as shown
+from examples.opd_vs_rl.plots import check_plots, draw_ratios
 
 # The target is this share of the teacher's share of right links.
 OF_TEACHER = 0.95

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.demos.curves import CLAIMED_RATIO, Ratio, ResultRow
 from distill.libraries import require_library
+from examples.opd_vs_rl.curves import CLAIMED_RATIO, Ratio, ResultRow
 
 # Okabe and Ito's palette (2008), which colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

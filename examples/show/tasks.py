@@ -1,4 +1,4 @@
-"""`python -m cluster.show task=tools|rl_tools|selfplay|condensed out=DIR`: a recipe, whole.
+"""`python -m examples.show task=tools|rl_tools|selfplay|condensed out=DIR`: a recipe, whole.
 
 Each task makes its data and its tiny models, teaches them by SFT, runs one recipe on them, and
 prints what that changed. It fails, with exit code 1, if what it promises did not come true.
@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.config.demos import ShowConfig, Task
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.presets import (
     OpdCondensedConfig,
@@ -30,7 +29,14 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import SftConfig
-from cluster.demos.chat_worlds import (
+from cluster.demos.demo import fresh_directory
+from cluster.early_ends import RunFailed
+from cluster.recipes.common import connected
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.reading import Reading
+from examples.show.chat_worlds import (
     CAPITALS_APART,
     DIGITS_APART,
     SQUARES_APART,
@@ -44,13 +50,7 @@ from cluster.demos.chat_worlds import (
     write_rows,
     write_untrained,
 )
-from cluster.demos.demo import fresh_directory
-from cluster.early_ends import RunFailed
-from cluster.recipes.common import connected
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
-from distill.envs.games.tic_tac_toe import TicTacToeGames
-from distill.envs.reading import Reading
+from examples.show.config import ShowConfig, Task
 
 STUDENT, TEACHER = "student", "teacher"
 

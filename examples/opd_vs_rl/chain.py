@@ -206,7 +206,7 @@ class ChainDataset(EnvDataset):
 
 @chz.chz
 class Chain(EnvConfig):
-    """env=cluster.demos.chain:Chain: as many links as `max_new_tokens` has room for."""
+    """env=examples.opd_vs_rl.chain:Chain: as many links as `max_new_tokens` has room for."""
 
     judges = False
 

@@ -1,4 +1,4 @@
-"""`python -m cluster.opd_vs_rl`: see cluster/demos/opd_vs_rl.py."""
+"""`python -m examples.opd_vs_rl`: see examples/opd_vs_rl/race.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 from cluster.command import run_command
-from cluster.config.demos import OpdVsRlConfig
+from examples.opd_vs_rl.config import OpdVsRlConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: OpdVsRlConfig, console: Console) -> None:
-    from cluster.demos.opd_vs_rl import measure  # Ray and torch: not for --help
+    from examples.opd_vs_rl.race import measure  # Ray and torch: not for --help
 
     measure(config, console)
 

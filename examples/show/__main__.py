@@ -1,4 +1,4 @@
-"""`python -m cluster.show`: see cluster/demos/show.py."""
+"""`python -m examples.show`: see examples/show/tasks.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 from cluster.command import run_command
-from cluster.config.demos import ShowConfig
+from examples.show.config import ShowConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: ShowConfig, console: Console) -> None:
-    from cluster.demos.show import show  # Ray and torch: not for --help
+    from examples.show.tasks import show  # Ray and torch: not for --help
 
     show(config, console)
 

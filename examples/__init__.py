@@ -1,0 +1,1 @@
+"""Examples: configs to copy, and programs that make their own small worlds."""

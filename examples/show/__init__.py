@@ -1,0 +1,1 @@
+"""Recipes in small worlds of their own, from nothing."""
