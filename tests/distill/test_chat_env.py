@@ -25,7 +25,7 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
 from distill.models.reward import start_reward_model
 from distill.rewards.conversations import ConversationEncoder
-from distill.rewards.model_reward import REWARD_MODEL, Conversation, ModelReward
+from distill.rewards.model_reward import REWARD_MODEL, ModelReward, RewardInput
 from distill.rewards.registry import last_number
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.sampling import TrainSampling
@@ -171,7 +171,7 @@ class Reader:
         self._encode, self._tokenizer = ConversationEncoder(path), tokenizer
         self.read: list[str] = []
 
-    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         rows = [self._encode(asked).tolist() for asked in conversations]
         self.read += [str(self._tokenizer.decode(row)) for row in rows]
         return [float(len(self.read))] * len(rows)
