@@ -95,14 +95,14 @@ chaos: $(DEV) $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))
 
 bench: $(DEV) .venv-peer/.installed
-	$(BIN)/python -m tests.bench out=outputs/bench
+	$(BIN)/python -m benchmarks out=outputs/bench
 
 # With SGLang where it is installed; device=cpu size=tiny runs the same checks without a GPU.
 gpu: $(DEV)
-	$(BIN)/python -m tests.gpu out=outputs/gpu
+	$(BIN)/python -m benchmarks.gpu out=outputs/gpu
 
 # The peer lives apart: its dependencies are its own.
-.venv-peer/.installed: tests/bench/peer-requirements.txt
+.venv-peer/.installed: benchmarks/peer-requirements.txt
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@

@@ -14,13 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import learner_checks, processes
+from benchmarks.gpu.checks import CHECKS, PARTS, Check
+from benchmarks.gpu.child import outcome_of
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.setting import Setting
 from tests.bare_machine import bare_environment
-from tests.gpu import __main__ as gpu
-from tests.gpu import learner_checks, processes
-from tests.gpu.checks import CHECKS, PARTS, Check
-from tests.gpu.child import outcome_of
-from tests.gpu.results import Results
-from tests.gpu.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = json.dumps({"status": "pass", "why": "", "numbers": {"ms": 2.5}, "seconds": 0.5})
@@ -170,7 +170,7 @@ def test_the_kit_runs_on_a_machine_with_torch_and_transformers_alone(tmp_path: P
     environment = bare_environment(packages)
     environment |= {"PYTHON": str(bare / "bin" / "python"), "OUT": str(tmp_path / "out")}
     done = subprocess.run(
-        [ROOT / "tests/gpu/kit.sh", "device=cpu", "size=tiny"],
+        [ROOT / "benchmarks/gpu/kit.sh", "device=cpu", "size=tiny"],
         env=environment, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """Step rules: which groups may start, and which finished ones the next step trains on.
 
 A rule is a pure function of a `View` of the ledger, so that runs can be played again from their
-journal, and rules judged in a simulator (tests/bench/scheduling.py) before they are believed.
+journal, and rules judged in a simulator (benchmarks/scheduling.py) before they are believed.
 
 `max_staleness` is a bound that users rely on: a group that starts at weight version v is trained at
 version v + max_staleness at the latest. Nothing is dropped for it, since what is dropped is long.

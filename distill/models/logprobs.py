@@ -238,7 +238,7 @@ class VocabularyHead:
 
         With gradients on and more than one chunk, each chunk's logits are recomputed in the
         backward pass, so peak memory holds one chunk, whatever N is. The memory and time this
-        takes at a vocabulary of 151,936: `tests/bench/memory.py`.
+        takes at a vocabulary of 151,936: `benchmarks/memory.py`.
         """
 
         outcomes_N = as_outcomes(tokens_N, self.event)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from benchmarks.push_model import MODELS, Shape, layouts, push_plan, rows
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from learner.sharding import plain_weights
-from tests.bench.push_model import MODELS, Shape, layouts, push_plan, rows
 
 DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights.md"
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from benchmarks.data_path import message_bytes
 from cluster.handles.calls import get, kill, wait
 from cluster.inspect.audit import audit
 from cluster.queue.codec import pack
@@ -28,7 +29,6 @@ from distill.errors import DataError
 from distill.objective.whole_groups import opened
 from distill.outlines import TrajectoryId
 from distill.types import TrajectoryGroup
-from tests.bench.data_path import message_bytes
 from tests.cluster.test_codec import assert_same
 from tests.queues import queue_here, queue_on_ray
 from tests.samples import group, segment, top_logprobs, trajectory

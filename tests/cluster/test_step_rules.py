@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scheduling import Outcome, Schedule, Simulation, Workload
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
@@ -21,7 +22,6 @@ from cluster.queue.ledger_answers import Step
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
 from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
-from tests.bench.scheduling import Outcome, Schedule, Simulation, Workload
 
 
 def view(step: int, started: dict[int, int], *finished: int) -> View:

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.peak import peak_flops
 from distill.objective.batching import TrainingRow, collate
 from learner.flops import ModelFlops
-from tests.bench.peak import peak_flops
 from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
 

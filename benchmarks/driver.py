@@ -1,0 +1,207 @@
+"""What the driver costs with a thousand actors: heartbeats, statuses, announcements.
+
+    python -m benchmarks.driver [actors=10,100,1000] [seconds=20]
+
+Supervisor, status poller, announcer and stall detection are the real ones, and so are the calls, on
+Ray; the actors are made up, eight processes that answer for all. Half of the members are engines
+and half are workers, each with four groups of four samples at four engines.
+
+    cpu       cores that the driver's process takes while it waits for a step
+    announce  CPU seconds until every worker has been sent all engines that serve
+    known     seconds until every worker has them
+    change    CPU seconds until every worker has been sent that one engine was restarted
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import chz
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from cluster.command import run_command
+from cluster.hosts.rollout_actor import GroupUnderWay, RosterChange, WorkerStatus
+from cluster.placement.connect import connect
+from cluster.placement.roles import POLICY, ROLLOUT
+from cluster.queue.ledger_answers import QueueStatus
+from cluster.runtime.announcer import Announcer
+from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.status_poller import StatusPoller
+from cluster.runtime.watchdog import quiet_s
+from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, whereabouts_call
+from distill.errors import ConfigError
+
+PROCESSES = 8
+GROUPS = 4
+_SETTLING_S = 5.0
+
+
+@chz.chz
+class DriverConfig:
+    """The driver's share of a core, by the number of actors."""
+
+    actors: str = chz.field(default="10,100,1000", doc="numbers of actors, with commas")
+    seconds: float = chz.field(default=20.0, doc="measured seconds for each")
+
+
+class StandIn:
+    """Answers as engines and workers do."""
+
+    def __init__(self) -> None:
+        self._progress = 0
+
+    async def health(self) -> int:
+        self._progress += 1
+        return self._progress
+
+    async def status(self) -> WorkerStatus:
+        groups = tuple(GroupUnderWay(i, "sampling", 60.0) for i in range(GROUPS))
+        requests = {f"{POLICY} {i}": 4 for i in range(GROUPS)}
+        return WorkerStatus(groups=groups, requests=requests, max_groups=GROUPS)
+
+    async def queue_status(self, workers: int) -> QueueStatus:
+        leased = {i: (f"{ROLLOUT} {i // GROUPS}", 0, 60.0) for i in range(workers * GROUPS)}
+        return QueueStatus(
+            depth=0, leased=leased, pending=[], missing=list(leased)[:8], credit=0, set_aside=0,
+            re_leases=0, delivered=0, duplicates=0, consecutive_set_aside=0, last_reason="",
+            published=0, exhausted=False, epoch=1, starved_s=0.0, age_s=60.0,
+        )  # fmt: skip
+
+    async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
+        change.applied({})
+
+
+class _Queue:
+    """The queue's status is of one actor, and as long as there are workers."""
+
+    def __init__(self, actor: Any, workers: int) -> None:
+        self._actor, self._workers = actor, workers
+
+    def status(self) -> Any:
+        return self._actor.queue_status.remote(self._workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverCost:
+    """The columns of the table; see the module."""
+
+    actors: int
+    cpu: float
+    announce: float
+    known: float
+    change: float
+
+
+class Watched:
+    """Members over a few real actors, a supervisor, and what polls them."""
+
+    def __init__(self, handles: list[Any], number: int) -> None:
+        self.supervisor = Supervisor(
+            say=print,
+            record=lambda _event, **_fields: None,
+            buried=lambda member, why: print(member.name, why),
+            hang_after_s=300,
+            max_restarts=0,
+        )
+        self.supervisor.under_way = True
+        for index in range(number):
+            role = POLICY if index % 2 else ROLLOUT
+            spec = ActorSpec(
+                name=role,
+                title=lambda index, role=role: f"{role} {index}",
+                create=None,
+                heartbeat=lambda actor: actor.health.remote(),
+                introduction=whereabouts_call,
+                start_deadline_s=300,
+            )
+            self.supervisor.adopt(spec, index, handles[index % len(handles)])
+        queue: Any = _Queue(handles[0], number // 2)
+        self._poller = StatusPoller(self.supervisor, queue, self._look_at)
+        self._announcer = Announcer()
+        self.driver = Driver(
+            supervisor=self.supervisor, signals=Signals(), deadline_s=300, idle=self._poller.poll
+        )
+
+    def _look_at(self, status: QueueStatus) -> None:
+        """As the fleet does, at each status."""
+        quiet_s(status, self._poller.workers, self.supervisor.still_s())
+
+    def wait(self, seconds: float) -> float:
+        """Cores that waiting takes, as it waits for a step of the learner."""
+        began, end = time.process_time(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.driver.poll()
+            time.sleep(0.5)  # as `Driver.call` polls
+        return (time.process_time() - began) / seconds
+
+    def announce(self, **restarted: Any) -> tuple[float, float]:
+        """CPU seconds of the driver, and seconds until all workers know.
+
+        Args:
+            restarted: handles of engines that differ from those announced before, by name.
+        """
+        workers = self.members(ROLLOUT)
+        cpu, began = time.process_time(), time.monotonic()
+        roster = {POLICY: self.supervisor.serving(POLICY) | restarted}
+        self._announcer.announce(workers, roster, GROUPS, 0)
+        sent = time.process_time() - cpu
+        # Calls of one actor begin in their order.
+        ray.get([member.handle.health.remote() for member in workers], timeout=300)
+        return sent, time.monotonic() - began
+
+    def members(self, role: str) -> list[Member]:
+        return self.supervisor.members(role, State.SERVING)
+
+
+@contextmanager
+def stand_ins() -> Iterator[list[Any]]:
+    """Eight actors on a Ray of their own."""
+    with connect("bench", PROCESSES):
+        remote: Any = ray.remote
+        actors = [remote(StandIn).options(num_cpus=0).remote() for _ in range(PROCESSES)]
+        ray.get([actor.health.remote() for actor in actors], timeout=300)
+        yield actors
+
+
+def measure_driver(numbers: list[int], seconds: float) -> list[dict[str, float]]:
+    found = []
+    with stand_ins() as actors:
+        for number in numbers:
+            watched = Watched(actors, number)
+            watched.wait(_SETTLING_S)  # all are asked, and admitted
+            cpu = watched.wait(seconds)
+            announce, known = watched.announce()
+            change, _ = watched.announce(**{f"{POLICY} 1": actors[0]})
+            cost = DriverCost(actors=number, cpu=cpu, announce=announce, known=known, change=change)
+            found.append(asdict(cost))
+    return found
+
+
+def driver_table(found: list[dict[str, float]]) -> Table:
+    table = Table(title="the driver")
+    for column in ("actors", "cpu", "announce s", "known s", "change s"):
+        table.add_column(column, justify="right")
+    for cost in found:
+        table.add_row(
+            f"{cost['actors']:.0f}", f"{cost['cpu']:.3f}", f"{cost['announce']:.3f}",
+            f"{cost['known']:.3f}", f"{cost['change']:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def print_table(config: DriverConfig, console: Console) -> None:
+    try:
+        numbers = [int(number) for number in config.actors.split(",")]
+    except ValueError:
+        raise ConfigError(f"actors={config.actors} must be numbers with commas") from None
+    console.print(driver_table(measure_driver(numbers, config.seconds)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(DriverConfig, print_table, None))

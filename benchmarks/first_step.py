@@ -1,0 +1,261 @@
+"""Seconds from Enter to step 1 and to the prompt's return, by stage and by process; TRL beside it.
+
+    python -m benchmarks.first_step out=DIR [repeats=3] [steps=20] [only=local]
+
+The shortest job: the pair of `make_sums_pair`, 64 prompts x 4 answers of 4 tokens, by `local=True`,
+Ray with the embedded engine, Ray with SGLang where it is installed, and TRL's DistillationTrainer
+where `.venv-peer` is; by turns, medians. Each run is a process of its own and has a user's threads
+and environment. The CPU seconds say more than the wall on a machine that others use, too.
+
+    plan         imports and checks are done, and the plan is printed
+    first actor  Ray is up, and the first actor has answered
+    all actors   models are loaded
+    handshake    weights are pushed, and every party agrees
+    evaluations  those before the first step are done
+    step 1       the first optimizer step is done
+    finished     the last one is, and `final/` is written
+    prompt       the process has ended
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import chz
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.pair import Pair, make_sums_pair
+from benchmarks.peer import PEER_PYTHON, peer_command, peer_environment
+from cluster.command import run_command
+from cluster.jsonl_log import read_lines
+from distill.errors import ConfigError
+
+PEER = "TRL"
+WAYS = {
+    "local": ("engine=embedded", "local=True"),
+    "Ray, embedded": ("engine=embedded",),
+    "Ray, SGLang": ("engine=sglang",),
+}
+STAGES = (
+    "plan", "first actor", "all actors", "handshake", "evaluations", "step 1", "finished", "prompt",
+)  # fmt: skip
+EVAL_SIZE = 64
+_SAMPLED_EVERY_S = 0.25
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@chz.chz
+class FirstStepConfig:
+    """From Enter to step 1."""
+
+    out: str = chz.field(doc="directory of the runs and of first_step.json")
+    repeats: int = chz.field(default=3, doc="runs of each way, by turns")
+    steps: int = chz.field(default=20, doc="optimizer steps of a run")
+    only: str = chz.field(default="", doc="of the ways those whose name contains this")
+
+    @chz.validate
+    def _in_range(self) -> None:
+        for name in ("repeats", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One run: seconds since Enter by stage, and CPU seconds until step 1 by process."""
+
+    seconds: dict[str, float]
+    cpu_s: dict[str, float]
+
+
+def first_step(config: FirstStepConfig, console: Console) -> None:
+    """Measures, prints both tables, writes first_step.json."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
+    starts = measure_first_step(work, config.repeats, config.steps, config.only)
+    rows = {way: [vars(start) for start in runs] for way, runs in starts.items()}
+    (out / "first_step.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for table in first_step_tables(starts):
+        console.print(table)
+
+
+def measure_first_step(
+    work: Path, repeats: int, steps: int, only: str = ""
+) -> dict[str, list[Start]]:
+    """Runs of each way that is installed, by turns.
+
+    Raises:
+        ConfigError: `only` leaves none, or a run failed.
+    """
+    _adopt_orphans()
+    pair = make_sums_pair(work / "pair")
+    there = {"Ray, SGLang": find_spec("sglang") is not None, PEER: PEER_PYTHON.exists()}
+    ways = [way for way in (*WAYS, PEER) if only in way and there.get(way, True)]
+    if not ways:
+        raise ConfigError(f"only={only} leaves none of {', '.join((*WAYS, PEER))}")
+    starts = defaultdict(list)
+    for repeat in range(repeats):
+        for way in ways:
+            run = work / f"{way.replace(', ', '-')}-{repeat}"
+            measured = _peer(pair, run, steps) if way == PEER else _ours(way, pair, run, steps)
+            starts[way].append(measured)
+    return dict(starts)
+
+
+def _ours(way: str, pair: Pair, run: Path, steps: int) -> Start:
+    command = [
+        sys.executable, "-m", "cluster.train", "recipe=opd", f"student={pair.student}",
+        f"teacher={pair.teacher}", f"prompts={pair.prompts}", f"out={run}", "temperature=0.7",
+        f"steps={steps}", "prompts_per_step=64", "group_size=4", "max_new_tokens=4", "lr=3e-4",
+        f"eval_size={EVAL_SIZE}", "estimator=sampled", *WAYS[way],
+    ]  # fmt: skip
+    watched = _watch(command, dict(os.environ), run.with_suffix(".log"))
+    ends = {"handshake": (run / "calibration.json").stat().st_mtime}
+    for event in read_lines(run / "events.jsonl", {"t", "event"}):
+        match event:
+            case {"event": "begin", "t": at}:
+                ends["plan"] = at
+            case {"event": "start", "t": at} if "step 1" not in ends:
+                ends.setdefault("first actor", at)
+                ends["all actors"] = at
+            case {"event": "evaluation", "who": "before", "t": at}:
+                ends["evaluations"] = at
+            case {"event": "step", "t": at}:
+                ends.setdefault("step 1", at)
+            case {"event": "end", "t": at}:
+                ends["finished"] = at
+    return watched.start(ends)
+
+
+def _peer(pair: Pair, run: Path, steps: int) -> Start:
+    report = run.with_suffix(".json")
+    command = peer_command(
+        pair.student, pair.teacher, Path(pair.prompts), report, steps=steps, prompts_per_step=64,
+        group_size=4, max_new_tokens=4, temperature=0.7, lr=3e-4, warmup_steps=0,
+    )  # fmt: skip
+    watched = _watch(command, peer_environment(), run.with_suffix(".log"))
+    step_ends = json.loads(report.read_text())["step_ends"]
+    return watched.start({"step 1": step_ends[0], "finished": step_ends[-1]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched:
+    """A process that has ended, and CPU seconds of all its processes along the way."""
+
+    entered: float
+    ended: float
+    samples: list[tuple[float, Counter[str]]]
+
+    def start(self, ends: dict[str, float]) -> Start:
+        ends["prompt"] = self.ended
+        seconds = {stage: ends[stage] - self.entered for stage in STAGES if stage in ends}
+        until = next((cpu for at, cpu in self.samples if at >= ends["step 1"]), Counter())
+        return Start(seconds=seconds, cpu_s=dict(until.most_common()))
+
+
+def _watch(command: list[str], environment: dict[str, str], log: Path) -> _Watched:
+    """Runs the command to its end.
+
+    Raises:
+        ConfigError: it failed; the log has its output.
+    """
+    samples: list[tuple[float, Counter[str]]] = []
+    over = threading.Event()
+    sampler = threading.Thread(target=_sample, args=(samples, over))
+    with log.open("wb") as output:
+        entered = time.time()
+        sampler.start()
+        code = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        ).returncode
+    ended = time.time()
+    over.set()
+    sampler.join()
+    if code:
+        raise ConfigError(f"{' '.join(command[:4])} ended with {code}; its output is in {log}")
+    return _Watched(entered=entered, ended=ended, samples=samples)
+
+
+def _adopt_orphans() -> None:
+    """Makes processes whose parent has ended children of this one, so that none is overlooked."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _sample(samples: list[tuple[float, Counter[str]]], over: threading.Event) -> None:
+    """CPU seconds of all processes below this one by name, until `over`; the dead keep theirs."""
+    own, spent = psutil.Process(), dict[tuple[int, float], tuple[str, float]]()
+    while not over.wait(_SAMPLED_EVERY_S):
+        for process in own.children(recursive=True):
+            try:
+                times = process.cpu_times()
+                key = (process.pid, process.create_time())
+                spent[key] = (_name(process), times.user + times.system)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        total: Counter[str] = Counter()
+        for name, seconds in spent.values():
+            total[name] += seconds
+        samples.append((time.time(), total))
+
+
+def _name(process: psutil.Process) -> str:
+    """The role of a process, by its title."""
+    title = " ".join(process.cmdline()) or process.name()
+    if title.startswith("ray::"):
+        return title.removeprefix("ray::").split(".")[0].split("(")[0].strip()
+    if title.startswith("sglang::") or "sglang" in title:
+        return "SGLang"
+    if "cluster.train" in title or "peer_trl" in title:
+        return "driver"
+    return "Ray itself" if "ray" in title else process.name()
+
+
+def first_step_tables(starts: dict[str, list[Start]]) -> list[Table]:
+    """`measure_first_step` for people: seconds by stage, CPU seconds by process."""
+    return [_seconds_table(starts), _cpu_table(starts)]
+
+
+def _seconds_table(starts: dict[str, list[Start]]) -> Table:
+    table = Table(title="seconds since Enter (median)")
+    for header in ("", *STAGES, "CPU s to step 1"):
+        table.add_column(header, justify="right" if header else "left")
+    for way, runs in starts.items():
+        cells = [
+            f"{median(run.seconds[stage] for run in runs):.1f}" if stage in runs[0].seconds else ""
+            for stage in STAGES
+        ]
+        table.add_row(way, *cells, f"{median(sum(run.cpu_s.values()) for run in runs):.1f}")
+    return table
+
+
+def _cpu_table(starts: dict[str, list[Start]]) -> Table:
+    table = Table(title="CPU seconds to step 1, by process (median)")
+    table.add_column("process")
+    names = Counter[str]()
+    for way, runs in starts.items():
+        table.add_column(way, justify="right")
+        for run in runs:
+            names.update(run.cpu_s)
+    for name, _ in names.most_common():
+        cells = [median(run.cpu_s.get(name, 0.0) for run in runs) for runs in starts.values()]
+        table.add_row(name, *(f"{cell:.1f}" if cell else "" for cell in cells))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(FirstStepConfig, first_step, None))

@@ -1,0 +1,62 @@
+"""Seconds and bytes of what a check runs, on the device of its setting."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.gpu.setting import Setting
+from benchmarks.memory import kilobytes
+
+
+def wait(setting: Setting) -> None:
+    """Returns once the device has done all that is queued."""
+    if setting.cuda:
+        torch.cuda.synchronize()
+
+
+def seconds(setting: Setting, run: Callable[[], object], repeats: int = 3) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    measured = []
+    for _ in range(repeats + 1):
+        wait(setting)
+        started = time.perf_counter()
+        run()
+        wait(setting)
+        measured.append(time.perf_counter() - started)
+    return median(measured[1:])
+
+
+def peak_bytes(setting: Setting, run: Callable[[], object]) -> int:
+    """Bytes that the call takes at its peak, beside what is held before it.
+
+    On a CPU of the resident set, which malloc does not always give back.
+    """
+    if setting.cuda:
+        wait(setting)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        wait(setting)
+        return torch.cuda.max_memory_allocated() - before
+    before = kilobytes("/proc/self/status", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    run()
+    return (kilobytes("/proc/self/status", "VmHWM") - before) * 1024
+
+
+def held_bytes(setting: Setting) -> int:
+    """Bytes that tensors of this process hold on the GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if setting.cuda else 0
+
+
+def let_go(setting: Setting) -> None:
+    """Frees what nothing refers to any more, for the next of several models."""
+    gc.collect()
+    if setting.cuda:
+        torch.cuda.empty_cache()

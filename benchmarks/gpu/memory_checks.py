@@ -1,0 +1,60 @@
+"""Check of the memory plan: the peak of a learner's passes beside what is planned for them."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.learner_checks import LOSS, new_learner
+from benchmarks.gpu.measure import held_bytes, let_go, peak_bytes
+from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
+from distill.gpu import GIB, gpu_bytes
+from learner.learner import Part
+from learner.memory import WorkerMemory, estimate_memory
+from learner.pass_memory import estimate_pass
+
+# Of these the last recomputes its layers.
+_SIZES = ("0.6B", "1.7B", "8B/3")
+
+
+def planned_memory(setting: Setting) -> Numbers:
+    """Planned and measured GiB of a pass, and of all that a worker holds, at three sizes."""
+    made: Numbers = {}
+    most = 1.15 if setting.cuda else 2.5  # a CPU's malloc keeps what it has once been given
+    for shape in _SIZES:
+        tokens, recomputes = setting.choose(4096, 8192), shape == _SIZES[-1]
+        passes, total = _planned(setting, shape, tokens, recomputes)
+        numbers = {"planned_gib": passes / GIB, "planned_total_gib": total / GIB}
+        room = gpu_bytes()
+        if room is None or total < room:  # else a smaller GPU
+            peak, held = _measured(setting, shape, tokens, recomputes)
+            let_go(setting)
+            numbers |= {"measured_gib": peak / GIB, "measured_total_gib": held / GIB}
+            made |= named(numbers | {"ratio": peak / passes}, shape)
+            require(0.3 < peak / passes < most, f"the plan of {shape} is off: {made}")
+        else:
+            made |= named(numbers, shape)
+    return made
+
+
+def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
+    """Bytes of a pass of so many tokens, and of the worker with it."""
+    model = setting.model(shape)
+    states = estimate_memory(model)
+    memory = estimate_pass(model, dtype=setting.dtype, device=setting.device, workers=1)
+    assert states is not None and memory is not None
+    worker = WorkerMemory.of(states.parameters, adapter=False, workers=1, offloads=False)
+    passes = memory.bytes(tokens, checkpointing=recomputes)
+    return passes, worker.beside_passes + passes
+
+
+def _measured(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
+    """The same as measured: the peak beside weights, moments and gradients, and with them."""
+    length, config = setting.choose(512, 2048), setting.config(shape)
+    learner = new_learner(
+        setting, setting.dtype, shape, token_budget=tokens, gradient_checkpointing=recomputes
+    )
+    learner.step(Part(rows_D=rows_of(config, count=1, length=64, seed=4), loss=LOSS))
+    learner.zero_grad()
+    held = held_bytes(setting)
+    rows_D = rows_of(config, count=tokens // length, length=length, seed=5)
+    peak = peak_bytes(setting, lambda: learner.forward_backward(Part(rows_D=rows_D, loss=LOSS)))
+    gradients = sum(4 * p.numel() for p in learner.model.parameters())
+    return peak - gradients, held + peak

@@ -1,0 +1,101 @@
+"""Processes of checks: each check has a deadline, and what hangs or crashes is a failed check."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.checks import CHECKS
+from benchmarks.gpu.setting import Setting
+
+REPOSITORY = Path(__file__).parents[2]
+# Time that is left to a check must be worth starting it.
+LEAST_S = 20.0
+# Longest a process may take until its first check begins: imports, from a disk that is cold.
+IMPORTS_S = 60.0
+
+Record = Callable[[str, dict[str, Any]], None]
+
+
+def run_in_process(
+    names: Sequence[str], setting: Setting, out: Path, end: float, record: Record
+) -> None:
+    """Runs the checks in one process, or in a new one from where one crashed or hung.
+
+    Args:
+        out: receives a log named after the first check of each process.
+        end: time.monotonic() after which nothing is begun, and what runs is ended.
+        record: called with each check's name and outcome.
+    """
+    waiting = list(names)
+    while waiting:
+        if end - time.monotonic() < LEAST_S:
+            for name in waiting:
+                record(name, outcome("skipped", "the seconds of budget_s= are over", 0.0))
+            return
+        waiting = _run_until_one_fails_to_answer(waiting, setting, out, end, record)
+
+
+def outcome(status: str, why: str, seconds: float) -> dict[str, Any]:
+    """Outcome of a check that did not report one itself."""
+    return {"status": status, "why": why, "numbers": {}, "seconds": seconds}
+
+
+def _run_until_one_fails_to_answer(
+    waiting: list[str], setting: Setting, out: Path, end: float, record: Record
+) -> list[str]:
+    """Runs a process to its end; returns the names that it did not come to."""
+    log = out / f"{waiting[0]}.log"
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "benchmarks.gpu.child", str(writer), ",".join(waiting)]
+    with open(log, "wb") as file, os.fdopen(reader, "rb", buffering=0) as answers:
+        child = subprocess.Popen(
+            [*command, json.dumps(asdict(setting))], cwd=REPOSITORY, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[writer],
+        )  # fmt: skip
+        os.close(writer)
+        try:
+            started, imports_s = time.monotonic(), IMPORTS_S
+            for i, name in enumerate(waiting):
+                deadline_s = min(CHECKS[name].deadline_s + imports_s, end - time.monotonic())
+                line = _next_line(answers, deadline_s)
+                seconds = time.monotonic() - started
+                if line is None:
+                    record(
+                        name, outcome("fail", f"not done after {seconds:.0f} s; see {log}", seconds)
+                    )
+                    return waiting[i + 1 :]
+                if not line:
+                    why = f"its process ended with code {child.wait()}; see {log}"
+                    record(name, outcome("fail", why, seconds))
+                    return waiting[i + 1 :]
+                record(name, json.loads(line))
+                started, imports_s = time.monotonic(), 0.0
+            return []
+        finally:
+            _end(child)
+
+
+def _next_line(answers: RawIOBase, deadline_s: float) -> bytes | None:
+    """Next outcome; empty if the process has ended, None if there is none within the deadline."""
+    ready, _, _ = select.select([answers], [], [], max(0.0, deadline_s))
+    return answers.readline() if ready else None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends the process, and all that it started."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    child.wait()

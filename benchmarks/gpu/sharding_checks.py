@@ -1,0 +1,276 @@
+"""Checks of the sharded learner: a step through learner.sharding with one worker, and its parts.
+
+One GPU makes a group of one: gathers and reductions run, and move nothing between GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
+from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.gpu.measure import let_go, peak_bytes, seconds, wait
+from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, named, require, rows_of
+from benchmarks.peak import peak_flops
+from distill.engine import CollectiveBroadcast
+from distill.gpu import GIB
+from distill.models.attention_probe import shares_prefixes
+from distill.models.logprobs import VocabularyHead
+from distill.objective.batching import TrainingRow, collate
+from distill.objective.losses import StepCounts
+from distill.objective.settings import ObjectiveConfig
+from distill.weights.model_weights import HeldWeights
+from learner.flops import ModelFlops
+from learner.forward import Forward
+from learner.pass_memory import PassMemory
+from learner.policy_loss import PolicyObjectiveLoss
+from learner.process_group import LOOPBACK, WorkerGroup, open_store
+from learner.sharding import compile_layers, shard
+from tests.tiny import VOCAB_SIZE
+
+_LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
+_TIMEOUT_S = 60.0
+_COMPUTE = torch.bfloat16
+# Share of its plan that a pass may take.
+_MARGIN = 1.15
+# Parts of a kernel's or an operator's name, by what it is for; the first that fits.
+_KINDS = {
+    "reduce_scatter": ("reducescatter", "reduce_scatter"),
+    "all_gather": ("allgather", "all_gather"),
+    "attention": ("flash", "fmha", "attention", "flex"),
+    "products": ("gemm", "nvjet", "xmma", "cutlass", "matmul", "::mm", "addmm", "bmm"),
+    "softmax": ("softmax", "logsumexp"),
+    "copies": ("memcpy", "copy"),
+    # norms, rotary embeddings, activations, residuals
+    "pointwise": ("elementwise", "reduce_kernel", "::mul", "::add", "::mean", "rsqrt", "silu"),
+}
+
+
+@contextmanager
+def group_of_one(setting: Setting) -> Iterator[WorkerGroup]:
+    """A worker group of one with the process groups that a group of several has."""
+    group = WorkerGroup(None, setting.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if setting.cuda else "gloo",
+        store=open_store(LOOPBACK, _TIMEOUT_S), rank=0, world_size=1,
+    )  # fmt: skip
+    try:
+        collectives = dist.new_group(backend="gloo")
+        assert isinstance(collectives, dist.ProcessGroup)
+        group.collectives, group.mesh = collectives, init_device_mesh(setting.device, (1,))
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+class _Steps:
+    """A model, and forward and backward passes of the learner's loss on it, without an optimizer.
+
+    Attributes:
+        parameters: number of them.
+        flops: of its passes.
+    """
+
+    def __init__(self, model: Any, group: WorkerGroup | None, *, compiled: bool = False) -> None:
+        """`group`: the model is sharded over it; None: it is whole, as that of one worker."""
+        self._device = model.device
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.flops = ModelFlops.of(model)
+        shares, root = None, None
+        if group is not None:
+            model = model.cpu()  # as the leader has it
+            shares = shares_prefixes(model.eval())
+            if compiled:  # not before the probe: the learner compiles for its GPU alone
+                compile_layers(model)
+            root = shard(model, group, _COMPUTE)
+        self._forward = Forward(
+            model, dtype=_COMPUTE, gradient_checkpointing=True, root=root, shares=shares
+        )
+        self._model = model
+
+    def step(self, rows: list[TrainingRow]) -> None:
+        """Forward and backward pass on the rows; the gradients are left where they are."""
+        counts = StepCounts(tokens=sum(row.num_trained for row in rows), sequences=len(rows))
+        loss, _ = _LOSS(self._forward, collate(rows, str(self._device)), counts)
+        loss.backward()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def measured(self, setting: Setting, rows: list[TrainingRow]) -> dict[str, float]:
+        """Seconds, model TFLOP/s, MFU, and GiB at the peak above weights and gradients."""
+
+        def step() -> None:
+            self.zero_grad()
+            self.step(rows)
+
+        assert self.flops is not None
+        taken = seconds(setting, step)
+        speed = self.flops.training(rows) / taken
+        self.zero_grad()
+        above = peak_bytes(setting, partial(self.step, rows)) - 4 * self.parameters
+        peak = peak_flops(setting.device, _COMPUTE)
+        return {
+            "seconds": taken, "tflops_per_s": speed / 1e12, "mfu": speed / peak,
+            "above_weights_gib": above / GIB,
+        }  # fmt: skip
+
+
+def sharded_step(setting: Setting) -> Numbers:
+    """Seconds, MFU and memory of sharded steps by length of the row."""
+    return sharded(setting, compiled=False)
+
+
+def sharded(setting: Setting, *, compiled: bool) -> Numbers:
+    """The numbers of `sharded_step`, which also go to the log as soon as they are known."""
+    config = setting.config("8B/3")
+    lengths = setting.choose(64, 4096), setting.choose(128, 16384)
+    made: Numbers = {}
+    with group_of_one(setting) as group:
+        steps = _Steps(setting.random(config, Qwen3ForCausalLM), group, compiled=compiled)
+        plan = PassMemory.of(
+            config, dtype="bfloat16", device=setting.device, parameters=steps.parameters,
+            workers=2, query_norm=True,
+        )  # fmt: skip
+        for length in lengths:
+            rows = rows_of(config, count=1, length=length, seed=length)
+            found = steps.measured(setting, rows)
+            planned = plan.bytes(length, checkpointing=True) / GIB
+            made |= named({**found, "planned_gib": planned}, str(length))
+            print(made, flush=True)
+            fits = found["above_weights_gib"] < _MARGIN * planned
+            require(fits or length < lengths[-1] or not setting.cuda, f"too small a plan: {made}")
+    return made
+
+
+def profile(setting: Setting) -> Numbers:
+    """Shares of a sharded step by kind of kernel, the kernel of its attention, the head's share."""
+    config = setting.config("8B/3")
+    rows = rows_of(config, count=1, length=setting.choose(64, 8192), seed=1)
+    model = setting.random(config, Qwen3ForCausalLM)
+    head_seconds = _head_seconds(setting, model, rows[0].num_trained)
+    with group_of_one(setting) as group:
+        steps = _Steps(model, group)
+        step_seconds = seconds(setting, lambda: steps.step(rows))
+        kinds = [ProfilerActivity.CUDA] if setting.cuda else [ProfilerActivity.CPU]
+        with profiler(activities=kinds) as found:
+            steps.step(rows)
+            wait(setting)
+    events = found.key_averages()
+    clock = "self_device_time_total" if setting.cuda else "self_cpu_time_total"
+    print(events.table(sort_by=clock, row_limit=30, max_name_column_width=90))
+    by_name = {event.key: float(getattr(event, clock)) for event in events}
+    total = sum(by_name.values())
+    shares: dict[str, float] = dict.fromkeys([*_KINDS, "others"], 0.0)
+    for name, spent in by_name.items():
+        shares[_kind(name)] += spent / total
+    attention = max(by_name, key=lambda name: by_name[name] * (_kind(name) == "attention"))
+    require(_kind(attention) == "attention", "no kernel of attention was seen")
+    return {
+        **named(shares, "share"), "attention_kernel": attention[:80],
+        "step_seconds": step_seconds, "head_seconds": head_seconds,
+    }  # fmt: skip
+
+
+def _head_seconds(setting: Setting, model: Any, positions: int) -> float:
+    """Seconds of the vocabulary projection's statistics and their gradient, by themselves."""
+    head, width = VocabularyHead(model.eval()), model.config.hidden_size
+    tokens_N = torch.randint(0, model.config.vocab_size, (positions,), device=setting.device)
+    hidden_NH = torch.randn(positions, width, device=setting.device, requires_grad=True)
+    temperature_N = torch.full((positions,), TEMPERATURE, device=setting.device)
+
+    def both() -> None:
+        with torch.autocast(setting.device, dtype=_COMPUTE):
+            stats = head.token_stats(hidden_NH, tokens_N, temperature_N)
+        stats.logprobs_N.mean().backward()
+
+    taken = seconds(setting, both)
+    model.zero_grad()
+    return taken
+
+
+def _kind(name: str) -> str:
+    lower = name.lower()
+    fits = (kind for kind, parts in _KINDS.items() if any(part in lower for part in parts))
+    return next(fits, "others")
+
+
+def mixture_step(setting: Setting) -> Numbers:
+    """Steps of a mixture of experts: whole under autocast, and sharded in bfloat16."""
+    tiny = setting.size == "tiny"
+    width = {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 32, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE,
+    } if tiny else {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 151936,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**width, max_position_embeddings=40960)
+    rows = rows_of(config, count=2, length=setting.choose(64, 4096), seed=2)
+    made: Numbers = {}
+    with group_of_one(setting) as group:
+        for name, over in (("alone", None), ("sharded", group)):
+            steps = _Steps(setting.random(config, Qwen3MoeForCausalLM), over)
+            made |= named(steps.measured(setting, rows), name)
+            del steps
+            let_go(setting)
+    return made
+
+
+class _NoRanks:
+    """An engine of a weight group that has no ranks in it: rank 0 broadcasts to itself alone."""
+
+    def weight_ranks(self, layout: Any) -> int:
+        del layout
+        return 0
+
+    def load_weights(self, weights: CollectiveBroadcast, version: int) -> float:
+        """Waits for the sender's word as a server does."""
+        from actors.sglang.weight_group import ServerGroup
+
+        def order(path: str, body: Any, /, *, allowance_s: float = 0) -> Any:
+            raise AssertionError(f"nobody is asked for {path}")
+
+        ServerGroup(order).announce(weights, version)
+        return 0.0
+
+
+def weight_group(setting: Setting) -> Numbers:
+    """Seconds of pushes by a weight group of one: forming it, and its broadcasts."""
+    from cluster.handles.local_actor import LocalActor
+    from cluster.weights.attempt import Attempt
+    from cluster.weights.collective import CollectiveTransport
+
+    size = setting.choose(1 << 16, 1 << 28)
+    tensors = {f"part_{i}": torch.randn(size // 8, device=setting.device) for i in range(8)}
+    transport = CollectiveTransport(
+        {"nobody": LocalActor(_NoRanks)}, address=LOOPBACK,
+        backend="nccl" if setting.cuda else "gloo", timeout_s=_TIMEOUT_S, bucket_bytes=size,
+    )  # fmt: skip
+    versions = count(1)
+
+    def push() -> None:
+        attempt = Attempt.begin([transport], HeldWeights(tensors), next(versions), lambda: None)
+        answers = attempt.answers(_TIMEOUT_S)
+        require(not answers.failures, f"the push failed: {answers.failures}")
+
+    started = time.perf_counter()
+    push()
+    first = time.perf_counter() - started
+    again = seconds(setting, push)
+    require(transport.sent == 4, f"{transport.sent} buckets were sent of 4")
+    return {"gib": 4 * size / GIB, "first_seconds": first, "seconds": again}

@@ -1,0 +1,349 @@
+"""One learner worker against two: seconds of a step, memory of each, saving and gathering.
+
+Every worker is a process of its own with one thread. Both learners live side by side and do the
+same in turns; while one works, the other sleeps in a socket. Two workers need two idle cores to be
+faster by the clock on the wall: beside it stands the time of the busier one on its CPU, for which
+others on the machine do not count, nor waiting. Memory is that of each process, from the kernel.
+
+Steps are of two kinds: samples that share prompts, each of which is run once in a micro-batch, and
+the same with a prompt each.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Column, Table
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.learner import new_checkpoint, uneven_rows
+from benchmarks.memory import kilobytes
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from distill.weights.model_weights import COPY_BYTES, names_of, plan_buckets
+from learner.checkpoint import CheckpointStore
+from learner.config import LearnerConfig
+from learner.learner import Learner, Part
+from learner.policy_loss import PolicyObjectiveLoss
+from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
+from learner.sharding import local
+from learner.worker import LearnerWorker, follow
+
+# Hidden size and layers: 27 M parameters.
+SIZE = (512, 8)
+SIZES = (1, 2)
+KINDS = ("shared prompts", "a prompt each")
+STEPS, SAVES = 4, 3  # of a kind's steps the first warms the kernels and counts in no median
+DEADLINE_S = 300.0
+LOSSES = (PolicyObjectiveLoss(objective=ObjectiveConfig()),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """MB of one worker, above what Python and its imports take before there is a learner.
+
+    Attributes:
+        share: the weights that it holds, by their sizes.
+        loading: peak until the learner stands; a mapped checkpoint file is in it.
+        held: resident when it stands, with what malloc kept of the loading and late imports.
+        first: peak of a step on two short rows: gradients and moments have come on top.
+        gathering: peak of making all weights whole, a portion at a time.
+        saving: peak of writing checkpoints; malloc may have kept memory from before.
+        stepping: peak of steps in full, with their activations.
+    """
+
+    share: float
+    loading: float
+    held: float
+    first: float
+    gathering: float
+    saving: float
+    stepping: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """Medians of one kind of steps; `speed_up` is one worker's seconds by this learner's.
+
+    `cpu` is CPU time of the busiest worker, in place of time on the wall.
+    """
+
+    kind: str
+    seconds: float
+    tokens_per_s: float
+    speed_up: float
+    cpu_seconds: float
+    cpu_speed_up: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRow:
+    """A learner of so many workers: medians on the wall's clock, and each worker's memory."""
+
+    workers: int
+    steps: Sequence[StepRow]
+    save_s: float
+    gather_s: float
+    memory: Sequence[WorkerMemory]
+
+
+def measure_scaling(scratch: Path, temperature: float, repeats: int = STEPS) -> dict[str, Any]:
+    """`bytes` of the weights, and `learners`: `ScalingRow`s as dictionaries, one worker first.
+
+    Raises:
+        AssertionError: a worker did not answer, or two workers have another loss than one.
+    """
+    model, total_steps = new_checkpoint(scratch, *SIZE), 1 + repeats * len(KINDS)
+    config = LearnerConfig(model=model, total_steps=total_steps, threads=1, device="cpu")
+    with ExitStack() as stack:
+        teams = [stack.enter_context(_Team(config, size, scratch)) for size in SIZES]
+
+        def in_turns(what: str, arguments: Sequence[Any]) -> list[list[Any]]:
+            """What each team answers, by argument; and each worker's peak meanwhile, noted."""
+            answers = [[team.do(what, argument) for team in teams] for argument in arguments]
+            for team in teams:
+                team.note(what)
+            return answers
+
+        in_turns("first", [temperature])
+        gathers, saves = in_turns("gathering", [None] * SAVES), in_turns("saving", range(SAVES))
+        kinds = [(kind, temperature, seed) for kind in KINDS for seed in range(repeats)]
+        steps = in_turns("stepping", kinds)
+        memory = [[WorkerMemory(**made) for made in team.memory] for team in teams]
+    for one, two in steps:
+        assert abs(two["loss"] - one["loss"]) < 1e-3, f"losses {one['loss']} and {two['loss']}"
+    rows = [
+        ScalingRow(
+            workers=size,
+            steps=[
+                _medians(kind, [step for step in steps if step[0]["kind"] == kind][1:], i)
+                for kind in KINDS
+            ],
+            save_s=median(save[i]["seconds"] for save in saves),
+            gather_s=median(gather[i]["seconds"] for gather in gathers),
+            memory=memory[i],
+        )
+        for i, size in enumerate(SIZES)
+    ]
+    return {"bytes": memory[0][0].share * 1e6, "learners": [asdict(row) for row in rows]}
+
+
+def _medians(kind: str, steps: Sequence[Sequence[dict[str, Any]]], i: int) -> StepRow:
+    return StepRow(
+        kind=kind,
+        seconds=median(step[i]["seconds"] for step in steps),
+        tokens_per_s=median(step[i]["tokens"] / step[i]["seconds"] for step in steps),
+        speed_up=median(step[0]["seconds"] / step[i]["seconds"] for step in steps),
+        cpu_seconds=median(step[i]["cpu"] for step in steps),
+        cpu_speed_up=median(step[0]["cpu"] / step[i]["cpu"] for step in steps),
+    )
+
+
+def _rows_of(kind: str, temperature: float, seed: int) -> list[TrainingRow]:
+    rows_D = uneven_rows(temperature, seed)
+    if kind == "shared prompts":
+        return rows_D
+    return [  # another first token, another prompt
+        replace(row, tokens_T=np.concatenate([np.array([2 + i], np.int32), row.tokens_T[1:]]))
+        for i, row in enumerate(rows_D)
+    ]
+
+
+class _Team:
+    """The processes of one learner, seen from outside."""
+
+    def __init__(self, config: LearnerConfig, size: int, scratch: Path) -> None:
+        self.memory: list[dict[str, float]] = [{} for _ in range(size)]
+        context = multiprocessing.get_context("spawn")
+        self._store, members = meet(size)
+        self._lines: list[Connection] = []
+        self._processes: list[Any] = []
+        for member in members:
+            ours, theirs = context.Pipe()
+            target, more = (_lead, (str(scratch),)) if member.rank == 0 else (follower, ())
+            process = context.Process(target=target, args=(config, member, theirs, *more))
+            process.daemon = True
+            process.start()
+            self._lines.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> _Team:
+        for line in self._lines:
+            self._answer(line)  # its imports are done, and there is no learner yet
+        self._before = [0.0] * len(self._lines)
+        self._before = self._megabytes("VmRSS")
+        for line in self._lines:
+            line.send("start")
+        for made, line in zip(self.memory, self._lines, strict=True):
+            made["share"] = self._answer(line) / 1e6
+        for made, held in zip(self.memory, self._megabytes("VmRSS"), strict=True):
+            made["held"] = held
+        self.note("loading")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def do(self, what: str, argument: Any) -> dict[str, Any]:
+        """What the method of `_Leader` says, its `seconds`, and `cpu`: those of the busiest."""
+        before, started = self._cpu_seconds(), time.perf_counter()
+        self._lines[0].send((what, argument))
+        answer = self._answer(self._lines[0])
+        seconds = time.perf_counter() - started
+        spent = [now - then for now, then in zip(self._cpu_seconds(), before, strict=True)]
+        return {**answer, "seconds": seconds, "cpu": max(spent)}
+
+    def _cpu_seconds(self) -> list[float]:
+        times = [psutil.Process(process.pid).cpu_times() for process in self._processes]
+        return [each.user + each.system for each in times]
+
+    def note(self, phase: str) -> None:
+        """Each worker's peak since the last note belongs to this phase."""
+        for made, peak in zip(self.memory, self._megabytes("VmHWM"), strict=True):
+            made[phase] = peak
+        for process in self._processes:
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak starts again here
+
+    def _megabytes(self, name: str) -> list[float]:
+        found = [kilobytes(f"/proc/{process.pid}/status", name) for process in self._processes]
+        return [kb * 1024 / 1e6 - own for kb, own in zip(found, self._before, strict=True)]
+
+    def _answer(self, line: Connection) -> Any:
+        assert line.poll(DEADLINE_S), "a worker did not answer; its error is on stderr"
+        return line.recv()
+
+
+def meet(size: int) -> tuple[Any, list[Membership]]:
+    """Where workers of this machine meet (to be kept while they do), and their places."""
+    store = open_store(LOOPBACK, DEADLINE_S)
+    place = partial(Membership, address=LOOPBACK, port=store.port, timeout_s=DEADLINE_S)
+    return store, [place(rank=rank, size=size) for rank in range(size)]
+
+
+def follower(config: LearnerConfig, membership: Membership, line: Connection | None = None) -> None:
+    """A follower, ended by a kill. With a `line` it waits for a word, and says what it holds."""
+    if line is not None:
+        line.send("ready")
+        line.recv()
+    group = WorkerGroup(membership, config.device)
+    worker = LearnerWorker(config, LOSSES, group)
+    if line is not None:
+        line.send(_held_bytes(worker))
+    follow(worker, group)
+
+
+def _lead(config: LearnerConfig, membership: Membership, line: Connection, scratch: str) -> None:
+    line.send("ready")
+    line.recv()
+    leader = _Leader(config, membership, Path(scratch))
+    line.send(leader.held_bytes())
+    while True:
+        what, argument = line.recv()
+        line.send(getattr(leader, what)(argument))
+
+
+def _held_bytes(worker: LearnerWorker) -> int:
+    """Of the weights; a tied one counts once."""
+    return sum(local(parameter).nbytes for parameter in worker.model.parameters())
+
+
+class _Leader:
+    """What the bench has a learner do, by the names in `WorkerMemory`."""
+
+    def __init__(self, config: LearnerConfig, membership: Membership, scratch: Path) -> None:
+        self._learner = Learner(config, str(scratch), losses=LOSSES, membership=membership)
+        self._store = CheckpointStore(scratch / f"checkpoints-{membership.size}", keep=1)
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+
+    def held_bytes(self) -> int:
+        return _held_bytes(self._learner._worker)
+
+    def first(self, temperature: float) -> dict[str, Any]:
+        """A step on so few tokens that what it leaves behind is gradients and moments."""
+        return self._step(uneven_rows(temperature, 0)[:2])
+
+    def stepping(self, given: tuple[str, float, int]) -> dict[str, Any]:
+        """A step of a kind, at a temperature, with a seed."""
+        return {"kind": given[0], **self._step(_rows_of(*given))}
+
+    def _step(self, rows_D: list[TrainingRow]) -> dict[str, Any]:
+        metrics = self._learner.step(Part(rows_D=rows_D, loss=LOSSES[0]))
+        return {"tokens": sum(row.num_trained for row in rows_D), "loss": metrics["train/loss"]}
+
+    def saving(self, step: int) -> dict[str, Any]:
+        """Until all of the checkpoint is on the disk."""
+        write = partial(self._learner.save, tokenizer=self._tokenizer)
+        self._store.save(step=step, write=write, delivery={})
+        return {}
+
+    def gathering(self, _: None) -> dict[str, Any]:
+        """All weights, each portion dropped when the next one is there."""
+        weights = self._learner.weights()
+        for bucket in plan_buckets(weights.layouts, COPY_BYTES):
+            weights.gather(names_of(bucket))
+        return {}
+
+
+def scaling_tables(report: dict[str, Any]) -> list[Table]:
+    """`measure_scaling` for people."""
+    gigabytes = report["bytes"] / 1e9
+    speed = _table(
+        f"learner workers, {gigabytes * 250:.0f} M parameters, fp32, a thread each, CPU",
+        f"the workers share this machine's {os.cpu_count()} cores, and gloo's loopback; CPU s: the "
+        "busier worker",
+        "workers", "samples with", "s/step", "tokens/s", "speed-up", "CPU s", "speed-up",
+    )  # fmt: skip
+    whole = _table(
+        f"all weights, {gigabytes * 1e3:.0f} MB",
+        "saved with AdamW's moments and synced; a learner alone has them whole already",
+        "workers", "s save", "s gather", "GB/s gather",
+    )  # fmt: skip
+    memory = _table(
+        "MB of each worker above its imports: weights held, and peaks",
+        "the leader loads the whole model once, at the start",
+        "worker", *(field.name for field in fields(WorkerMemory)),
+    )  # fmt: skip
+    for row in report["learners"]:
+        alone, names = row["workers"] == 1, ("leader of 2", "follower")
+        for step in row["steps"]:
+            speed.add_row(
+                str(row["workers"]), step["kind"], f"{step['seconds']:.2f}",
+                f"{step['tokens_per_s']:.0f}", f"{step['speed_up']:.2f}",
+                f"{step['cpu_seconds']:.2f}", f"{step['cpu_speed_up']:.2f}",
+            )  # fmt: skip
+        gathered = (f"{row['gather_s']:.3f}", f"{gigabytes / row['gather_s']:.2f}")
+        whole.add_row(str(row["workers"]), f"{row['save_s']:.2f}", *(() if alone else gathered))
+        for name, made in zip(("alone",) if alone else names, row["memory"], strict=True):
+            memory.add_row(name, *(f"{megabytes:.0f}" for megabytes in made.values()))
+    return [speed, whole, memory]
+
+
+def _table(title: str, caption: str, *headers: str) -> Table:
+    return Table(
+        *(Column(header, justify="right") for header in headers), title=title, caption=caption
+    )
+
+
+if __name__ == "__main__":
+    made = measure_scaling(Path(sys.argv[1]), float(sys.argv[2]))
+    print(json.dumps(made))
+    for table in scaling_tables(made):
+        Console().print(table)

@@ -1,0 +1,260 @@
+"""Weight pushes, end to end: the learner's tensors to the engine's acknowledgement.
+
+Each way pushes the same model from a learner alone, whose weights are whole, and from two workers
+over gloo, in turns; beside it stands a memcpy of the same bytes that was timed a moment before. The
+engine is idle; the pause is what generation would lose.
+
+The stages of a push are timed alone, too. From their seconds per byte, and a network's rate,
+`push_seconds` works out a push that does not fit here (docs/benchmarks/weights.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+import torch
+import torch.distributed
+from rich.console import Console
+from rich.table import Table
+
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.installed import sglang_installed
+from benchmarks.scaling import LOSSES, follower, meet
+from cluster.weights.gather import values
+from cluster.weights.transport import Transport
+from cluster.weights.transports import WeightsChoice, choose_transports
+from distill.models.loading import new_qwen3
+from distill.weights.model_weights import (
+    COPY_BYTES,
+    HeldWeights,
+    Weights,
+    gather_all,
+    names_of,
+    plan_buckets,
+    total_bytes,
+)
+from distill.weights.shared_memory import SharedBlock
+from learner.config import LearnerConfig
+from learner.learner import Learner
+
+REPEATS, WARMUP = 5, 2
+START_DEADLINE_S = 300.0
+# 44.6 M parameters in fp32: more than one portion.
+SHAPE = {"vocab_size": 8192, "hidden_size": 640, "layers": 8, "heads": 10}
+
+
+def measure_transports(scratch: Path) -> dict[str, Any]:
+    """`bytes`; `pushes`, as `_measure` has them, by engine and transport; `stages`."""
+    model = new_qwen3(**SHAPE, context_length=512, eos_token_id=1, pad_token_id=0, seed=0)
+    directory = Path(tempfile.mkdtemp(prefix="transports-", dir=scratch))
+    model.save_pretrained(directory / "model")
+    del model
+    kinds: list[tuple[str, type, list[WeightsChoice]]] = [
+        ("embedded", EmbeddedEngine, ["shared_memory", "object_store", "disk"])
+    ]
+    if sglang_installed():
+        kinds.append(
+            (
+                "SGLang",
+                HostedSglangEngine,
+                ["shared_memory", "object_store", "disk", "group", "ipc"],
+            )
+        )
+    pushes: dict[str, dict[str, float]] = {}
+    with _ray(), _two_workers(str(directory / "model"), directory) as learner:
+        sharded = learner.weights()
+        whole = HeldWeights(gather_all(sharded))
+        stages = _stages(whole, sharded)
+        for name, kind, choices in kinds:
+            engine: Any = ray.remote(kind).remote(
+                model_path=str(directory / "model"), device="cpu", threads=1
+            )
+            ray.get(engine.info.remote(), timeout=START_DEADLINE_S)
+            for choice in choices:
+                [transport] = choose_transports(
+                    choice, {name: engine}, served=kind is HostedSglangEngine, device="cpu",
+                    directory=str(directory / "weights"), model=str(directory / "model"),
+                    timeout_s=60, lenders=learner.lender_places(),
+                )  # fmt: skip
+                pushes[f"{name}, {choice}"] = _measure(transport, whole, sharded)
+            ray.kill(engine)
+    return {"bytes": total_bytes(whole), "pushes": pushes, "stages": stages}
+
+
+@contextmanager
+def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
+    """A learner that leads, from this process, a worker in another."""
+    config = LearnerConfig(
+        model=model, total_steps=1, device="cpu", threads=torch.get_num_threads()
+    )
+    store, members = meet(2)
+    process = multiprocessing.get_context("spawn").Process(
+        target=follower, args=(config, members[1]), daemon=True
+    )
+    process.start()
+    try:
+        yield Learner(config, str(scratch), losses=LOSSES, membership=members[0])
+    finally:
+        torch.distributed.destroy_process_group()
+        process.kill()
+        process.join()
+        del store
+
+
+def _measure(transport: Transport, whole: Weights, sharded: Weights) -> dict[str, float]:
+    """Median seconds: `seconds` of a push from a learner alone, of which `pause_seconds` without
+    generation; `gathered_seconds` and `gathered_pause_seconds` from two workers; and
+    `memcpy_seconds` of the same bytes."""
+    names = ("seconds", "pause_seconds", "gathered_seconds", "gathered_pause_seconds")
+    made: dict[str, list[float]] = {name: [] for name in (*names, "memcpy_seconds")}
+    for turn in range(WARMUP + REPEATS):
+        taken = [memcpy_seconds(total_bytes(whole))]
+        for i, weights in enumerate((sharded, whole)):
+            started = time.perf_counter()
+            acknowledged = values(transport.start(weights, 2 * turn + i), "a push", 60)
+            transport.finish()
+            taken = [time.perf_counter() - started, max(acknowledged.values()), *taken]
+        if turn < WARMUP:
+            continue  # the first pushes map memory and form the group
+        for name, seconds in zip(made, taken, strict=True):
+            made[name].append(seconds)
+    transport.abort()
+    return {name: median(seconds) for name, seconds in made.items()}
+
+
+def _stages(whole: Weights, sharded: Weights) -> dict[str, float]:
+    """Median seconds for all bytes: `check` that they are finite, on both workers; `gather` from
+    two workers; `copy` of whole ones into shared memory; a `memcpy`."""
+    block = SharedBlock()
+
+    def gather() -> None:
+        for bucket in plan_buckets(sharded.layouts, COPY_BYTES):
+            sharded.gather(names_of(bucket))
+
+    stages: dict[str, Callable[[], Any]] = {
+        "check": sharded.first_non_finite,
+        "gather": gather,
+        "copy": lambda: block.write(whole),
+    }
+    made = {name: _median_seconds(stage) for name, stage in stages.items()}
+    return made | {"memcpy": memcpy_seconds(total_bytes(whole))}
+
+
+def memcpy_seconds(nbytes: int) -> float:
+    source = torch.zeros(nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return _median_seconds(lambda: target.copy_(source))
+
+
+def _median_seconds(run: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(WARMUP + REPEATS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[WARMUP:])
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    already = ray.is_initialized()
+    if not already:
+        ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        if not already:
+            ray.shutdown()
+
+
+def stage_costs(report: Mapping[str, Any]) -> dict[str, float]:
+    """`measure_transports` as seconds per GB of each stage of a push to SGLang.
+
+    `load` is the server's pause when weights wait in shared memory; `network`, gloo on the
+    loopback, is what a push by group takes beyond checking and loading.
+    """
+    gigabytes = report["bytes"] / 1e9
+    made = {name: seconds / gigabytes for name, seconds in report["stages"].items()}
+    pushes = report["pushes"]
+    made["load"] = pushes["SGLang, shared_memory"]["pause_seconds"] / gigabytes
+    group = pushes["SGLang, group"]["seconds"] / gigabytes
+    return made | {"network": max(0.0, group - made["check"] - made["load"])}
+
+
+def on_network(costs: Mapping[str, float], gigabits_per_s: float) -> dict[str, float]:
+    """The same stages between hosts: gathering and sending at the network's nominal rate at best.
+
+    >>> on_network({"gather": 1.0, "network": 0.1}, 25.0)
+    {'gather': 1.0, 'network': 0.32}
+    """
+    floor = 8 / gigabits_per_s
+    bounded = {name: max(costs[name], floor) for name in ("gather", "network")}
+    return {**costs, **bounded}
+
+
+def push_seconds(gigabytes: float, costs: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a push: what waits for what in cluster/weights/transports.py and collective.py.
+
+    Args:
+        costs: seconds per GB of `check`, `gather`, `copy`, `network` and `load`.
+
+    Returns:
+        `shared_memory`: all stages one after the other. `group`: the learner gathers a portion
+        while the engines load the one before; nothing else overlaps. `pipelined`, which is not
+        done: all stages of a group push at once, on different portions.
+
+    >>> costs = {"check": 0.1, "gather": 1.0, "copy": 0.2, "network": 0.5, "load": 0.3}
+    >>> {way: round(seconds, 2) for way, seconds in push_seconds(2.0, costs).items()}
+    {'shared_memory': 3.2, 'group': 3.2, 'pipelined': 2.0}
+    """
+    check, gather, copy, network, load = (
+        costs[name] for name in ("check", "gather", "copy", "network", "load")
+    )
+    return {
+        "shared_memory": gigabytes * (check + gather + copy + load),
+        "group": gigabytes * (check + network + max(gather, load)),
+        "pipelined": gigabytes * max(gather, network, load),
+    }
+
+
+def transports_tables(report: Mapping[str, Any]) -> list[Table]:
+    """`measure_transports` for people."""
+    gigabytes = report["bytes"] / 1e9
+    pushes = Table(
+        title=f"weight pushes of {gigabytes * 1e3:.0f} MB, seconds per GB (x a memcpy), median",
+        caption=f"learner, its second worker and the engine share {os.cpu_count()} cores",
+    )
+    for header in ("engine, transport", "one worker", "pause", "two workers", "pause"):
+        pushes.add_column(header, justify="left" if header.startswith("engine") else "right")
+    for name, push in report["pushes"].items():
+        cells = [
+            f"{push[key] / gigabytes:.2f} ({push[key] / push['memcpy_seconds']:.1f})"
+            for key in ("seconds", "pause_seconds", "gathered_seconds", "gathered_pause_seconds")
+        ]
+        pushes.add_row(name, *cells)
+    stages = Table(title="stages of a push by themselves, seconds per GB")
+    made = {name: seconds / gigabytes for name, seconds in report["stages"].items()}
+    for name in made:
+        stages.add_column(name, justify="right")
+    stages.add_row(*(f"{cost:.3f}" for cost in made.values()))
+    return [pushes, stages]
+
+
+if __name__ == "__main__":
+    found = measure_transports(Path(sys.argv[1]))
+    print(json.dumps(found))
+    for table in transports_tables(found):
+        Console().print(table)
