@@ -89,7 +89,7 @@ class PolicyObjective:
         doc="what has equal weight in the loss: every trained token of the step, or every sequence",
     )
     num_substeps: int = chz.field(
-        default=1, doc="optimizer updates per step, each on an equal part of the step's groups"
+        default=1, doc="optimizer updates per step, each on a part of the step's groups"
     )
     entropy_coef: float = chz.field(default=0.0, doc="weight of an entropy bonus (entropy of p_T)")
     bonus_coef: float = chz.field(
