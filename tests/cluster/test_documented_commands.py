@@ -1,0 +1,117 @@
+"""Each command in the documentation's blocks is one that its program takes, values included."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import chz
+import pytest
+
+from actors.rollout.episode import play_group
+from cluster.calibrate import CalibrateConfig
+from cluster.command import parse
+from cluster.config.demos import DemoConfig
+from cluster.evaluate import EvaluateConfig
+from cluster.inspect.audit import AuditConfig
+from cluster.inspect.forecast.command import ForecastConfig
+from cluster.inspect.report.command import ReportConfig
+from cluster.inspect.rollouts_to_sft import RolloutsToSftConfig
+from cluster.sample_to_sft import SampleToSftConfig
+from cluster.train import RECIPES
+from distill.sampling import TrainSampling
+from examples.opd_vs_rl.config import OpdVsRlConfig
+from examples.show.config import ShowConfig
+from tests.scripted import Scripted, call, chat_tokenizer, setting
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {
+    "cluster.audit": AuditConfig,
+    "cluster.calibrate": CalibrateConfig,
+    "cluster.demo": DemoConfig,
+    "cluster.evaluate": EvaluateConfig,
+    "cluster.forecast": ForecastConfig,
+    "cluster.report": ReportConfig,
+    "cluster.rollouts_to_sft": RolloutsToSftConfig,
+    "cluster.sample_to_sft": SampleToSftConfig,
+    "examples.opd_vs_rl": OpdVsRlConfig,
+    "examples.show": ShowConfig,
+}
+OF_RECIPES = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)} | {
+    "config", "step", "blame",
+}  # fmt: skip
+BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"python -m ((?:cluster|examples)\.\w+) (.*)")
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, module and arguments of the commands that stand in blocks, but for --help."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        for block in BLOCK.findall(page.read_text()):
+            for module, rest in COMMAND.findall(re.sub(r"\\\n\s*", " ", block)):
+                words = shlex.split(rest, comments=True)
+                if not {"--help", "..."} & set(words):
+                    yield page.name, module, words
+
+
+FOUND = list(commands())
+
+
+def test_the_search_finds_the_commands() -> None:
+    assert len(FOUND) > 40 and {module for _, module, _ in FOUND} > {"cluster.train", *CONFIGS} - {
+        "cluster.demo", "examples.opd_vs_rl",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the modules that docs/environments.md shows, which can be imported."""
+    page = (ROOT / "docs/environments.md").read_text()
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    modules = dict(zip(("backwards", "letters"), blocks, strict=True))
+    for name, code in modules.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "feedback"), [("2", 1.0, "Right."), ("3", 0.0, "contains b 2 times")]
+)
+def test_the_documented_tool_is_called_and_the_reward_explains_itself(
+    documented: Path, said: str, reward: float, feedback: str
+) -> None:
+    words = documented / "words.txt"
+    words.write_text("bobs")
+    env = importlib.import_module("letters").Letters(file=str(words))
+    tokenizer = chat_tokenizer(documented)
+    policy = Scripted(tokenizer, [call("spell", {"word": "bobs"}), said])
+    builder = env(None, setting(tokenizer)).builder(0, 1)
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=48)
+    [played] = asyncio.run(play_group(policy, builder, sampling, group_id=0, seed=0))
+    assert played.reward == reward and feedback in played.feedback
+    assert "b o b s" in policy.seen[1]
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize(
+    ("page", "module", "words"), [pytest.param(*each, id=" ".join(each[2])) for each in FOUND]
+)
+def test_a_documented_command_is_taken(page: str, module: str, words: list[str]) -> None:
+    settings = dict(word.split("=", 1) for word in words)
+    recipe = settings.get("recipe")
+    if recipe is not None:
+        words = [word for word in words if not word.startswith("recipe=")]
+        assert parse(RECIPES[recipe].config, words), page
+    elif module in CONFIGS:
+        assert parse(CONFIGS[module], words), page
+    else:  # above a run's own settings, which no file has here
+        assert module in {"cluster.train", "cluster.replay"} and set(settings) <= OF_RECIPES, page
