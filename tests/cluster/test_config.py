@@ -588,7 +588,9 @@ def came(value: object) -> object:
 
 def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
     config = opd()
-    checkpoint = Checkpoint(path=CheckpointStore("a", 1).root, step=3, delivery={"watermark": 3})
+    checkpoint = Checkpoint(
+        path=CheckpointStore("a", 1).root, step=3, delivery={"watermark": 3}, seal="a"
+    )
     for value in (
         config,
         sft(),

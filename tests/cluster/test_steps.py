@@ -56,7 +56,7 @@ class Writing:
 
 
 def made(step: int) -> Checkpoint:
-    return Checkpoint(path=Path(f"step-{step}"), step=step, delivery={})
+    return Checkpoint(path=Path(f"step-{step}"), step=step, delivery={}, seal="")
 
 
 class Run:
