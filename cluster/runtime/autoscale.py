@@ -19,8 +19,8 @@ What keeps it from flapping:
   scaling down; Ray Serve's `downscale_delay_s` is 600 s). Too many members cost money, too few
   cost the learner, which is the dearest part of a run; hence the haste in one direction only.
   As in Ray Serve (`autoscaling_policy.py`) one window without the condition starts the count again.
-- Between `wait_low` and `wait_high` nothing changes. One member of six or more is less than
-  `wait_high` of a pool, so such a pool never pays for one shrink with a growth.
+- Between `_WAIT_LOW` and `_WAIT_HIGH` nothing changes. One member of six or more is less than
+  `_WAIT_HIGH` of a pool, so such a pool never pays for one shrink with a growth.
 - In a smaller pool it can, and starvation does not tell by how much supply exceeds demand. So a
   size that was too small is remembered for `memory_s`, and twice as long each time that it was
   tried again too early: Kubernetes' choice of the largest recommendation within the window, with
@@ -54,6 +54,12 @@ _STAGES: dict[PoolName, str] = {
 }
 # Of the gain that a growth promises, the share that it must bring.
 _GAIN = 0.25
+# A learner that waits for more than this share of its time is short of groups.
+_WAIT_HIGH = 0.2
+# One that waits for less has enough of them.
+_WAIT_LOW = 0.02
+# Workers without credit for more than this share of the time are too many.
+_STARVED_HIGH = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +108,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`targets`: members wanted, of every pool. `reasons`: of the pools that change just now.
-
-    `held`: why a pool stays as it is that would change if it could.
-    """
+    """`targets`: members wanted, of every pool. `reasons`: of the pools that change just now."""
 
     targets: Mapping[PoolName, int]
     reasons: Mapping[PoolName, str]
-    held: Mapping[PoolName, str]
 
 
 class _Evidence:
@@ -192,27 +194,21 @@ class Autoscaler:
         down_after_s: how long workers are starved before one shrinks; at least `up_after_s`.
         cooldown_s: least time between two decisions that change anything.
         memory_s: how long a size that was too small is not tried again.
-        wait_high: a learner that waits for more than this share is short of groups.
-        wait_low: one that waits for less has enough of them.
-        starved_high: workers without credit for more than this share are too many.
         settling_windows: after a change of members so many windows say nothing: groups that the
             members of before had begun are in them.
 
     Raises:
-        ConfigError: a time is negative, or a threshold is out of order.
+        ConfigError: a time is negative, or `down_after_s` is the shorter.
     """
 
     def __init__(
         self,
         pools: Iterable[Pool],
         *,
-        up_after_s: float = 30,
-        down_after_s: float = 300,
-        cooldown_s: float = 60,
-        memory_s: float = 1800,
-        wait_high: float = 0.2,
-        wait_low: float = 0.02,
-        starved_high: float = 0.5,
+        up_after_s: float,
+        down_after_s: float,
+        cooldown_s: float,
+        memory_s: float,
         settling_windows: int = 0,
     ) -> None:
         if not 0 <= up_after_s <= down_after_s:
@@ -224,19 +220,9 @@ class Autoscaler:
             raise ConfigError(
                 f"cooldown_s={cooldown_s:g} and memory_s={memory_s:g} must be at least 0"
             )
-        if not 0 <= wait_low < wait_high < 1:
-            raise ConfigError(
-                f"wait_low={wait_low:g} and wait_high={wait_high:g} must be "
-                "0 <= wait_low < wait_high < 1"
-            )
-        if not 0 <= starved_high < 1:
-            raise ConfigError(f"starved_high={starved_high:g} must be in [0, 1)")
         self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
         self._cooldown_s = cooldown_s
         self._memory_s = memory_s
-        self._wait_high = wait_high
-        self._wait_low = wait_low
-        self._starved_high = starved_high
         self._settling_windows, self._unsettled = settling_windows, 0
 
         self._now = 0.0
@@ -279,15 +265,12 @@ class Autoscaler:
         if self._unsettled:
             self._unsettled -= 1
             return
-        if observation.learner_wait > self._wait_high:
+        if observation.learner_wait > _WAIT_HIGH:
             self._short.add(observation)
         else:
             self._short.clear()
             self._growth = None
-        if (
-            observation.learner_wait < self._wait_low
-            and observation.credit_starved > self._starved_high
-        ):
+        if observation.learner_wait < _WAIT_LOW and observation.credit_starved > _STARVED_HIGH:
             self._ample.add(observation)
         else:
             self._ample.clear()
@@ -295,13 +278,8 @@ class Autoscaler:
     def _decide(self, wishes: Sequence[_Wish]) -> Decision:
         """Grants all wishes or, while the last change is fresh, none."""
         granted: dict[PoolName, str] = {}
-        held: dict[PoolName, str] = {
-            wish.pool: wish.reason for wish in wishes if not self._changes(wish)
-        }
-        for wish in filter(self._changes, wishes):
-            if self._now - self._changed_at < self._cooldown_s:
-                held[wish.pool] = f"{wish.reason}; held: another change is too recent"
-            else:
+        if self._now - self._changed_at >= self._cooldown_s:
+            for wish in wishes:
                 self._remember(wish)
                 self._targets[wish.pool] = wish.size
                 granted[wish.pool] = wish.reason
@@ -309,10 +287,7 @@ class Autoscaler:
             self._changed_at = self._now
             self._short.clear()
             self._ample.clear()
-        return Decision(targets=dict(self._targets), reasons=granted, held=held)
-
-    def _changes(self, wish: _Wish) -> bool:
-        return wish.size != self._targets[wish.pool]
+        return Decision(targets=dict(self._targets), reasons=granted)
 
     def _within_limits(self) -> list[_Wish]:
         return [
@@ -331,10 +306,11 @@ class Autoscaler:
         return [
             _Wish(
                 name,
-                min(self._targets[name], pool.clamp(needed[name])),
+                size,
                 f"nothing is left to be started, and {needed[name]} groups may still come here",
             )
             for name, pool in self._pools.items()
+            if (size := pool.clamp(needed[name])) < self._targets[name]
         ]
 
     def _grow(self, observation: Observation) -> list[_Wish]:
@@ -344,17 +320,13 @@ class Autoscaler:
         pool = self._pools.get(name)
         if pool is None or not groups:
             return []  # no group is under way, or it is in a stage that is not ours to change
+        now = self._targets[name]
+        if now >= pool.maximum or self._is_futile(name) or observation.ready[name] < now:
+            return []
         why = (
             f"the learner waits {wait:.0%} of the time, and most groups ({groups:.1f} on average) "
             f"are {_STAGES[name]}"
         )
-        now = self._targets[name]
-        if now >= pool.maximum:
-            return [_Wish(name, now, f"{why}; held: maximum={pool.maximum}")]
-        if self._is_futile(name):
-            return [_Wish(name, now, f"{why}; held: the last growth did not help")]
-        if observation.ready[name] < now:
-            return [_Wish(name, now, f"{why}; held: only {observation.ready[name]} of {now} work")]
         size = max(now + 1, min(math.ceil(now / self._short.supply), 2 * now))
         return [_Wish(name, pool.clamp(size), why)]
 

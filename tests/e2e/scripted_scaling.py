@@ -28,7 +28,7 @@ class Scripted:
         now = {pool: observation.ready[pool] for pool in self._script[0]}
         if now == self._script[0] and len(self._script) > 1:
             self._script.pop(0)
-        return Decision(targets=self._script[0], reasons={}, held={})
+        return Decision(targets=self._script[0], reasons={})
 
 
 if __name__ == "__main__":
