@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from distill.rewards.program_tests import read_tests
@@ -53,39 +53,24 @@ def unit_tests(response: str, answer: str) -> float:
 
 def tested(response: str, answer: str) -> Verdict:
     """`unit_tests`, and of a program that fails the end of what the tests printed and raised."""
-    return _verdict(response, answer, _LIMITS)
-
-
-def unit_tests_unisolated(response: str, answer: str) -> float:
-    """`unit_tests` where the sandbox cannot be made: programs use our network and our files.
-
-    Under root, or where processes may be traced, they can also change the tests.
-
-    Raises:
-        DataError: the answer has no tests that could fail.
-    """
-    return _verdict(response, answer, replace(_LIMITS, isolation="process")).reward
-
-
-def _verdict(response: str, answer: str, limits: SandboxLimits) -> Verdict:
     given = {
         "solution": _program(response),
         "tests": asdict(read_tests(answer)),
         "runner": _RUNNER.read_text(),
     }
-    result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=limits))
+    result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=_LIMITS))
     passed = result.outcome == "ok"
-    return Verdict(reward=float(passed), feedback=_told(result, limits))
+    return Verdict(reward=float(passed), feedback=_told(result))
 
 
-def _told(result: SandboxResult, limits: SandboxLimits) -> str:
+def _told(result: SandboxResult) -> str:
     """The end of the output, the error last, or the limit that ended the program."""
     if result.outcome == "ok":
         return "The tests passed."
     said = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]
     if result.outcome == "error":
         return f"The tests failed:\n{said}"
-    return f"The tests were ended, {limits.said_of(result.outcome)}:\n{said}".rstrip(":\n")
+    return f"The tests were ended, {_LIMITS.said_of(result.outcome)}:\n{said}".rstrip(":\n")
 
 
 def _program(response: str) -> str:

@@ -14,7 +14,7 @@ from distill.errors import DataError
 from distill.rewards import unit_tests_child, unit_tests_runner
 from distill.rewards.program_tests import ProgramTests
 from distill.rewards.registry import judge, load_reward
-from distill.rewards.unit_tests import unit_tests, unit_tests_unisolated
+from distill.rewards.unit_tests import unit_tests
 from distill.sandbox.sandbox import SandboxLimits, run_python
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -430,8 +430,3 @@ def test_an_answer_without_tests_is_the_data_s_fault(answer: str) -> None:
 def test_it_is_a_reward_that_waits_in_a_thread() -> None:
     reward = load_reward("distill.rewards.unit_tests:unit_tests")
     assert asyncio.run(judge(reward, ADD, TESTS)) == 1.0
-
-
-def test_without_isolation() -> None:
-    assert unit_tests_unisolated(ADD, TESTS) == 1
-    assert unit_tests_unisolated(CHEATS["hard exit"], TESTS) == 0
