@@ -31,7 +31,7 @@ from cluster.recipes.on_policy import run_on_policy
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError
 from distill.models.loading import load_causal_lm
-from distill.objective.divergences import reverse_kl
+from distill.objective.divergences import kl
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
@@ -166,11 +166,14 @@ def judge(
             chain_T = np.concatenate([request.prompt_tokens_T, sample.tokens_T])
             ids_1T = torch.from_numpy(chain_T.astype(np.int64))[None]
             with torch.no_grad():
-                p_NV, q_NV = (
+                logits_NV = [
                     model(input_ids=ids_1T, use_cache=False).logits[0, start - 1 : -1]
                     for model in models
+                ]
+                log_p_NV, log_q_NV = (
+                    (z_NV / temperature).log_softmax(dim=-1) for z_NV in logits_NV
                 )
-                total += reverse_kl(p_NV, q_NV, temperature).sum().item()
+                total += kl(log_p_NV, log_q_NV).sum().item()
             tokens += len(sample.tokens_T)
     return total / tokens
 

@@ -24,18 +24,6 @@ TAIL_FLOOR = 1e-6
 NO_MASS = -1e4
 
 
-def reverse_kl(student_logits_NV: Tensor, teacher_logits_NV: Tensor, temperature: float) -> Tensor:
-    """KL(p_T || q_T) per position, exact over the vocabulary, from logits.
-
-    sum_v p_T(v) (log p_T(v) - log q_T(v)), where p_T = softmax(z_student / T) and
-    q_T = softmax(z_teacher / T).
-    """
-    assert student_logits_NV.shape == teacher_logits_NV.shape, "vocabularies differ"
-    log_p_NV = torch.log_softmax(student_logits_NV.float() / temperature, dim=-1)
-    log_q_NV = torch.log_softmax(teacher_logits_NV.float() / temperature, dim=-1)
-    return kl(log_p_NV, log_q_NV)
-
-
 def kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
     """KL(p || q) = sum_v p(v) (log p(v) - log q(v))."""
     assert log_p_NV.shape == log_q_NV.shape, "the distributions are over different things"
