@@ -164,11 +164,13 @@ def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int | Non
         kin = (row_L[key] == row_L[query]) | (row_L[key] == before_L[query])
         return kin & (position_L[key] <= position_L[query])
 
+    if window is None:  # no number: one of more than 32 bits is 0 in the kernel
+        return sees
+
     def sees_within_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, query, key) & (position_L[query] - position_L[key] < window)
 
-    # No window is no number: the kernel has integers of 32 bits, and a large one overflows there.
-    return sees if window is None else sees_within_window
+    return sees_within_window
 
 
 @cache
