@@ -386,3 +386,10 @@ def _write_synced(path: Path, text: bytes) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

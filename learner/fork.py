@@ -10,7 +10,6 @@ other, whatever has become of the run they are from.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import ConfigError
 from distill.models.loading import load_config
 from distill.tokenizer import first_difference, load_tokenizer
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, link_or_copy
 from learner.config import LoraSettings
 from learner.lora import check_goes_on
 from learner.state_files import TrainerState, write_trainer
@@ -103,12 +102,5 @@ def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:
     """
     for name in ("model", "adapter", *(["optimizer"] if moments else [])):
         if (checkpoint / name).is_dir() or name == "model":
-            shutil.copytree(checkpoint / name, path / name, copy_function=_link)
+            shutil.copytree(checkpoint / name, path / name, copy_function=link_or_copy)
     write_trainer(path, TrainerState(moments=moments))
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)

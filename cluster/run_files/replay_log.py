@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -36,7 +35,7 @@ from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, TrajectoryId
 from distill.types import TrajectoryGroup
-from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
 
 if TYPE_CHECKING:
     from distill.weights.model_weights import Weights
@@ -141,7 +140,7 @@ class ReplayLog:
         if not kept.exists():
             partial = kept.with_name(f".{kept.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(found[-1].path, partial, copy_function=_link)
+            shutil.copytree(found[-1].path, partial, copy_function=link_or_copy)
             partial.rename(kept)
 
     def _drop(self, newest: int) -> None:
@@ -289,13 +288,6 @@ def steps_in(root: Path) -> list[int]:
 
 def _path(root: Path, step: int, kind: str) -> Path:
     return root / f"step-{step:06d}.{kind}"
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
 
 
 def _replace(path: Path, content: bytes) -> None:
