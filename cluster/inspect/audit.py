@@ -177,7 +177,7 @@ class _Auditor:
         self._most_begun = settings.get("most_begun_again")
         run_id = event.get("run_id", "")
         if self.jobs == 1:
-            self.first = _account(event)
+            self.first = TrainedGroups.from_json(event)
         elif self.run_id and run_id != self.run_id and event["watermark"]:
             self._complain(
                 f"a job of run {run_id or 'unknown'} starts from {event['watermark']}, and what "
@@ -193,7 +193,7 @@ class _Auditor:
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
         """Return to the weights of an earlier step, which undoes the later steps."""
-        target, epoch = _account(event), event["epoch"]
+        target, epoch = TrainedGroups.from_json(event), event["epoch"]
         if epoch != self.epoch + 1:
             self._complain(f"epoch {epoch} follows epoch {self.epoch}")
         if unseen := target.since(self.trained):
@@ -402,10 +402,6 @@ class _Auditor:
                 f"{event['watermark']}, and only those below {self.trained.watermark} were trained"
             )
         self.committed = event["watermark"]
-
-
-def _account(event: Mapping[str, Any]) -> TrainedGroups:
-    return TrainedGroups.from_json(event)
 
 
 def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:

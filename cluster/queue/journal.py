@@ -187,7 +187,8 @@ def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Rep
         try:
             if event["event"] == "start":
                 settings = LedgerSettings(**event["settings"])
-                ledger = Ledger(settings, _trained(event), epoch=event["epoch"], clock=clock)
+                trained = TrainedGroups.from_json(event)
+                ledger = Ledger(settings, trained, epoch=event["epoch"], clock=clock)
                 run, run_id, ended = event["run"], event.get("run_id", ""), False
             elif ledger is not None:
                 _apply(ledger, event)
@@ -244,7 +245,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "commit":
             ledger.commit(event["step"], event["watermark"])
         case "rewind":
-            ledger.rewind(_trained(event), event["reason"])
+            ledger.rewind(TrainedGroups.from_json(event), event["reason"])
         case "recover":
             ledger.recover()
 
@@ -257,7 +258,3 @@ def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
 
 def _lease(event: Mapping[str, Any], epoch: int) -> Lease:
     return Lease(group_id=event["id"], attempt=event["attempt"], epoch=epoch)
-
-
-def _trained(event: Mapping[str, Any]) -> TrainedGroups:
-    return TrainedGroups.from_json(event)
