@@ -71,23 +71,18 @@ class SglangClient:
         """Send a GET and return its JSON; retried on failure."""
         return await self._request("GET", path, None, key=self._api_key, repeatable=True)
 
-    async def post(
-        self, path: str, body: Body, *, repeatable: bool = False, allowance_s: float = 0
-    ) -> Any:
+    async def post(self, path: str, body: Body, *, repeatable: bool = False) -> Any:
         """Send a POST and return its JSON.
 
         Args:
             repeatable: the request has no side effects and may be retried.
-            allowance_s: seconds added to the deadline, for the request's tokens or bytes.
 
         Raises:
             DataError: the server rejects the request as invalid (status 400 or 422).
             EngineLost: the server cannot be reached, or takes longer than the deadline.
             EngineError: the server rejects the key, redirects, or fails.
         """
-        return await self._request(
-            "POST", path, body, key=self._api_key, repeatable=repeatable, allowance_s=allowance_s
-        )
+        return await self._request("POST", path, body, key=self._api_key, repeatable=repeatable)
 
     async def exchange(
         self,
@@ -99,6 +94,9 @@ class SglangClient:
         allowance_s: float = 0,
     ) -> Value:
         """Send a POST and return `read(JSON of the answer)`; `body` and `read` run in a thread.
+
+        Args:
+            allowance_s: seconds added to the deadline, for the request's tokens or bytes.
 
         Raises the errors of `post`, `body` and `read`.
         """

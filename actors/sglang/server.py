@@ -33,7 +33,9 @@ from distill.errors import EngineLost
 
 logger = logging.getLogger(__name__)
 
-LOG_TAIL_LINES = 40
+_TAIL_LINES = 40
+# Seconds that a server has to end by itself.
+_STOP_S = 10.0
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*")
 # Variables that people export for other systems, and that would break a server of ours.
 _LEFT_OUT = {
@@ -142,7 +144,7 @@ class SglangServer:
                 seconds = time.monotonic() - self._started
                 logger.info("SGLang is ready at %s after %.1f s", self.url, seconds)
                 return
-            said = self.log_tail().lower()
+            said = self._log_tail().lower()
             if attempt < self._port_attempts and any(taken in said for taken in _TAKEN):
                 logger.warning("port %d was taken before the server could bind it", self._port)
                 self._process = self._spawn()
@@ -174,9 +176,9 @@ class SglangServer:
                 await asyncio.sleep(_POLL_S)
         return False
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def _log_tail(self) -> str:
         """The last lines of what the server printed."""
-        return "\n".join(self._log_end().splitlines()[-lines:])
+        return "\n".join(self._log_end().splitlines()[-_TAIL_LINES:])
 
     def _log_end(self) -> str:
         log = self._log.fileno()
@@ -200,14 +202,14 @@ class SglangServer:
 
     def _last_words(self) -> str:
         name = f" ({self._log_path})" if self._log_path else ""
-        return f"The end of its log{name}:\n{self.log_tail()}"
+        return f"The end of its log{name}:\n{self._log_tail()}"
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def stop(self) -> None:
         """Ends the server and every process it started; returns when it is gone."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its own children die with it: they asked the kernel to
             self._process.wait()

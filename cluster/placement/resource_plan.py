@@ -67,9 +67,9 @@ def render(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def engine_memory(estimate: MemoryEstimate | None, dtype: str, ranks: int = 1) -> int | None:
-    """Bytes of weights that one GPU of an engine holds; its caches come on top."""
-    return None if estimate is None else estimate.parameters * _BYTES[dtype] // ranks
+def engine_memory(estimate: MemoryEstimate | None, dtype: str) -> int | None:
+    """Bytes of weights that an engine holds; its caches come on top."""
+    return None if estimate is None else estimate.parameters * _BYTES[dtype]
 
 
 def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:

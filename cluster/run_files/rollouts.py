@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 
-# Errors of reading a line that is not a group.
-_ODD = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 # Bytes at the end of a file that are read for the newest groups.
 _NEWEST_BYTES = 16 << 20
 # Likeliest tokens of the teacher that are kept per position.

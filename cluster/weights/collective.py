@@ -24,7 +24,6 @@ soon are lost as well, and are ended at once (cluster/weights/gather.py, publish
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -53,8 +52,6 @@ from distill.gloo import listen_towards
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout, layout_digest
 from learner.process_group import LOOPBACK, open_store
-
-logger = logging.getLogger(__name__)
 
 JOIN_DEADLINE_S = 120.0
 _POLL_S = 0.001

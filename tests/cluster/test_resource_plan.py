@@ -46,7 +46,7 @@ def test_a_run_that_cannot_grow_has_one_sum() -> None:
 
 def test_memory_of_one_member() -> None:
     assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
-    assert engine_memory(EIGHT_B, "float32", ranks=4) == 8 << 30
+    assert engine_memory(EIGHT_B, "float32") == 32 << 30
     assert learner_memory(EIGHT_B, 4) == 32 << 30  # 16 bytes a parameter, a quarter of them
     frozen = MemoryEstimate(parameters=10, holding=FROZEN)
     assert learner_memory(frozen, 3) == 14, "40 bytes over three, rounded up"
