@@ -40,7 +40,6 @@ class HostedSglangEngine(SglangEngine):
         gpu_beside: bytes of that fraction which another process uses.
         sleeps: enable `sleep`, which releases the GPU memory.
         routed_experts: enable requests for the experts that tokens are routed to.
-        host: address to listen on; only this process connects to the server.
         log_path: file for the server's output; None: an unnamed temporary file.
         environment: variables added to the server's environment.
         start_deadline_s, request_deadline_s: time limits of the start and of a request, in seconds.
@@ -71,7 +70,6 @@ class HostedSglangEngine(SglangEngine):
         gpu_beside: int = 0,
         sleeps: bool = False,
         routed_experts: bool = False,
-        host: str = "127.0.0.1",
         log_path: str | None = None,
         environment: dict[str, str] | None = None,
         start_deadline_s: float = 600,
@@ -104,7 +102,6 @@ class HostedSglangEngine(SglangEngine):
             gpu_beside=gpu_beside,
             sleeps=sleeps,
             routed_experts=routed_experts,
-            host=host,
             log_path=log_path,
             environment=environment,
             start_deadline_s=start_deadline_s,

@@ -33,6 +33,8 @@ from distill.errors import EngineLost
 
 logger = logging.getLogger(__name__)
 
+# Only the process that starts a server connects to it.
+_HOST = "127.0.0.1"
 _TAIL_LINES = 40
 # Seconds that a server has to end by itself.
 _STOP_S = 10.0
@@ -61,7 +63,6 @@ class SglangServer:
     Args:
         flags: SGLang's own command-line flags, without host, port and keys.
         environment: variables added to the server's environment.
-        host: address to listen on.
         log_path: file for everything the server prints; None makes one without a name, which
             this process alone can read.
         start_deadline_s: longest the server may take to become ready.
@@ -77,7 +78,6 @@ class SglangServer:
         flags: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        host: str = "127.0.0.1",
         log_path: Path | None = None,
         start_deadline_s: float = 600.0,
         ready_path: str = "/ready",
@@ -86,7 +86,6 @@ class SglangServer:
         require_sglang()
         self._flags = list(flags)
         self._environment = dict(environment or {})
-        self._host = host
         self._start_deadline_s = start_deadline_s
         self._ready_path, self._port_attempts = ready_path, port_attempts
         self.api_key = secrets.token_urlsafe(24)
@@ -99,7 +98,7 @@ class SglangServer:
     @property
     def url(self) -> str:
         """Changes if the server finds its port taken."""
-        return f"http://{self._host}:{self._port}"
+        return f"http://{_HOST}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -110,10 +109,10 @@ class SglangServer:
         return self._process.poll() is None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self._claim = claim_port(self._host)
+        self._claim = claim_port(_HOST)
         self._port = self._claim.getsockname()[1]
         self._started = time.monotonic()
-        flags = [*self._flags, "--host", self._host, "--port", str(self._port)]
+        flags = [*self._flags, "--host", _HOST, "--port", str(self._port)]
         # No session of its own: Ray then kills it with the actor's process group, too.
         process = subprocess.Popen(
             [sys.executable, "-m", "actors.sglang.launch"],

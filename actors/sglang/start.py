@@ -47,7 +47,6 @@ def start_server(
     gpu_beside: int = 0,
     sleeps: bool = False,
     routed_experts: bool = False,
-    host: str = "127.0.0.1",
     log_path: str | None = None,
     environment: Mapping[str, str] | None = None,
     start_deadline_s: float = 600,
@@ -102,7 +101,6 @@ def start_server(
     server = SglangServer(
         all_flags,
         environment=variables,
-        host=host,
         log_path=None if log_path is None else Path(log_path),
         start_deadline_s=start_deadline_s,
         # On CUDA a start includes the first token, and the kernels that are compiled for it. The

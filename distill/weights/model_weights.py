@@ -23,7 +23,7 @@ BUCKET_BYTES = 1 << 30
 # One portion that is gathered and copied where nothing is asked for each: little beside a host.
 COPY_BYTES = 128 << 20
 # Largest file of a checkpoint; it is in main memory while it is written.
-FILE_BYTES = 2 << 30
+_FILE_BYTES = 2 << 30
 
 
 class Weights(Protocol):
@@ -113,13 +113,13 @@ def total_bytes(weights: Weights) -> int:
     return sum(layout.nbytes for layout in weights.layouts)
 
 
-def save_weights(path: Path, weights: Weights, file_bytes: int = FILE_BYTES) -> None:
+def save_weights(path: Path, weights: Weights) -> None:
     """Writes safetensors files as Hugging Face names them: one, or several and their index.
 
     Raises:
         OSError, SafetensorError: they could not be written.
     """
-    files = plan_buckets(weights.layouts, file_bytes)
+    files = plan_buckets(weights.layouts, _FILE_BYTES)
     where: dict[str, str] = {}
     for i, bucket in enumerate(files, start=1):
         name = f"model-{i:05d}-of-{len(files):05d}" if len(files) > 1 else "model"
