@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -82,12 +83,12 @@ class Problems:
 
 def write_prompts(path: str | Path, problems: Iterable[Problem]) -> None:
     """JSONL of `prompt` and its reference `answer`."""
-    _write_jsonl(path, ({"prompt": p.prompt, "answer": p.answer} for p in problems))
+    write_jsonl(path, ({"prompt": p.prompt, "answer": p.answer} for p in problems))
 
 
 def write_sft(path: str | Path, problems: Iterable[Problem]) -> None:
     """JSONL of `prompt` and the right `completion`, without EOS: training appends it."""
-    _write_jsonl(path, ({"prompt": p.prompt, "completion": p.answer} for p in problems))
+    write_jsonl(path, ({"prompt": p.prompt, "completion": p.answer} for p in problems))
 
 
 def write_careless_sft(
@@ -110,7 +111,7 @@ def write_careless_sft(
     if editions < 1:
         raise ConfigError(f"editions={editions} must be at least 1")
     rng = np.random.default_rng(seed)
-    _write_jsonl(
+    write_jsonl(
         path,
         (
             {"prompt": p.prompt, "completion": p.careless_answer(forget_carry, rng)}
@@ -143,5 +144,5 @@ def train_tokenizer(directory: str | Path, problems: Sequence[Problem]) -> PreTr
     return tokenizer
 
 
-def _write_jsonl(path: str | Path, rows: Iterable[Mapping[str, str]]) -> None:
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -13,7 +13,6 @@ invalidate later links, and the probability of a correct link does not depend on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import chz
 import numpy as np
 
-from cluster.demos.arithmetic import OPERAND_DIGITS, Problem
+from cluster.demos.arithmetic import OPERAND_DIGITS, Problem, write_jsonl
 from distill.chat.responses import response_text
 from distill.chat.token_text import decode
 from distill.data.prompts import Prompt
@@ -101,7 +100,7 @@ def right_links(prompt: str, response: str, links: int) -> list[bool]:
 
 def write_starts(path: Path, starts: Iterable[Problem]) -> None:
     """Write a JSONL file with a row of `prompt` per start."""
-    _write_rows(path, ({"prompt": prompt_of(start)} for start in starts))
+    write_jsonl(path, ({"prompt": prompt_of(start)} for start in starts))
 
 
 def write_book(
@@ -122,11 +121,7 @@ def write_book(
         ids = tokenizer.encode(text, add_special_tokens=False)
         if learnt:
             rows.append({"tokens": ids, "loss_mask": learnt, "tokenizer": vocab_hash})
-    _write_rows(path, rows)
-
-
-def _write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(path, rows)
 
 
 class ChainEnv(Env):

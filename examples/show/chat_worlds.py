@@ -110,11 +110,6 @@ def write_untrained(
     ).save_pretrained(directory)
 
 
-def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """JSONL."""
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 # products
 
 

@@ -29,6 +29,7 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import SftConfig
+from cluster.demos.arithmetic import write_jsonl
 from cluster.demos.demo import fresh_directory
 from cluster.early_ends import RunFailed
 from cluster.recipes.common import connected
@@ -47,7 +48,6 @@ from examples.show.chat_worlds import (
     product_prompts,
     products,
     reading_book,
-    write_rows,
     write_untrained,
 )
 from examples.show.config import ShowConfig, Task
@@ -215,10 +215,10 @@ def show(config: ShowConfig, console: Console) -> None:
 
 def _write(out: Path, world: World, seed: int) -> None:
     """Files of prompts and books, and an untrained model for each book of a new one."""
-    write_rows(out / "prompts.jsonl", world.prompts)
-    write_rows(out / "held_out.jsonl", world.held_out)
+    write_jsonl(out / "prompts.jsonl", world.prompts)
+    write_jsonl(out / "held_out.jsonl", world.held_out)
     for number, (name, schooling) in enumerate(world.schooling.items()):
-        write_rows(_book(out, name), schooling.book)
+        write_jsonl(_book(out, name), schooling.book)
         if schooling.after is None:
             write_untrained(
                 _untrained(out, name),

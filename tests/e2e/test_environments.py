@@ -16,6 +16,7 @@ from rich.console import Console
 from actors.sglang.installed import sglang_installed
 from cluster.config.presets import OpdToolsConfig, SelfplayConfig
 from cluster.config.supervised import SftConfig
+from cluster.demos.arithmetic import write_jsonl
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from cluster.inspect.report.command import main as report
@@ -30,7 +31,6 @@ from examples.show.chat_worlds import (
     product_book,
     product_prompts,
     products,
-    write_rows,
     write_untrained,
 )
 from tests.conftest import TinyPair
@@ -171,8 +171,8 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
     """A model that was taught to call, barely: the calls are run, and both turns are trained."""
     pairs = products(300, 0)
     book = product_book(pairs, guesses=0.0)
-    write_rows(tmp_path / "book.jsonl", book)
-    write_rows(tmp_path / "prompts.jsonl", product_prompts(pairs))
+    write_jsonl(tmp_path / "book.jsonl", book)
+    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(pairs))
     untrained = str(tmp_path / "untrained")
     write_untrained(untrained, book, DIGITS_APART, context_length=128, seed=1)
     schooling = SftConfig(
