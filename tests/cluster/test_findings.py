@@ -316,13 +316,15 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
                 "tokens": [0] * (length + 1), "actions": [[1, length + 1]],
                 "behaviour_logprobs": [-1.0] * length, "teacher_logprobs": None,
                 "versions": [0] * length, "advantages": [0.0] * length, "bonuses": None,
+                "teacher_top": None,
             }],
         }  # fmt: skip
 
     def group(step: int, number: int, members: list[dict[str, Any]]) -> str:
         return json.dumps({
             "step": step, "group_id": number, "version": step - 1, "teacher": "", "tag": None,
-            "source": "", "temperature": 0.7, "metrics": {}, "trajectories": members,
+            "source": "", "answer": None, "by_teacher": False, "as_text": False, "temperature": 0.7,
+            "metrics": {}, "trajectories": members,
         }) + "\n"  # fmt: skip
 
     path = tmp_path / "rollouts.jsonl"
