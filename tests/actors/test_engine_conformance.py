@@ -920,6 +920,7 @@ def test_stopping_is_one_of_the_likeliest_where_a_token_is_sampled(stopping: Par
         )
         for i, t in enumerate(TEMPERATURES)
     ]
+    likely = []
     for request, samples in zip(requests, stopping.generate(*requests), strict=True):
         for sample in samples:
             tokens_T, start = chain(request.prompt_tokens_T, sample), len(request.prompt_tokens_T)
@@ -927,7 +928,8 @@ def test_stopping_is_one_of_the_likeliest_where_a_token_is_sampled(stopping: Par
             log_p_NV = outcome_logprobs(stopping.model, tokens_T, start, t)
             expect_likeliest_where_sampled(outcomes_alone(log_p_NV), sample, 4)
             assert sample.top_ids_TK is not None
-            assert (sample.top_ids_TK == STOPS.ids[0]).any()
+            likely.append((sample.top_ids_TK == STOPS.ids[0]).any())
+    assert any(likely)  # not in each: one may end at once, by an unlikely stop
 
 
 def test_stop_tokens_are_told(stopping: Party) -> None:
