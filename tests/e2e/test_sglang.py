@@ -120,23 +120,13 @@ def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, value, diagnosis",
-    [
-        ("SGLANG_PLUGINS", "none", "plugin"),
-        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
-    ],
-)
 def test_calibrate_refuses_a_server_that_does_not_scale(
     tiny_pair: TinyPair,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    name: str,
-    value: str,
-    diagnosis: str,
 ) -> None:
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
     arguments = [
         f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}", "temperature=0.7",
         "engine=sglang", "device=cpu", f"out={tmp_path / 'c.json'}",
@@ -144,7 +134,7 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     assert calibrate(arguments) == 3
     printed = capsys.readouterr()
     words = " ".join((printed.out + printed.err).split())
-    assert diagnosis in words and "nats" in words
+    assert "plugin" in words and "nats" in words
     report = json.loads((tmp_path / "c.json").read_text())
     assert report["agrees"] is False
     assert max(row["max_gap"] for row in report["comparisons"]) > 0.1
