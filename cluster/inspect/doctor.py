@@ -128,7 +128,7 @@ def torch_build(version: str, tools: CudaTools) -> CheckResult:
 
 
 def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[CheckResult]:
-    """Findings on the driver, each GPU, and NCCL. `nccl`: None if torch was built without."""
+    """Checks of the driver, each GPU, and NCCL. `nccl`: None if torch was built without."""
     if tools.driver is None:
         yield CheckResult("GPU", "none: models run on the CPU")
         return
@@ -193,7 +193,7 @@ def ray_cluster() -> Iterator[CheckResult]:
 
 
 def sglang_checks(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[CheckResult]:
-    """Findings on SGLang, the plugin, and SGLang's requirements on CUDA.
+    """Checks of SGLang, the plugin, and SGLang's requirements on CUDA.
 
     Args:
         plugin: checks the installed SGLang; returns its problem, or None.
@@ -360,7 +360,7 @@ def _gib(size: int) -> str:
 _STYLES = {CheckState.FINE: "green", CheckState.NOTE: "yellow", CheckState.PROBLEM: "bold red"}
 
 
-def print_findings(config: DoctorConfig, console: Console) -> None:
+def print_checks(config: DoctorConfig, console: Console) -> None:
     """Prints every check; raises MachineError with the number of problems, if there are any."""
     table = Table(show_header=False, box=None)
     problems = 0
@@ -381,7 +381,7 @@ class MachineError(IsothermError):
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return run_command(DoctorConfig, print_findings, argv)
+    return run_command(DoctorConfig, print_checks, argv)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from distill.errors import ConfigError
 # Ray gives its own processes 30 s to find each other, which a busy machine may take away.
 _STARTS = 3
 _DEADLINE_S = 180.0
+# Longest that Ray may take to end. After them the head is killed, and the kernel kills its
+# children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
+END_S = 30
 
 # `-m` would look for modules in the working directory, which the driver may not do.
 _PROGRAM = f"""
@@ -122,6 +126,7 @@ def run_head(cpus: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or a shell would wait for this process, too
     os.dup2(1, 2)
     sys.stdin.read()
+    signal.alarm(END_S)
     ray.shutdown()
 
 

@@ -255,12 +255,13 @@ class VocabularyHead:
         def projected(hidden_nH: Tensor, positions: slice) -> TokenStats:
             return stats_of(self.projection(hidden_nH), positions)
 
-        rows = positions_per_trained_chunk(hidden_NH.device, model_width(self.projection))
-        chunks = _slices(0, len(hidden_NH), rows)
+        device, width = hidden_NH.device, model_width(self.projection)
+        chunks = _slices(0, len(hidden_NH), positions_per_chunk(device, width))
         many = len(chunks) > 1 and torch.is_grad_enabled()
         if type(self.projection) is nn.Linear:
             linear = cast(nn.Linear, self.projection)
             if many or _precision_of(linear.weight) != torch.float32:
+                rows = positions_per_trained_chunk(device, width)
                 return _LinearStats.of(
                     hidden_NH, linear.weight, linear.bias, stats_of, rows, entropy_gradient
                 )
@@ -284,7 +285,7 @@ def _precision_of(weight: Tensor) -> torch.dtype:
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """out = left @ right. CUDA sums in float32, and rounds to the precision of `out`.
 
-    Logits in bfloat16 would be off by up to 1/256: by 0.03 nats in the mean at T = 0.7.
+    Logits rounded to bfloat16 would be off by up to 1/256 of their size.
     """
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)

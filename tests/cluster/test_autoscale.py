@@ -385,7 +385,7 @@ def turns(history: Sequence[dict[str, int]], name: str) -> int:
     return sum(earlier != later for earlier, later in pairwise(signs))
 
 
-# Of a run with the default settings.
+# Times of the autoscalers below, in seconds.
 OF_A_RUN = {"up_after_s": 30, "down_after_s": 300, "cooldown_s": 60, "memory_s": 1800}
 plants = st.builds(
     Plant,

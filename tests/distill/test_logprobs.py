@@ -188,9 +188,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
         return (log_p_NV.exp() * log_p_NV.square()).sum(dim=1) * tokens_N[positions]
 
     def run(positions: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(
-            logprobs, "positions_per_trained_chunk", lambda device, vocab_size: positions
-        )
+        monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: positions)
         hidden_NH = hidden_and_logits(model)[0].requires_grad_(True)
         model.zero_grad()
         stats = head.token_stats(
@@ -252,7 +250,7 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
     monkeypatch: pytest.MonkeyPatch, model, build, asked: str
 ) -> None:
     """Against one graph over all logits, fp32; each loss leaves the other statistics unused."""
-    monkeypatch.setattr(logprobs, "positions_per_trained_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     monkeypatch.setattr(logprobs, "positions_together", lambda device, vocab_size: 2)
     head = VocabularyHead(model())
     with torch.random.fork_rng():
@@ -293,7 +291,7 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
 
 
 def test_chunks_spare_the_entropy_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "positions_per_trained_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     model = qwen3()
     hidden_NH = hidden_and_logits(model)[0]
     stats = VocabularyHead(model).token_stats(hidden_NH, torch.arange(8), torch.ones(8))
@@ -311,7 +309,7 @@ def test_chunks_under_autocast_are_the_whole_under_autocast(
     made = []
     for positions in (8, 3):
         monkeypatch.setattr(
-            logprobs, "positions_per_trained_chunk", lambda device, vocab_size, n=positions: n
+            logprobs, "positions_per_chunk", lambda device, vocab_size, n=positions: n
         )
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -339,7 +337,7 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
 
     spy.weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]
     head.projection = spy
-    monkeypatch.setattr(logprobs, "positions_per_trained_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     with torch.no_grad():
         head.token_stats(hidden_NH, torch.arange(8), torch.ones(8))
     assert sizes == [3, 3, 2]
