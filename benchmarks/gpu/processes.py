@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).parents[2]
 LEAST_S = 20.0
 # Longest a process may take until its first check begins: imports, from a disk that is cold.
 IMPORTS_S = 60.0
+# What a hung process gets to write where its threads are.
+_STACKS_S = 5.0
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -62,6 +64,7 @@ def _run_until_one_fails_to_answer(
         child = subprocess.Popen(
             [*command, json.dumps(asdict(setting))], cwd=REPOSITORY, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[writer],
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )  # fmt: skip
         os.close(writer)
         try:
@@ -71,6 +74,7 @@ def _run_until_one_fails_to_answer(
                 line = _next_line(answers, deadline_s)
                 seconds = time.monotonic() - started
                 if line is None:
+                    _write_stacks(child)
                     record(
                         name, outcome("fail", f"not done after {seconds:.0f} s; see {log}", seconds)
                     )
@@ -90,6 +94,15 @@ def _next_line(answers: RawIOBase, deadline_s: float) -> bytes | None:
     """Next outcome; empty if the process has ended, None if there is none within the deadline."""
     ready, _, _ = select.select([answers], [], [], max(0.0, deadline_s))
     return answers.readline() if ready else None
+
+
+def _write_stacks(child: subprocess.Popen[bytes]) -> None:
+    """Ends the process by SIGABRT, at which faulthandler writes its threads' stacks to the log."""
+    child.send_signal(signal.SIGABRT)
+    try:
+        child.wait(_STACKS_S)
+    except subprocess.TimeoutExpired:
+        return  # it hangs in a driver; `_end` kills it
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
