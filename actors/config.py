@@ -101,7 +101,8 @@ class DecodingSettings:
     def _running_in_range(self) -> None:
         if self.max_running_requests < 1:
             raise ConfigError(
-                f"max_running_requests={self.max_running_requests} must be at least 1"
+                f"max_running_requests={self.max_running_requests} must be at least 1",
+                field="max_running_requests",
             )
 
 
@@ -166,9 +167,15 @@ class ServerSettings:
     @chz.validate
     def _server_in_range(self) -> None:
         if self.start_deadline_s is not None and not self.start_deadline_s > 0:
-            raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+            raise ConfigError(
+                f"start_deadline_s={self.start_deadline_s} must be above 0",
+                field="start_deadline_s",
+            )
         if self.push_bucket_bytes < 1:
-            raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
+            raise ConfigError(
+                f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1",
+                field="push_bucket_bytes",
+            )
 
     def start_deadline_of(self, model: str | None) -> float:
         """Deadline in seconds for the start of an actor that loads `model` (None: no model)."""
@@ -212,7 +219,10 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
     @chz.validate
     def _in_range(self) -> None:
         if self.score_token_budget < 1:
-            raise ConfigError(f"score_token_budget={self.score_token_budget} must be at least 1")
+            raise ConfigError(
+                f"score_token_budget={self.score_token_budget} must be at least 1",
+                field="score_token_budget",
+            )
         if self.external:
             check_url(self.model)
         elif self.server_flags and self.kind == "embedded":

@@ -9,9 +9,17 @@ from pathlib import Path
 
 
 class IsothermError(ValueError):
-    """Error that the user can put right. The message names the field, the value and the remedy."""
+    """Error that the user can put right. The message names the field, the value and the remedy.
+
+    `field` is the setting, column or key of the data that is wrong, or None; `value` is its value.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, *, field: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.value = value
 
 
 class ConfigError(IsothermError):

@@ -31,14 +31,16 @@ def resolve(setting: str, name: str, known: Collection[str]) -> Any:
     if not module or not attribute:
         raise ConfigError(
             f"{setting}={name!r} is neither built in nor `package.module:attribute`; "
-            f"{known_names(name, known)}"
+            f"{known_names(name, known)}",
+            field=setting,
         )
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's: importing it may raise anything
         raise ConfigError(
             f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "
-            "module installed, or its directory on PYTHONPATH?"
+            "module installed, or its directory on PYTHONPATH?",
+            field=setting,
         ) from error
 
 
@@ -50,7 +52,9 @@ def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
     """
     found = resolve(setting, name, known)
     if not callable(found):
-        raise ConfigError(f"{setting}={name!r} is a {type(found).__name__}, not a function")
+        raise ConfigError(
+            f"{setting}={name!r} is a {type(found).__name__}, not a function", field=setting
+        )
     return found
 
 
@@ -73,5 +77,6 @@ def require_arguments(
     except TypeError as error:
         raise ConfigError(
             f"{setting}={name!r} is called as ({', '.join(arguments)}), and takes {signature}: "
-            f"{error}"
+            f"{error}",
+            field=setting,
         ) from None

@@ -59,7 +59,7 @@ class ThreadSettings:
     @chz.validate
     def _threads_in_range(self) -> None:
         if self.threads < 1:
-            raise ConfigError(f"threads={self.threads} must be at least 1")
+            raise ConfigError(f"threads={self.threads} must be at least 1", field="threads")
 
 
 def with_default(part: type, name: str, default: Any) -> Any:

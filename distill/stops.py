@@ -108,8 +108,9 @@ def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]
         else:
             raise ConfigError(
                 f"stop_tokens={text}: {given!r} is neither a token nor an id below "
-                f"{len(tokenizer)}; {known_names(given, special)}"
+                f"{len(tokenizer)}; {known_names(given, special)}",
+                field="stop_tokens",
             )
     if text and not ids:
-        raise ConfigError(f"stop_tokens={text!r} names no token; leave it out")
+        raise ConfigError(f"stop_tokens={text!r} names no token; leave it out", field="stop_tokens")
     return ids

@@ -64,14 +64,17 @@ class LoraSettings:
     @chz.validate
     def _lora_in_range(self) -> None:
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora_dropout={self.lora_dropout} must be in [0, 1)")
+            raise ConfigError(
+                f"lora_dropout={self.lora_dropout} must be in [0, 1)", field="lora_dropout"
+            )
         if self.lora_adapter is not None:
             for name in ("rank", "alpha", "targets"):
                 if (value := getattr(self, f"lora_{name}")) is not None:
                     raise ConfigError(
                         f"lora_{name}={value} and lora_adapter={self.lora_adapter}: an adapter "
                         f"brings its own {name}. Leave lora_{name} out, or lora_adapter to train a "
-                        "fresh one"
+                        "fresh one",
+                        field=f"lora_{name}",
                     )
         elif self.lora_rank is not None:
             self._check_fresh(self.lora_rank)
@@ -84,13 +87,16 @@ class LoraSettings:
 
     def _check_fresh(self, rank: int) -> None:
         if rank < 1:
-            raise ConfigError(f"lora_rank={rank} must be at least 1")
+            raise ConfigError(f"lora_rank={rank} must be at least 1", field="lora_rank")
         if self.lora_alpha is not None and not 0 < self.lora_alpha < float("inf"):
-            raise ConfigError(f"lora_alpha={self.lora_alpha} must be above 0, and finite")
+            raise ConfigError(
+                f"lora_alpha={self.lora_alpha} must be above 0, and finite", field="lora_alpha"
+            )
         if self.lora_targets is not None and not all(map(str.strip, self.lora_targets.split(","))):
             raise ConfigError(
                 f"lora_targets={self.lora_targets!r} holds an empty name; write q_proj,v_proj or "
-                f"{ALL_LINEAR}"
+                f"{ALL_LINEAR}",
+                field="lora_targets",
             )
 
     @property
@@ -130,14 +136,19 @@ class OptimizerSettings(LoraSettings):
         if isinstance(self.lr, str):
             raise ConfigError(
                 f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
-                "number (learner.learning_rate.suggested_lr)"
+                "number (learner.learning_rate.suggested_lr)",
+                field="lr",
             )
         for name in ("lr", "max_grad_norm"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0, and finite")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be above 0, and finite", field=name
+                )
         for name in ("warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or above, and finite")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be 0 or above, and finite", field=name
+                )
 
 
 @chz.chz
@@ -151,7 +162,7 @@ class OptimizerConfig(OptimizerSettings):
     def _betas_in_range(self) -> None:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
+                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)", field=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +242,11 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
     @chz.validate
     def _learner_in_range(self) -> None:
         if self.token_budget is not None and self.token_budget < 1:
-            raise ConfigError(f"token_budget={self.token_budget} must be at least 1")
+            raise ConfigError(
+                f"token_budget={self.token_budget} must be at least 1", field="token_budget"
+            )
         if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative")
+            raise ConfigError(f"seed={self.seed} must not be negative", field="seed")
 
 
 @chz.chz
@@ -298,7 +311,9 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     @chz.validate
     def _in_range(self) -> None:
         if self.total_steps < 1:
-            raise ConfigError(f"total_steps={self.total_steps} must be at least 1")
+            raise ConfigError(
+                f"total_steps={self.total_steps} must be at least 1", field="total_steps"
+            )
 
     def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
         """The configuration to resume from a checkpoint. With an adapter, the base is unchanged."""

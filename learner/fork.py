@@ -55,12 +55,14 @@ def check_fork(
             raise ConfigError(
                 f"{title}={model} is another model than the one in {checkpoint.path}: its {name} "
                 f"is {ours.get(name)!r}, and {theirs.get(name)!r} there. Give the {title}= that "
-                "run had"
+                "run had",
+                field=title,
             )
     if difference := first_difference(tokenizer, load_tokenizer(saved), "here", "there"):
         raise ConfigError(
             f"{title}={model} has another tokenizer than the model in {checkpoint.path}: "
-            f"{difference}. Give the {title}= that run had"
+            f"{difference}. Give the {title}= that run had",
+            field=title,
         )
     adapter = Path(checkpoint.adapter_dir)
     if lora.trains_adapter and not adapter.is_dir():

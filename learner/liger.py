@@ -21,7 +21,8 @@ def use_liger(model: PreTrainedModel) -> None:
     if _forwards(model) == before:
         raise ConfigError(
             f"liger=True changes nothing: Liger has no kernels for {model.config.model_type!r}; "
-            "leave it out"
+            "leave it out",
+            field="liger",
         )
 
 

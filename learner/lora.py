@@ -114,7 +114,8 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
             raise ConfigError(
                 f"lora_targets={settings.lora_targets}: {name} has shape {made.get(name, 'none')} "
                 f"in {of}, and {shapes.get(name, 'none')} in the adapter of {adapter}; give the "
-                f"lora_targets= it was made with ({', '.join(sorted(saved['target_modules']))})"
+                f"lora_targets= it was made with ({', '.join(sorted(saved['target_modules']))})",
+                field="lora_targets",
             )
 
 
@@ -312,7 +313,8 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
                 f"lora_targets={settings.lora_targets}: no Linear of {model.name_or_path!r} is "
-                f"named {target!r}; it has {', '.join(known)}"
+                f"named {target!r}; it has {', '.join(known)}",
+                field="lora_targets",
             )
     assert settings.lora_rank is not None
     alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
@@ -367,7 +369,8 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise CheckpointError(
             f"lora_adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
-            "Load it with peft and save it again (safe_serialization=True)"
+            "Load it with peft and save it again (safe_serialization=True)",
+            field="lora_adapter",
         )
     saved = tensor_shapes(path)
     taken = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
@@ -377,5 +380,6 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
                 f"lora_adapter={path} does not fit {lora.get_base_model().name_or_path!r}: "
                 f"{name} has shape {saved.get(name, 'none')} in the adapter and "
                 f"{taken.get(name, 'none')} in the model. It was made for {made_for!r}; train it "
-                "on that, or start afresh"
+                "on that, or start afresh",
+                field="lora_adapter",
             )

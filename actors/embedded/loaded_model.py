@@ -60,7 +60,9 @@ class LoadedModel:
     ) -> None:
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-            raise ConfigError(f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16")
+            raise ConfigError(
+                f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16", field="dtype"
+            )
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
         self.stops = StopTokens.of([stop_token_ids(path)]) if stops is None else stops
         self.head = VocabularyHead(self._lm, self.stops.event)

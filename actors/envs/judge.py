@@ -84,10 +84,14 @@ class Judge:
         }.items():
             if getattr(self, name) < least:
                 raise ConfigError(
-                    f"env.judge_{name}={getattr(self, name)} must be at least {least}"
+                    f"env.judge_{name}={getattr(self, name)} must be at least {least}",
+                    field=f"env.judge_{name}",
                 )
         if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"env.judge_timeout_s={self.timeout_s} must be above 0, and finite")
+            raise ConfigError(
+                f"env.judge_timeout_s={self.timeout_s} must be above 0, and finite",
+                field="env.judge_timeout_s",
+            )
 
     async def check(self) -> None:
         """Asks which models there are (`GET .../models`), which costs nothing; nothing is judged.
@@ -104,12 +108,14 @@ class Judge:
                 if isinstance(reason, ConfigError):
                     raise reason from None
                 raise ConfigError(
-                    f"env.judge_url={self.url} cannot be used: GET .../models: {reason}"
+                    f"env.judge_url={self.url} cannot be used: GET .../models: {reason}",
+                    field="env.judge_url",
                 ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
                 f"env.judge_url={self.url} does not answer as an OpenAI endpoint does; its API "
-                "may have another path, such as /v1"
+                "may have another path, such as /v1",
+                field="env.judge_url",
             )
         names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
         if self.model not in names:  # no error: not every endpoint lists all that it serves
@@ -132,7 +138,8 @@ class Judge:
             await self._verdict(task, rubric, "What is 2 + 2?", None, answers)
         except (DataError, EngineError) as error:
             raise ConfigError(
-                f"env.judge_url={self.url} env.judge_model={self.model} cannot be used: {error}"
+                f"env.judge_url={self.url} env.judge_model={self.model} cannot be used: {error}",
+                field="env.judge_url",
             ) from None
         finally:
             for client, _ in _CONNECTED.pop(asyncio.get_running_loop(), {}).values():
@@ -274,12 +281,14 @@ class Judge:
         if status in _REFUSED_KEY:  # without its words: some repeat the key
             return ConfigError(
                 f"env.judge_url={self.url} refuses the key (HTTP {status}); set {API_KEY_VARIABLE} "
-                "wherever rollouts are made"
+                "wherever rollouts are made",
+                field="env.judge_url",
             )
         if status == 404:
             return ConfigError(
                 f"env.judge_url={self.url} knows no such path, or no env.judge_model={self.model} "
-                f"(HTTP 404): {said}"
+                f"(HTTP 404): {said}",
+                field="env.judge_url",
             )
         if status in _REFUSED_QUESTION:
             return DataError(f"the judge at {self.url} refuses a question: {said}")

@@ -112,7 +112,8 @@ def _sigmoid(x: float) -> float:
 def _alone() -> ConfigError:
     return ConfigError(
         "env.mode=pairs compares the responses of a group, and this one has one; give more "
-        "samples, or env.mode=score"
+        "samples, or env.mode=score",
+        field="env.mode",
     )
 
 
@@ -188,11 +189,17 @@ class Judged(ChatEnvConfig):
         else:
             self._refuse_judge(self.reward_model)
         if self.mode not in MODES:
-            raise ConfigError(f"env.mode={self.mode} is unknown; {known_names(self.mode, MODES)}")
+            raise ConfigError(
+                f"env.mode={self.mode} is unknown; {known_names(self.mode, MODES)}",
+                field="env.mode",
+            )
         if self.rubric is not None and not self.rubric.strip():
             raise ConfigError("env.rubric is blank; say what makes an answer good, or give @FILE")
         if self.max_pairs is not None and self.mode != "pairs":
-            raise ConfigError(f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out")
+            raise ConfigError(
+                f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out",
+                field="env.max_pairs",
+            )
 
     def _refuse_judge(self, reward_model: str) -> None:
         """Raises ConfigError for a setting that a reward model does not look at."""
@@ -202,7 +209,8 @@ class Judged(ChatEnvConfig):
             if (value := getattr(self, name)) != fields[name]._default:
                 raise ConfigError(
                     f"env.{name}={value} changes nothing with env.reward_model={reward_model}, "
-                    "which reads no rubric and compares every pair; leave one of them out"
+                    "which reads no rubric and compares every pair; leave one of them out",
+                    field=f"env.{name}",
                 )
 
     @property
@@ -238,13 +246,15 @@ class Judged(ChatEnvConfig):
         if group_size < 2:
             raise ConfigError(
                 f"group_size={group_size} must be at least 2 with env.mode=pairs: the responses of "
-                "a group are compared"
+                "a group are compared",
+                field="group_size",
             )
         least = group_size // 2 if group_size % 2 == 0 else group_size
         if self.max_pairs is not None and self.max_pairs < min(least, _all_pairs(group_size)):
             raise ConfigError(
                 f"env.max_pairs={self.max_pairs} must be at least {least} for "
-                f"group_size={group_size}, so that each response is in equally many"
+                f"group_size={group_size}, so that each response is in equally many",
+                field="env.max_pairs",
             )
 
     def evaluation(self) -> EnvConfig:
@@ -317,10 +327,13 @@ def read_rubric(given: str) -> str:
         text = Path(given[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"env.rubric={given} cannot be read ({error}); give @FILE, or the rubric itself"
+            f"env.rubric={given} cannot be read ({error}); give @FILE, or the rubric itself",
+            field="env.rubric",
         ) from error
     if not text.strip():
-        raise ConfigError(f"env.rubric={given} is blank; say what makes an answer good")
+        raise ConfigError(
+            f"env.rubric={given} is blank; say what makes an answer good", field="env.rubric"
+        )
     return text
 
 

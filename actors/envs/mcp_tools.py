@@ -300,16 +300,22 @@ class McpToolUse(ToolUse):
                 f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}"
             )
         if not self.mcp_start_s > 0:
-            raise ConfigError(f"env.mcp_start_s={self.mcp_start_s} must be above 0")
+            raise ConfigError(
+                f"env.mcp_start_s={self.mcp_start_s} must be above 0", field="env.mcp_start_s"
+            )
         for name in _names(self.mcp_environment):
             if name not in os.environ:
-                raise ConfigError(f"env.mcp_environment={name} is not set; export it")
+                raise ConfigError(
+                    f"env.mcp_environment={name} is not set; export it", field="env.mcp_environment"
+                )
 
     def server(self) -> McpServer:
         try:
             command = tuple(shlex.split(self.mcp_command))
         except ValueError as error:
-            raise ConfigError(f"env.mcp_command={self.mcp_command!r}: {error}") from error
+            raise ConfigError(
+                f"env.mcp_command={self.mcp_command!r}: {error}", field="env.mcp_command"
+            ) from error
         return McpServer(
             command=command,
             url=self.mcp_url.strip(),
@@ -330,7 +336,8 @@ class McpToolUse(ToolUse):
         if twice:
             raise ConfigError(
                 f"env.tools={self.tools!r} has a tool named {min(twice)!r}, as the server has; "
-                "leave one out with env.tools or env.mcp_tools"
+                "leave one out with env.tools or env.mcp_tools",
+                field="env.tools",
             )
         return [*others, *chosen]
 

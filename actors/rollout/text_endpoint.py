@@ -121,7 +121,9 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
             f"give the server's key in {key_variable}, and write http://host:port/v1"
         )
     if split_address(url) is None:
-        raise ConfigError(f"{setting}={url} is not an address; write http://host:port/v1")
+        raise ConfigError(
+            f"{setting}={url} is not an address; write http://host:port/v1", field=setting
+        )
 
 
 def read_key(variable: str) -> str:

@@ -29,7 +29,10 @@ def check_url(url: str) -> None:
             "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
             "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
             "samples of warmup= and teacher_samples= (teacher_samples_url=), and for SFT alone "
-            "there are cluster.sample_to_sft and recipe=sft"
+            "there are cluster.sample_to_sft and recipe=sft",
+            field="teacher",
         )
     if parts is None or parts.path not in ("", "/") or parts.query:
-        raise ConfigError(f"teacher={url} is not an address; write http://host:port")
+        raise ConfigError(
+            f"teacher={url} is not an address; write http://host:port", field="teacher"
+        )

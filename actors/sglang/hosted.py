@@ -81,7 +81,9 @@ class HostedSglangEngine(SglangEngine):
         config = load_config(model_path)
         mixture = MixtureShape.of(config) if routed_experts else None
         if routed_experts and mixture is None:
-            raise ConfigError(f"routed_experts=True: {model_path} is dense; leave it out")
+            raise ConfigError(
+                f"routed_experts=True: {model_path} is dense; leave it out", field="routed_experts"
+            )
         nodes = parallelism(flags).nodes
         self._store: RanksStore | None = None
         if nodes > 1:

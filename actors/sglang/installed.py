@@ -32,7 +32,8 @@ def require_sglang() -> None:
     if not sglang_installed():
         raise ConfigError(
             "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
-            "CUDA machine, `make install-sglang` without one, or engine=embedded"
+            "CUDA machine, `make install-sglang` without one, or engine=embedded",
+            field="engine",
         )
 
 

@@ -52,16 +52,20 @@ def normal_message(message: Message, field: str = "a message") -> dict[str, Any]
 
 def _normal_call(call: Any, field: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise DataError(f"`{field}` must be an object, got {call!r}")
+        raise DataError(f"`{field}` must be an object, got {call!r}", field=field)
     made = {name: value for name, value in call.items() if value is not None}
     function = made.pop("function", None)
     if function is None:  # the flat shape
         function = {name: made.pop(name) for name in ("name", "arguments") if name in made}
     if not isinstance(function, Mapping):
-        raise DataError(f"`{field}.function` must be an object, got {function!r}")
+        raise DataError(
+            f"`{field}.function` must be an object, got {function!r}", field=f"{field}.function"
+        )
     arguments = _normal_arguments(function.get("arguments"), field)
     if not isinstance(function.get("name"), str):
-        raise DataError(f"`{field}` must have a `function` with a `name`, got {call!r}")
+        raise DataError(
+            f"`{field}` must have a `function` with a `name`, got {call!r}", field=field
+        )
     return {"type": "function", **made, "function": {**function, "arguments": arguments}}
 
 
@@ -74,11 +78,13 @@ def _normal_arguments(arguments: Any, field: str) -> Mapping[str, Any] | str:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"`{field}`: the `arguments` of a tool call are not JSON: {text[:40]!r}: {error}"
+                f"`{field}`: the `arguments` of a tool call are not JSON: {text[:40]!r}: {error}",
+                field=field,
             ) from error
     if not isinstance(value, Mapping):
         raise DataError(
-            f"`{field}`: the `arguments` of a tool call must be a JSON object, got {arguments!r}"
+            f"`{field}`: the `arguments` of a tool call must be a JSON object, got {arguments!r}",
+            field=field,
         )
     return value if text is None else text
 
@@ -95,7 +101,7 @@ def is_trained(message: Message) -> bool:
         return False
     weight, train = message.get("weight", 1), message.get("train", True)
     if weight not in (0, 1):
-        raise DataError(f"`weight` of a message must be 0 or 1, got {weight!r}")
+        raise DataError(f"`weight` of a message must be 0 or 1, got {weight!r}", field="weight")
     if not isinstance(train, bool):
-        raise DataError(f"`train` of a message must be true or false, got {train!r}")
+        raise DataError(f"`train` of a message must be true or false, got {train!r}", field="train")
     return bool(weight) and train

@@ -269,26 +269,33 @@ def check_messages(value: object, field: str) -> list[Message]:
     """
     value = parsed_json(value)
     if not isinstance(value, list) or not value:
-        raise DataError(f"`{field}` must be a non-empty list of messages, got {value!r}")
+        raise DataError(
+            f"`{field}` must be a non-empty list of messages, got {value!r}", field=field
+        )
     return [_checked(parsed_json(each), f"{field}[{i}]") for i, each in enumerate(value)]
 
 
 def _checked(message: Any, field: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"`{field}` must be an object with a `role`, got {message!r}")
+        raise DataError(f"`{field}` must be an object with a `role`, got {message!r}", field=field)
     if (role := _OPENAI_ROLES.get(message["role"])) is not None:
         raise DataError(
-            f'`{field}.role` is "{message["role"]}", as other formats have it; write "{role}"'
+            f'`{field}.role` is "{message["role"]}", as other formats have it; write "{role}"',
+            field=f"{field}.role",
         )
     content, calls = message.get("content"), parsed_json(message.get("tool_calls"))
     if calls is not None and not isinstance(calls, list):
-        raise DataError(f"`{field}.tool_calls` must be a list of objects, got {calls!r}")
+        raise DataError(
+            f"`{field}.tool_calls` must be a list of objects, got {calls!r}",
+            field=f"{field}.tool_calls",
+        )
     if isinstance(content, list):
         message = {**message, "content": _joined(content, f"{field}.content")}
     elif not isinstance(content, str) and not (content is None and calls):
         raise DataError(
             f"`{field}.content` must be a string or a list of text parts, and may be left "
-            f"out beside `tool_calls` only; got {content!r}"
+            f"out beside `tool_calls` only; got {content!r}",
+            field=f"{field}.content",
         )
     return normal_message(message, field)
 
@@ -299,7 +306,8 @@ def _joined(parts: Sequence[object], field: str) -> str:
         if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f'`{field}[{i}]` must be {{"type": "text", "text": ...}}, got a part of type '
-                f"{kind!r}: models of text see text only; leave the row out"
+                f"{kind!r}: models of text see text only; leave the row out",
+                field=f"{field}[{i}]",
             )
     return "".join(part["text"] for part in parts if isinstance(part, dict))
 
@@ -318,7 +326,9 @@ def check_tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
-        raise DataError(f"`tools` must be a list of objects (JSON schemas), got {tools!r}")
+        raise DataError(
+            f"`tools` must be a list of objects (JSON schemas), got {tools!r}", field="tools"
+        )
     return tools or None
 
 
@@ -330,7 +340,7 @@ def check_text(row: Mapping[str, Any], field: str) -> str:
     """
     value = row.get(field)
     if not isinstance(value, str) or not value:
-        raise DataError(f"`{field}` must be a non-empty string, got {value!r}")
+        raise DataError(f"`{field}` must be a non-empty string, got {value!r}", field=field)
     return value
 
 

@@ -51,7 +51,9 @@ class ChatTemplateSettings:
         try:
             self.chat_day()
         except ValueError as error:
-            raise ConfigError(f"chat_date={self.chat_date} is no date: {error}") from error
+            raise ConfigError(
+                f"chat_date={self.chat_date} is no date: {error}", field="chat_date"
+            ) from error
 
     def chat_day(self) -> datetime:
         """Time that chat templates receive: the start of `chat_date`, or else the present."""
@@ -92,13 +94,15 @@ class ChatTemplateSettings:
         if arguments and not template:
             raise ConfigError(
                 f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the "
-                "tokenizer has no chat template; give chat_template=FILE, or leave them out"
+                "tokenizer has no chat template; give chat_template=FILE, or leave them out",
+                field="chat_template_kwargs",
             )
         for name in arguments:
             if not _mentions(template, name):
                 raise ConfigError(
                     f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the chat "
-                    f"template does not mention {name}; leave it out"
+                    f"template does not mention {name}; leave it out",
+                    field="chat_template_kwargs",
                 )
         tokenizer.chat_template = _with_defaults(template, arguments)
         set_chat_time(tokenizer, self.chat_day())
@@ -132,10 +136,14 @@ def template_text(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"chat_template={path} cannot be read: {error}; give a file that holds a chat template"
+            f"chat_template={path} cannot be read: {error}; give a file that holds a chat template",
+            field="chat_template",
         ) from error
     if not text.strip():
-        raise ConfigError(f"chat_template={path} is empty; give a file that holds a chat template")
+        raise ConfigError(
+            f"chat_template={path} is empty; give a file that holds a chat template",
+            field="chat_template",
+        )
     return text
 
 
@@ -148,7 +156,8 @@ def _read(path: str) -> str:
     except Exception as error:  # an error of jinja2, which only transformers imports
         line = getattr(error, "lineno", "?")
         raise ConfigError(
-            f"chat_template={path} is no chat template: line {line}: {error}; correct the file"
+            f"chat_template={path} is no chat template: line {line}: {error}; correct the file",
+            field="chat_template",
         ) from error
     return text
 

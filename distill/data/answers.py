@@ -24,16 +24,20 @@ def answer_text(value: object) -> str | None:
         if not value.strip():
             raise DataError(
                 f"`answer` is blank ({value!r}), so any response or none would be right; write "
-                "the answer, or leave the field out where there is none"
+                "the answer, or leave the field out where there is none",
+                field="answer",
             )
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float | np.number | Decimal):
         raise DataError(
-            f"`answer` must be a string or a number, got {repr(value)[:80]}; write it as text"
+            f"`answer` must be a string or a number, got {repr(value)[:80]}; write it as text",
+            field="answer",
         )
     number = Decimal(str(value))
     if not number.is_finite():
-        raise DataError(f"`answer` must be finite, got {value}; write a number, or text")
+        raise DataError(
+            f"`answer` must be finite, got {value}; write a number, or text", field="answer"
+        )
     text = format(number, "f")
     if "." in text:
         text = text.rstrip("0").rstrip(".")

@@ -52,7 +52,8 @@ class Columns:
             elif not own & found:
                 raise DataError(
                     f"{setting}={column}: no row of {place} has this column; they have "
-                    f"{', '.join(sorted(found))}"
+                    f"{', '.join(sorted(found))}",
+                    field=setting,
                 )
         if not given:
             return rows
@@ -142,7 +143,8 @@ class PromptColumns(PromptKey):
             re.compile(self.answer_pattern)
         except re.error as error:
             raise ConfigError(
-                f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}"
+                f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}",
+                field="answer_pattern",
             ) from error
 
     def read_as(self) -> dict[str, tuple[str, str]]:
@@ -178,7 +180,8 @@ def _found(pattern: re.Pattern[str], text: str) -> str:
     if not matches:
         raise DataError(
             f"answer_pattern={pattern.pattern!r} finds nothing in the answer, which ends in "
-            f"{text[-60:]!r}"
+            f"{text[-60:]!r}",
+            field="answer_pattern",
         )
     return str(matches[-1][min(1, pattern.groups)] or "").strip()
 
@@ -230,7 +233,8 @@ def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
         wrong, right = slip
         raise DataError(
             f"`{wrong}` is no field that is read; did you mean `{right}`? Rename it (or say which "
-            "column is meant: prompt_key=, answer_key=)"
+            "column is meant: prompt_key=, answer_key=)",
+            field=wrong,
         )
 
 

@@ -107,7 +107,8 @@ class ExampleEncoder:
         if max(ids) >= self.vocab_size:
             raise DataError(
                 f"`tokens` holds id {max(ids)}, outside the model's vocabulary of "
-                f"{self.vocab_size}; train the model whose ids these are, or one of its size"
+                f"{self.vocab_size}; train the model whose ids these are, or one of its size",
+                field="tokens",
             )
         mask_T = np.zeros(len(ids), np.bool_)
         for start, stop in runs:

@@ -63,7 +63,8 @@ class FeedbackTemplate:
             parts = list(Formatter().parse(self.text))
         except ValueError as error:
             raise ConfigError(
-                f"teacher_feedback={self.text!r}: {error}; a brace is written {{{{ or }}}}"
+                f"teacher_feedback={self.text!r}: {error}; a brace is written {{{{ or }}}}",
+                field="teacher_feedback",
             ) from error
         for _, name, spec, conversion in parts:
             if name is not None and name not in PLACEHOLDERS:
@@ -79,7 +80,8 @@ class FeedbackTemplate:
         if "prompt" not in self.placeholders:
             raise ConfigError(
                 f"teacher_feedback={self.text!r} lacks {{prompt}}: the teacher would not see what "
-                "is asked; put it where the prompt belongs"
+                "is asked; put it where the prompt belongs",
+                field="teacher_feedback",
             )
 
     @property

@@ -123,7 +123,8 @@ def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
         if (message["role"], message.get("content")) != ("user", prompt):
             raise DataError(
                 f"`prompt` is not what the user says first in `{side}`: give it there as it is in "
-                "`prompt`, or the assistant's answer alone, on both sides; or leave `prompt` out"
+                "`prompt`, or the assistant's answer alone, on both sides; or leave `prompt` out",
+                field="prompt",
             )
     return others
 
@@ -135,7 +136,8 @@ def _begin(messages: Sequence[Message]) -> Message:
 
 def _no_preference() -> DataError:
     return DataError(
-        "`chosen` and `rejected` are the same: the pair carries no preference; drop it"
+        "`chosen` and `rejected` are the same: the pair carries no preference; drop it",
+        field="chosen",
     )
 
 
@@ -161,7 +163,8 @@ def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
     if not shared:
         raise DataError(
             "`chosen` and `rejected` are conversations that begin differently; give the context "
-            "they share in `messages` or `prompt`, or at the head of both"
+            "they share in `messages` or `prompt`, or at the head of both",
+            field="chosen",
         )
     return chosen[:shared], [chosen[shared:], rejected[shared:]]
 

@@ -275,7 +275,9 @@ def _in_style(
             "answer; drop it"
         )
     if tools:
-        raise DataError("`tools` are the environment's own here; leave the field out of the row")
+        raise DataError(
+            "`tools` are the environment's own here; leave the field out of the row", field="tools"
+        )
     if chat.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": chat.system}, *messages]
     return messages, chat.tools or None
@@ -300,12 +302,14 @@ def _teacher(row: Mapping[str, Any], teachers: Collection[str]) -> str:
         if len(teachers) > 1:
             raise DataError(
                 "`teacher` is missing: with several teachers each row names one of "
-                f"{', '.join(sorted(teachers))}"
+                f"{', '.join(sorted(teachers))}",
+                field="teacher",
             )
         return next(iter(teachers))
     if named not in teachers:
         raise DataError(
-            f"`teacher` is {named!r}, no teacher's name; {known_names(named, teachers)}"
+            f"`teacher` is {named!r}, no teacher's name; {known_names(named, teachers)}",
+            field="teacher",
         )
     return named
 
@@ -314,10 +318,14 @@ def _bonuses(bonuses: object) -> dict[str, float]:
     if bonuses is None:
         return {}
     if not isinstance(bonuses, dict):
-        raise DataError(f"`bonuses` must be an object of phrase -> reward, got {bonuses!r}")
+        raise DataError(
+            f"`bonuses` must be an object of phrase -> reward, got {bonuses!r}", field="bonuses"
+        )
     for phrase, value in bonuses.items():
         if not phrase:
-            raise DataError("`bonuses` has an empty phrase, which occurs everywhere; drop it")
+            raise DataError(
+                "`bonuses` has an empty phrase, which occurs everywhere; drop it", field="bonuses"
+            )
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)

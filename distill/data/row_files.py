@@ -267,4 +267,4 @@ def located(where: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: {error}", field=error.field, value=error.value) from error

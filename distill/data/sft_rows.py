@@ -96,7 +96,8 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Maske
         columns = ", ".join(f"`{name}`" for name in example)
         raise DataError(
             f"`completion` is missing; the row has {columns}, and completion_key= says which "
-            "column is the completion"
+            "column is the completion",
+            field="completion",
         )
     if not isinstance(completion, list):
         return [encoder.completion(prompt, check_text(example, "completion"))]
@@ -133,16 +134,19 @@ def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:
         raise DataError(
             f"`tokens` must be of the model's tokenizer, whose fingerprint is {vocab_hash!r}, but "
             f"`tokenizer` is {example.get('tokenizer')!r}; train a model that shares the tokenizer "
-            "which made the ids, or give text"
+            "which made the ids, or give text",
+            field="tokens",
         )
 
 
 def _check_ids(example: Mapping[str, Any]) -> list[int]:
     ids = example.get("tokens")
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise DataError(f"`tokens` must be a non-empty list of token ids, got {_short(ids)}")
+        raise DataError(
+            f"`tokens` must be a non-empty list of token ids, got {_short(ids)}", field="tokens"
+        )
     if min(ids) < 0:
-        raise DataError(f"`tokens` holds a negative id, {min(ids)}")
+        raise DataError(f"`tokens` holds a negative id, {min(ids)}", field="tokens")
     return ids
 
 
@@ -151,18 +155,23 @@ def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]
     runs = example.get("loss_mask")
     if not isinstance(runs, list) or not runs:
         raise DataError(
-            f"`loss_mask` must be a non-empty list of [start, stop), got {_short(runs)}"
+            f"`loss_mask` must be a non-empty list of [start, stop), got {_short(runs)}",
+            field="loss_mask",
         )
     end, checked = 1, []
     for i, run in enumerate(runs):
         if not isinstance(run, list) or [type(edge) for edge in run] != [int, int]:
-            raise DataError(f"`loss_mask[{i}]` must be [start, stop), got {_short(run)}")
+            raise DataError(
+                f"`loss_mask[{i}]` must be [start, stop), got {_short(run)}",
+                field=f"loss_mask[{i}]",
+            )
         start, stop = run
         if not end <= start < stop <= length:
             raise DataError(
                 f"`loss_mask[{i}]` = {run} is no run of tokens in [{end}, {length}): runs are in "
                 "order, do not overlap, end within the tokens and leave out the first, which has "
-                "no context"
+                "no context",
+                field=f"loss_mask[{i}]",
             )
         checked.append((start, stop))
         end = stop

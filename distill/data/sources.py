@@ -71,12 +71,15 @@ def parse_sources(setting: str, value: str) -> list[Source]:
     if not all(part.strip() for part in parts):
         raise ConfigError(
             f"{setting}={value}: a source is missing; give files, directories, data sets of the "
-            "hub or module:function, with commas between them"
+            "hub or module:function, with commas between them",
+            field=setting,
         )
     weighted = [_weighted(setting, part.strip()) for part in parts]
     places = [place for place, _ in weighted]
     if repeated := [place for place, count in Counter(places).items() if count > 1]:
-        raise ConfigError(f"{setting}={value} has {repeated[0]} twice; give it a larger weight")
+        raise ConfigError(
+            f"{setting}={value} has {repeated[0]} twice; give it a larger weight", field=setting
+        )
     weights = _whole(setting, value, [weight for _, weight in weighted])
     return [
         Source(place=place, name=name, weight=weight)
@@ -135,7 +138,8 @@ def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
     if sum(whole) > _LONGEST_BLOCK:
         raise ConfigError(
             f"{setting}={value}: the weights are {':'.join(map(str, whole))} in whole numbers, "
-            f"which add up to more than {_LONGEST_BLOCK}; give rounder ones"
+            f"which add up to more than {_LONGEST_BLOCK}; give rounder ones",
+            field=setting,
         )
     return whole
 

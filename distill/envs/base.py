@@ -373,7 +373,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
         raise
     except Exception as error:  # a custom class may raise anything
         raise ConfigError(
-            f"env={type(env).__name__} cannot make its problems: {described(error)}"
+            f"env={type(env).__name__} cannot make its problems: {described(error)}", field="env"
         ) from error
 
 
@@ -491,5 +491,7 @@ def only_teacher(setting: EnvContext) -> str:
 def require_path(path: str | None, env: str) -> str:
     """The file of problems. Raises ConfigError if `path` is None."""
     if path is None:
-        raise ConfigError(f"env={env} needs a file of problems; give prompts=FILE.jsonl")
+        raise ConfigError(
+            f"env={env} needs a file of problems; give prompts=FILE.jsonl", field="env"
+        )
     return path

@@ -236,12 +236,15 @@ class ChatConfig(EnvConfig):
     def _chat_in_range(self) -> None:
         for name in ("max_turns", "keep_last"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"env.{name}={getattr(self, name)} must be at least 1")
+                raise ConfigError(
+                    f"env.{name}={getattr(self, name)} must be at least 1", field=f"env.{name}"
+                )
         if not self.time_s > 0:
-            raise ConfigError(f"env.time_s={self.time_s} must be above 0")
+            raise ConfigError(f"env.time_s={self.time_s} must be above 0", field="env.time_s")
         if not 0 <= self.malformed_penalty < float("inf"):
             raise ConfigError(
-                f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken"
+                f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken",
+                field="env.malformed_penalty",
             )
         if self.condenser is None:
             for name, default in (
@@ -252,17 +255,22 @@ class ChatConfig(EnvConfig):
                 if getattr(self, name) != default:
                     raise ConfigError(
                         f"env.{name}={getattr(self, name)} changes nothing without env.condenser; "
-                        "give one, keywords for example"
+                        "give one, keywords for example",
+                        field=f"env.{name}",
                     )
         if self.condenser != BY_POLICY:
             for name in ("condenser_tokens", "condenser_temperature", "condenser_prompt"):
                 if value := getattr(self, name):
                     raise ConfigError(
                         f"env.{name}={value} changes nothing without env.condenser={BY_POLICY}; "
-                        "leave it out"
+                        "leave it out",
+                        field=f"env.{name}",
                     )
         if self.condenser_tokens is not None and self.condenser_tokens < 1:
-            raise ConfigError(f"env.condenser_tokens={self.condenser_tokens} must be at least 1")
+            raise ConfigError(
+                f"env.condenser_tokens={self.condenser_tokens} must be at least 1",
+                field="env.condenser_tokens",
+            )
         self._condenser_sampling(1)
         self._tool_limits()
 
@@ -311,7 +319,8 @@ class ChatConfig(EnvConfig):
             if getattr(self, name) != default:
                 raise ConfigError(
                     f"env.{name}={getattr(self, name)} changes nothing: {type(self).__name__} has "
-                    "no tools; leave it out"
+                    "no tools; leave it out",
+                    field=f"env.{name}",
                 )
 
     def _limits(self, setting: EnvContext) -> ChatLimits:
@@ -319,7 +328,8 @@ class ChatConfig(EnvConfig):
         if not setting.max_new_tokens < longest <= setting.context_length:
             raise ConfigError(
                 f"env.max_tokens={longest} must be above max_new_tokens={setting.max_new_tokens}, "
-                f"the longest turn, and at most the models' context of {setting.context_length}"
+                f"the longest turn, and at most the models' context of {setting.context_length}",
+                field="env.max_tokens",
             )
         teacher_room = setting.teacher_context_length or setting.context_length
         return ChatLimits(
@@ -339,7 +349,8 @@ class ChatConfig(EnvConfig):
         if not 0 < target <= longest - setting.max_new_tokens:
             raise ConfigError(
                 f"env.condense_to={target} must leave room for a turn of "
-                f"max_new_tokens={setting.max_new_tokens} in {longest} tokens; lower one of them"
+                f"max_new_tokens={setting.max_new_tokens} in {longest} tokens; lower one of them",
+                field="env.condense_to",
             )
         return Condensing(
             condenser=self._condenser(setting, target),
@@ -359,7 +370,8 @@ class ChatConfig(EnvConfig):
         if room < 2:
             raise ConfigError(
                 f"env.condenser_tokens={sampling.max_new_tokens} leaves nothing of the models' "
-                f"context of {setting.context_length} for the text; lower it"
+                f"context of {setting.context_length} for the text; lower it",
+                field="env.condenser_tokens",
             )
         return partial(
             _by_policy,

@@ -217,19 +217,23 @@ class Reading(ChatEnvConfig):
     @chz.validate
     def _reading_in_range(self) -> None:
         if self.part_tokens is not None and self.part_tokens < 1:
-            raise ConfigError(f"env.part_tokens={self.part_tokens} must be at least 1")
+            raise ConfigError(
+                f"env.part_tokens={self.part_tokens} must be at least 1", field="env.part_tokens"
+            )
         if self.passage_boundary is not None:
             try:
                 matches_nothing = re.compile(self.passage_boundary).fullmatch("") is not None
             except re.error as error:
                 raise ConfigError(
                     f"env.passage_boundary={self.passage_boundary!r} is no regular expression: "
-                    f"{error}"
+                    f"{error}",
+                    field="env.passage_boundary",
                 ) from error
             if matches_nothing:
                 raise ConfigError(
                     f"env.passage_boundary={self.passage_boundary!r} matches the empty text, which "
-                    "is everywhere; give what a passage begins with"
+                    "is everywhere; give what a passage begins with",
+                    field="env.passage_boundary",
                 )
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
@@ -262,14 +266,15 @@ class Reading(ChatEnvConfig):
             tag=None if row.get("tag") is None else check_text(row, "tag"),
         )
         if not document.parts:
-            raise DataError("`document` is blank; give a text")
+            raise DataError("`document` is blank; give a text", field="document")
         make_group = None
         if self.by == MODEL:
             make = partial(Reader, document, wording, setting.reward_function(), self.fact_bonus)
             if len(document.parts) >= self.max_turns:
                 raise DataError(
                     f"`document` has {len(document.parts)} parts of {room} tokens and needs a turn "
-                    f"more than env.max_turns={self.max_turns} allows; raise it"
+                    f"more than env.max_turns={self.max_turns} allows; raise it",
+                    field="document",
                 )
         else:
             condenser = load_condenser(self.by, setting.tokenizer)
@@ -325,12 +330,14 @@ def _passages(text: str, boundary: str | None) -> list[str]:
 def _answer(row: Mapping[str, Any]) -> str:
     answer = answer_text(row.get("answer"))
     if answer is None:
-        raise DataError("`answer` must be given: what a right response says")
+        raise DataError("`answer` must be given: what a right response says", field="answer")
     return answer
 
 
 def _facts(row: Mapping[str, Any]) -> tuple[str, ...]:
     facts = row.get("facts") or []
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
-        raise DataError(f"`facts` must be a list of non-empty strings, got {facts!r}")
+        raise DataError(
+            f"`facts` must be a list of non-empty strings, got {facts!r}", field="facts"
+        )
     return tuple(facts)

@@ -94,8 +94,10 @@ def check_packs(model: PreTrainedModel) -> None:
         return
     layers = f"layers of kind {', '.join(others)}" if others else "recurrent layers"
     raise ConfigError(
-        f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence or "
-        "see it in a way unknown here: packed rows would run on into one another. Use packing=False"
+        f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence "
+        "or see it in a way unknown here: packed rows would run on into one another. Use "
+        "packing=False",
+        field="packing",
     )
 
 

@@ -176,7 +176,8 @@ def check_served_ties(role: str, path: str) -> None:
         raise ConfigError(
             f"{role}={path}: config.json says tie_word_embeddings=true, and {head} differs from "
             "the embedding. SGLang would serve the embedding in its place. Set "
-            '"tie_word_embeddings": false there, or use engine=embedded'
+            '"tie_word_embeddings": false there, or use engine=embedded',
+            field=role,
         )
 
 
@@ -197,7 +198,9 @@ def new_qwen3(
         ConfigError: a hidden size that served kernels do not take (not a multiple of 32).
     """
     if hidden_size % 32:
-        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 32")
+        raise ConfigError(
+            f"hidden_size={hidden_size} must be a multiple of 32", field="hidden_size"
+        )
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -430,7 +433,9 @@ def resolve_device(device: str) -> str:
         try:
             torch.device(device)
         except RuntimeError:
-            raise ConfigError(f"device={device} is unknown; use auto, cpu or cuda") from None
+            raise ConfigError(
+                f"device={device} is unknown; use auto, cpu or cuda", field="device"
+            ) from None
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 

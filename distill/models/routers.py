@@ -81,7 +81,8 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     if not routers:
         raise ConfigError(
             f"routing_replay=True: isotherm does not know how {type(model).__name__} weighs its "
-            "experts (distill/models/routers.py has those that it knows); use routing_replay=False"
+            "experts (distill/models/routers.py has those that it knows); use routing_replay=False",
+            field="routing_replay",
         )
     return routers
 

@@ -53,15 +53,20 @@ def own_advantage(name: str) -> OwnAdvantage:
         try:
             made = [np.asarray(made_G, np.float32) for made_G in function(rewards_P)]
         except (Exception, SystemExit) as error:  # the user's may raise anything
-            raise DataError(f"advantage={name} raised {described(error)}") from error
+            raise DataError(
+                f"advantage={name} raised {described(error)}", field="advantage"
+            ) from error
         wanted = [group.rewards_G.shape for group in rewards_P]
         if (shapes := [made_G.shape for made_G in made]) != wanted:
             raise DataError(
                 f"advantage={name} returned arrays of shapes {shapes}; one array a group, of "
-                f"shapes {wanted}, are wanted"
+                f"shapes {wanted}, are wanted",
+                field="advantage",
             )
         if not all(np.isfinite(made_G).all() for made_G in made):
-            raise DataError(f"advantage={name} returned a number that is not finite")
+            raise DataError(
+                f"advantage={name} returned a number that is not finite", field="advantage"
+            )
         return made
 
     return advantages

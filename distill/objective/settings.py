@@ -150,16 +150,24 @@ class PolicyObjective:
             "clip_low", "clip_high",
         )  # fmt: skip
         if self.num_substeps < 1:
-            raise ConfigError(f"num_substeps={self.num_substeps} must be at least 1")
+            raise ConfigError(
+                f"num_substeps={self.num_substeps} must be at least 1", field="num_substeps"
+            )
         if not 0 <= self.kl_discount_factor <= 1:
-            raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
+            raise ConfigError(
+                f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]",
+                field="kl_discount_factor",
+            )
         cap = self.correction_cap
         if cap is not None and not 1 <= cap < float("inf"):
-            raise ConfigError(f"correction_cap={cap} must be 1 or above, and finite")
+            raise ConfigError(
+                f"correction_cap={cap} must be 1 or above, and finite", field="correction_cap"
+            )
         if cap is not None and self.correction == "none":
             raise ConfigError(
                 f"correction_cap={cap} changes nothing with correction=none; leave it out, or give "
-                "correction=truncate or mask"
+                "correction=truncate or mask",
+                field="correction_cap",
             )
         for names, losses in (
             (("clip_low", "clip_high"), tuple(CLIP)),
@@ -170,14 +178,18 @@ class PolicyObjective:
                 if getattr(self, name) is not None and self.loss not in losses:
                     raise ConfigError(
                         f"{name}={getattr(self, name)} changes nothing with loss={self.loss}: it "
-                        f"belongs to {', '.join(losses)}; leave it out"
+                        f"belongs to {', '.join(losses)}; leave it out",
+                        field=name,
                     )
         if self.dual_clip is not None and not 1 < self.dual_clip < float("inf"):
-            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1, and finite")
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} must be above 1, and finite", field="dual_clip"
+            )
         if self.dro_beta == 0:
             raise ConfigError(
                 "dro_beta=0 takes away what keeps dro near the policy that sampled; "
-                "loss=importance_sampling is that gradient, with the ratio that makes it right"
+                "loss=importance_sampling is that gradient, with the ratio that makes it right",
+                field="dro_beta",
             )
         if self.reward_coef == 0:
             for name, off in (
@@ -191,7 +203,8 @@ class PolicyObjective:
                 if getattr(self, name) != off:
                     raise ConfigError(
                         f"{name}={getattr(self, name)} is for task rewards, and reward_coef=0 "
-                        "trains on none; leave it out, or give a reward_coef"
+                        "trains on none; leave it out, or give a reward_coef",
+                        field=name,
                     )
         self._check_advantage()
         self._check_overlong()
@@ -201,29 +214,38 @@ class PolicyObjective:
         if self.advantage is not None and not is_own(self.advantage):
             raise ConfigError(
                 f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
-                "names of those that are built in"
+                "names of those that are built in",
+                field="advantage",
             )
         for name, off in (("baseline", "mean"), ("scale_by_std", False)):
             if self.advantage is not None and getattr(self, name) != off:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} changes nothing with advantage="
-                    f"{self.advantage}, which is in its place; leave one of them out"
+                    f"{self.advantage}, which is in its place; leave one of them out",
+                    field=name,
                 )
         if self.remove_constant_reward_groups and self.baseline == "global":
             raise ConfigError(
                 "remove_constant_reward_groups=True with baseline=global would throw away a "
-                "signal: a group of one reward is better or worse than the others; leave it out"
+                "signal: a group of one reward is better or worse than the others; leave it out",
+                field="remove_constant_reward_groups",
             )
 
     def _check_overlong(self) -> None:
         if self.overlong_buffer < 0:
-            raise ConfigError(f"overlong_buffer={self.overlong_buffer} must not be negative")
+            raise ConfigError(
+                f"overlong_buffer={self.overlong_buffer} must not be negative",
+                field="overlong_buffer",
+            )
         penalty = self.overlong_penalty
         if penalty is not None and not 0 < penalty < float("inf"):
-            raise ConfigError(f"overlong_penalty={penalty} must be above 0, and finite")
+            raise ConfigError(
+                f"overlong_penalty={penalty} must be above 0, and finite", field="overlong_penalty"
+            )
         if penalty is not None and not self.overlong_buffer:
             raise ConfigError(
-                f"overlong_penalty={penalty} changes nothing with overlong_buffer=0; give a buffer"
+                f"overlong_penalty={penalty} changes nothing with overlong_buffer=0; give a buffer",
+                field="overlong_penalty",
             )
 
 
@@ -291,7 +313,8 @@ class ObjectiveConfig(PolicyObjective):
         if self.estimator in _REFUSED_ESTIMATORS:
             raise ConfigError(
                 f"estimator={self.estimator} is refused: {_REFUSED_ESTIMATORS[self.estimator]}. "
-                "estimator=sampled is the policy gradient of the reverse KL"
+                "estimator=sampled is the policy gradient of the reverse KL",
+                field="estimator",
             )
         check_name("estimator", self.estimator, get_args(EstimatorName))
         if not is_own(self.divergence):
@@ -303,10 +326,13 @@ class ObjectiveConfig(PolicyObjective):
         if self.jsd_beta is not None and not 0 < self.jsd_beta < 1:
             raise ConfigError(
                 f"jsd_beta={self.jsd_beta} must lie between 0 and 1: at either end the generalised "
-                "JSD and its gradient are zero; divergence=forward_kl or reverse_kl is its limit"
+                "JSD and its gradient are zero; divergence=forward_kl or reverse_kl is its limit",
+                field="jsd_beta",
             )
         if self.teacher_top_k is not None and self.teacher_top_k < 1:
-            raise ConfigError(f"teacher_top_k={self.teacher_top_k} must be at least 1")
+            raise ConfigError(
+                f"teacher_top_k={self.teacher_top_k} must be at least 1", field="teacher_top_k"
+            )
 
         self._check_clip()
 
@@ -316,7 +342,8 @@ class ObjectiveConfig(PolicyObjective):
             raise ConfigError(
                 f"remove_constant_reward_groups=True with kl_coef={self.kl_coef} would only throw "
                 "away the teacher's signal: a group of one reward has a reward advantage of 0 "
-                "anyway; leave it out (recipe=rl trains on rewards alone)"
+                "anyway; leave it out (recipe=rl trains on rewards alone)",
+                field="remove_constant_reward_groups",
             )
 
     def _check_estimator(self) -> None:
@@ -324,12 +351,15 @@ class ObjectiveConfig(PolicyObjective):
         if sampled and self.divergence != "reverse_kl":
             raise ConfigError(
                 f"divergence={self.divergence} needs estimator=full or top_k: the log-prob of one "
-                "sampled token does not tell it"
+                "sampled token does not tell it",
+                field="divergence",
             )
         if self.kl_discount_factor:
             self._check_discount()
         if self.tail == "sampled" and self.divergence != "reverse_kl":
-            raise ConfigError("tail=sampled is for divergence=reverse_kl; use tail=bucket")
+            raise ConfigError(
+                "tail=sampled is for divergence=reverse_kl; use tail=bucket", field="tail"
+            )
         for name, needed, belongs in (
             ("jsd_beta", self.divergence == "jsd", "divergence=jsd"),
             ("teacher_top_k", top, "estimator=top_k"),
@@ -337,7 +367,9 @@ class ObjectiveConfig(PolicyObjective):
             ("tail", top, "estimator=top_k"),
         ):
             if getattr(self, name) is not None and not needed:
-                raise ConfigError(f"{name}={getattr(self, name)} changes nothing without {belongs}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} changes nothing without {belongs}", field=name
+                )
 
     def _check_clip(self) -> None:
         clip = self.kl_clip
@@ -345,15 +377,19 @@ class ObjectiveConfig(PolicyObjective):
             return
         if not 0 < clip < float("inf"):
             raise ConfigError(
-                f"kl_clip={clip} must be above 0, and finite; leave it out to clip nothing"
+                f"kl_clip={clip} must be above 0, and finite; leave it out to clip nothing",
+                field="kl_clip",
             )
         if self.divergence != "reverse_kl":
             raise ConfigError(
                 f"kl_clip={clip} is of log p - log q, of which divergence={self.divergence} is no "
-                "mean; leave it out, or use divergence=reverse_kl"
+                "mean; leave it out, or use divergence=reverse_kl",
+                field="kl_clip",
             )
         if self.kl_coef == 0:
-            raise ConfigError(f"kl_clip={clip} changes nothing with kl_coef=0; leave it out")
+            raise ConfigError(
+                f"kl_clip={clip} changes nothing with kl_coef=0; leave it out", field="kl_clip"
+            )
 
     def _check_discount(self) -> None:
         """Raise ConfigError for a discount if no term is sampled, or only a part of one."""
@@ -438,11 +474,13 @@ def require_teacher(objective: ObjectiveConfig) -> None:
     if objective.kl_coef == 0 and objective.hint_bonus_coef == 0:
         raise ConfigError(
             "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
-            "give a kl_coef above 0 (recipe=rl trains on rewards alone)"
+            "give a kl_coef above 0 (recipe=rl trains on rewards alone)",
+            field="kl_coef",
         )
     if objective.kl_coef == 0 and objective.estimator not in ("sampled", AUTO):
         raise ConfigError(
-            f"estimator={objective.estimator} changes nothing with kl_coef=0; leave it out"
+            f"estimator={objective.estimator} changes nothing with kl_coef=0; leave it out",
+            field="estimator",
         )
 
 
@@ -459,7 +497,8 @@ def require_advantages(objective: ObjectiveConfig) -> None:
             raise ConfigError(
                 f"{name}={value} changes nothing with estimator={objective.estimator}{tail} and no "
                 "reward, bonus or reference: it weighs the advantages of sampled tokens, which are "
-                f"all 0. Leave {name} out, or give estimator=sampled"
+                f"all 0. Leave {name} out, or give estimator=sampled",
+                field=name,
             )
 
 
@@ -468,7 +507,8 @@ def require_reward(objective: PolicyObjective, group_size: int) -> None:
     if objective.reward_coef == 0 and objective.bonus_coef == 0:
         raise ConfigError(
             "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; give "
-            "one of them"
+            "one of them",
+            field="reward_coef",
         )
     if objective.reward_coef > 0:
         require_comparison(objective, group_size)
@@ -480,7 +520,8 @@ def require_comparison(objective: PolicyObjective, group_size: int) -> None:
         raise ConfigError(
             f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
             "mean of its group of one is zero, and so is the gradient; use at least 2, or "
-            "baseline=global"
+            "baseline=global",
+            field="group_size",
         )
 
 
@@ -492,11 +533,11 @@ def is_own(name: str) -> bool:
 def check_name(field: str, value: str, known: Collection[str]) -> None:
     """Raise ConfigError for an unknown name, with the nearest known one."""
     if value not in known:
-        raise ConfigError(f"{field}={value} is unknown; {known_names(value, known)}")
+        raise ConfigError(f"{field}={value} is unknown; {known_names(value, known)}", field=field)
 
 
 def _check_non_negative(settings: Any, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value} must be 0 or above, and finite")
+            raise ConfigError(f"{name}={value} must be 0 or above, and finite", field=name)

@@ -112,17 +112,21 @@ class Format:
 
     def __post_init__(self) -> None:
         if not 0 <= self.reward < float("inf"):
-            raise ConfigError(f"env.format_reward={self.reward} must be 0 or more, and finite")
+            raise ConfigError(
+                f"env.format_reward={self.reward} must be 0 or more, and finite",
+                field="env.format_reward",
+            )
         if self.pattern is None:
             if self.reward:
                 raise ConfigError(
                     f"env.format_reward={self.reward} changes nothing without env.format; give the "
-                    "regular expression that a response should match"
+                    "regular expression that a response should match",
+                    field="env.format_reward",
                 )
             return
         try:
             compiled(self.pattern)
         except ValueError as error:
             raise ConfigError(
-                f"env.format={self.pattern!r} is no regular expression: {error}"
+                f"env.format={self.pattern!r} is no regular expression: {error}", field="env.format"
             ) from error

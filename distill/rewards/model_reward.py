@@ -90,5 +90,7 @@ class ModelReward:
             return None
         path = name.removeprefix(PREFIX)
         if not path.strip():
-            raise ConfigError(f"reward={name} names no checkpoint; write reward={PREFIX}DIR")
+            raise ConfigError(
+                f"reward={name} names no checkpoint; write reward={PREFIX}DIR", field="reward"
+            )
         return cls(path=path)

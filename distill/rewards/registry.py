@@ -241,7 +241,9 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
             positive.
     """
     if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite")
+        raise ConfigError(
+            f"reward_timeout_s={timeout_s} must be above 0, and finite", field="reward_timeout_s"
+        )
     if name in _BUILT_IN:
         if name == "unit_tests":
             require_sandbox()

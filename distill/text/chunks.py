@@ -86,7 +86,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
             encode the text.
     """
     if max_tokens < 1:
-        raise DataError(f"max_tokens={max_tokens} must be at least 1")
+        raise DataError(f"max_tokens={max_tokens} must be at least 1", field="max_tokens")
     count_tokens(tokenizer, text)  # what cannot be encoded is an error of ours, not the splitter's
     splitter = _splitter_class().from_callback(_size(tokenizer, max_tokens), max_tokens)
     spans = _split(splitter, text, _windows(text, _WINDOW * max_tokens))
@@ -193,7 +193,8 @@ def _chunk(
     if num_tokens > max_tokens:
         raise DataError(
             f"max_tokens={max_tokens} is less than the {num_tokens} tokens of "
-            f"{text[start:stop][:40]!r}; give at least that many"
+            f"{text[start:stop][:40]!r}; give at least that many",
+            field="max_tokens",
         )
     return Chunk(
         text=text[start:stop], kind=kinds.at(start), start=start, stop=stop, num_tokens=num_tokens

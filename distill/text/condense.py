@@ -220,7 +220,9 @@ class ModelCondenser:
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 16:
-            raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least 16")
+            raise ConfigError(
+                f"chunk_tokens={self.chunk_tokens} must be at least 16", field="chunk_tokens"
+            )
 
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
         num_tokens = count_tokens(self.tokenizer, text)
@@ -286,7 +288,7 @@ async def condense_history(
         return len(render_messages(tokenizer, given, tools=tools))
 
     if keep_last < 0:
-        raise ConfigError(f"keep_last={keep_last} must be 0 or above")
+        raise ConfigError(f"keep_last={keep_last} must be 0 or above", field="keep_last")
     total = num_tokens(messages)
     if total <= max_tokens:
         return list(messages)
@@ -297,7 +299,8 @@ async def condense_history(
             f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is: a "
             f"system prompt of {_content_tokens(tokenizer, head)}, the last {len(tail)} messages "
             f"with {_content_tokens(tokenizer, tail)}, and what the template adds; give more "
-            "tokens, a shorter system prompt, or a smaller keep_last"
+            "tokens, a shorter system prompt, or a smaller keep_last",
+            field="max_tokens",
         )
     budget, summary, listed = max_tokens - fixed, "", ""
     if keep_blocks is not None and middle:
@@ -312,7 +315,8 @@ async def condense_history(
         except DataError as error:
             raise DataError(
                 f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is "
-                f"and what a summary of the rest needs ({error})"
+                f"and what a summary of the rest needs ({error})",
+                field="max_tokens",
             ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
     condensed = [*head, _summary_message(summary + listed), *tail]

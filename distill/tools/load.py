@@ -35,7 +35,9 @@ def load_tools(names: str) -> tuple[Tool, ...]:
     tools = tuple(_load(name.strip()) for name in names.split(",")) if names.strip() else ()
     for name, count in Counter(tool.name for tool in tools).items():
         if count > 1:
-            raise ConfigError(f"tools={names!r} has {count} tools named {name!r}; keep one")
+            raise ConfigError(
+                f"tools={names!r} has {count} tools named {name!r}; keep one", field="tools"
+            )
     return tools
 
 
@@ -57,7 +59,9 @@ def _load(name: str) -> Tool:
     module, _, attribute = name.partition(":")
     if module in _RETRIEVAL:
         if not attribute:
-            raise ConfigError(f"tools={name!r} needs a directory of texts: {module}:DIRECTORY")
+            raise ConfigError(
+                f"tools={name!r} needs a directory of texts: {module}:DIRECTORY", field="tools"
+            )
         return Retrieval(attribute)
     return _user_s(name)
 
@@ -71,12 +75,14 @@ def _user_s(name: str) -> Tool:
         except Exception as error:  # the class is the user's: it may raise anything
             raise ConfigError(
                 f"tools={name!r} cannot be made: {type(error).__name__}: {error}. A class of tools "
-                "takes no arguments"
+                "takes no arguments",
+                field="tools",
             ) from error
     if isinstance(found, Tool):
         return found
     if isinstance(found, type) or not callable(found):
         raise ConfigError(
-            f"tools={name!r} is {found!r}: neither a function nor a Tool (distill.tools.base)"
+            f"tools={name!r} is {found!r}: neither a function nor a Tool (distill.tools.base)",
+            field="tools",
         )
     return function_tool(found)

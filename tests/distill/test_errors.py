@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 
-from distill.errors import DataError, described, kind_of
+from distill.data.row_files import located
+from distill.errors import ConfigError, DataError, described, kind_of
 
 
 def raised_by(code: str, path: Path) -> Exception:
@@ -48,3 +50,17 @@ def test_the_message_of_an_error_of_ours_is_complete() -> None:
 )
 def test_a_kind_is_an_error_type_and_a_line(first: str, second: str, same: bool) -> None:
     assert (kind_of(first) == kind_of(second)) is same
+
+
+def test_an_error_keeps_its_field_and_value_between_processes() -> None:
+    error = ConfigError("lr=0 must be above 0", field="lr", value=0)
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there)) == (ConfigError, "lr=0 must be above 0")
+    assert (there.field, there.value) == ("lr", 0)
+
+
+def test_the_row_of_an_error_leaves_its_field() -> None:
+    with pytest.raises(DataError) as caught, located("data.jsonl:3"):
+        raise DataError("`answer` is blank", field="answer", value="")
+    assert str(caught.value).startswith("data.jsonl:3: ")
+    assert (caught.value.field, caught.value.value) == ("answer", "")

@@ -138,7 +138,8 @@ def _begin(name: str, players: int, seed: int) -> Any:
     if name not in known:
         raise ConfigError(
             f"env.game={name} is no game of textarena {library.__version__}; "
-            f"{known_names(name, known)}"
+            f"{known_names(name, known)}",
+            field="env.game",
         )
     try:
         return _made(library, name, players, seed)
@@ -146,13 +147,15 @@ def _begin(name: str, players: int, seed: int) -> Any:
         takes = _players(library, name, seed)
         if takes:
             raise ConfigError(
-                f"env.game={name} is a game for {takes}, not for {players}; choose one for two"
+                f"env.game={name} is a game for {takes}, not for {players}; choose one for two",
+                field="env.game",
             ) from error
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
             f"env.game={name} cannot be played here: {why}. Games of words need "
             "`python -m nltk.downloader words averaged_perceptron_tagger_eng`, some a newer "
-            "Python or a judge behind OpenRouter; choose another one or provide it"
+            "Python or a judge behind OpenRouter; choose another one or provide it",
+            field="env.game",
         ) from error
 
 
@@ -199,7 +202,8 @@ class RandomMover:
         if not game.moves:
             raise DataError(
                 "env.opponent=random: the game lists no moves at this point for it to choose from; "
-                "give env.opponent=self env.eval_opponent=self"
+                "give env.opponent=self env.eval_opponent=self",
+                field="env.opponent",
             )
         return str(self._rng.choice(game.moves))
 
@@ -218,7 +222,8 @@ class TextArena(TwoPlayerConfig):
         if not self.rules:
             raise ConfigError(
                 "env.rules=False changes nothing here: the game's own first observation tells its "
-                "rules; leave it out"
+                "rules; leave it out",
+                field="env.rules",
             )
 
     @chz.validate
@@ -228,7 +233,8 @@ class TextArena(TwoPlayerConfig):
             if getattr(self, name) == "random" and not listed:
                 raise ConfigError(
                     f"env.{name}=random: {self.game} does not list its moves, so that only the "
-                    f"policy can play it; give env.{name}=self"
+                    f"policy can play it; give env.{name}=self",
+                    field=f"env.{name}",
                 )
 
     def players(self) -> Mapping[str, Callable[[int], Player]]:

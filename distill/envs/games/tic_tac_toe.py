@@ -119,7 +119,8 @@ class TicTacToeGames(TwoPlayerConfig):
         if not 0 <= self.random_moves <= 4:
             raise ConfigError(
                 f"env.random_moves={self.random_moves} must be between 0 and 4: with 5 a game may "
-                "be over before it begins"
+                "be over before it begins",
+                field="env.random_moves",
             )
 
     def players(self) -> Mapping[str, Callable[[int], Player]]:

@@ -331,16 +331,18 @@ class TwoPlayerConfig(ChatConfig):
     @chz.validate
     def _games_in_range(self) -> None:
         if self.games < 1:
-            raise ConfigError(f"env.games={self.games} must be at least 1")
+            raise ConfigError(f"env.games={self.games} must be at least 1", field="env.games")
         if not -float("inf") < self.forfeit_reward <= -1:
             raise ConfigError(
-                f"env.forfeit_reward={self.forfeit_reward} must be -1, a loss, or below"
+                f"env.forfeit_reward={self.forfeit_reward} must be -1, a loss, or below",
+                field="env.forfeit_reward",
             )
         if (self.opponent_temperature is None) == (self.opponent == FROZEN):
             raise ConfigError(
                 f"env.opponent={self.opponent} with env.opponent_temperature="
                 f"{self.opponent_temperature}: a temperature goes with env.opponent={FROZEN}, and "
-                "with no other opponent; 0 is greedy"
+                "with no other opponent; 0 is greedy",
+                field="env.opponent",
             )
         if self.opponent_temperature is not None:
             EvalSampling(temperature=self.opponent_temperature, max_new_tokens=1)
@@ -348,7 +350,8 @@ class TwoPlayerConfig(ChatConfig):
             given, known = getattr(self, name), [*models, *self.players()]
             if given not in known:
                 raise ConfigError(
-                    f"env.{name}={given} is no player of this game; {known_names(given, known)}"
+                    f"env.{name}={given} is no player of this game; {known_names(given, known)}",
+                    field=f"env.{name}",
                 )
 
     @abstractmethod
@@ -363,7 +366,8 @@ class TwoPlayerConfig(ChatConfig):
         if self.opponent == "self" and group_size % SEATS:
             raise ConfigError(
                 f"group_size={group_size} must be even with env.opponent=self: every game has two "
-                "trained seats"
+                "trained seats",
+                field="group_size",
             )
 
     @property

@@ -1,0 +1,20 @@
+"""Assertions on errors that users see: their class and the field that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from distill.errors import IsothermError
+
+
+@contextmanager
+def refuses(
+    error: type[IsothermError], field: str | None, *, match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[IsothermError]]:
+    """Assert that the block raises `error` about `field`; `match` is a datum in its message."""
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert caught.value.field == field
