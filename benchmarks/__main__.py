@@ -23,7 +23,6 @@ from rich.table import Table
 from actors.config import EngineChoice
 from benchmarks.data_path import data_path_table, measure_data_path
 from benchmarks.decoding import DecodingConfig, decoding_table, measure_decoding
-from benchmarks.deltas import deltas_table, measure_deltas
 from benchmarks.driver import driver_table, measure_driver
 from benchmarks.estimators import estimators_table, measure_estimators
 from benchmarks.learner import learner_tables, measure_learner
@@ -98,7 +97,6 @@ def bench(config: BenchConfig, console: Console) -> None:
     pair = given_pair(config.student, config.teacher, config.prompts) or make_pair(work / "pair")
     stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
     transports = measure_transports(work)
-    deltas = measure_deltas(work)
     estimators = measure_estimators()
     memory = measure_memory(config.temperature)
     learner = measure_learner(work / "learner", config.temperature)
@@ -119,7 +117,6 @@ def bench(config: BenchConfig, console: Console) -> None:
     report = {
         "stages": stages,
         "transports": transports,
-        "deltas": deltas,
         "estimators": estimators,
         "memory": memory,
         "learner": learner,
@@ -167,7 +164,6 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
         console.print(table)
-    console.print(deltas_table(report["deltas"]))
     console.print(queue_table(report["queue"]))
     console.print(data_path_table(report["data_path"]))
     console.print(driver_table(report["driver"]))

@@ -15,7 +15,6 @@ from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
-    from distill.weights.delta import WeightDelta
     from distill.weights.shared_memory import SharedTensors
     from distill.weights.tensors import PackedTensors
 
@@ -219,8 +218,8 @@ class LentWeights:
 
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
-# learner), as a change of those that it has, as files, over a network, or in buckets that are lent.
-_InMemory: TypeAlias = "PackedTensors | SharedTensors | WeightDelta"
+# learner), as files, over a network, or in buckets that are lent.
+_InMemory: TypeAlias = "PackedTensors | SharedTensors"
 WeightSource: TypeAlias = "_InMemory | CheckpointDirectory | CollectiveBroadcast | LentWeights"
 
 

@@ -46,7 +46,6 @@ from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
 from distill.stops import StopTokens
 from distill.types import StopReason
-from distill.weights.delta import ReceivedWeights, WeightDelta
 from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import PackedTensors, TensorLayout
 
@@ -132,7 +131,6 @@ class EmbeddedEngine:
             decoder, self._model.head, self._model.stops, max_running_requests
         )
         self._version, self._pushed = 0, False
-        self._received = ReceivedWeights()
         self._broken: str | None = None
         self._computed = 0  # chunks of decoding, batches of scoring
         # On the event loop: what was asked and not yet answered.
@@ -225,9 +223,7 @@ class EmbeddedEngine:
             raise _no_group()
         if isinstance(weights, CheckpointDirectory):
             weights = await asyncio.to_thread(_read_checkpoint, weights.path)
-        elif isinstance(weights, WeightDelta):
-            weights = await asyncio.to_thread(self._received.take, weights)
-        if isinstance(weights, SharedTensors):
+        elif isinstance(weights, SharedTensors):
             weights = PackedTensors.pack(weights.unpack())
         load = _Load(asyncio.get_running_loop().create_future(), weights, version)
         self._loads.append(load)

@@ -4,7 +4,6 @@
                           the server reads it as the learner wrote it
                           (actors/sglang/plugin/weight_loader.py)
     PackedTensors         in this process's memory: copied into a shared block first
-    WeightDelta           changes since the last weights: applied to a block that holds those
     CheckpointDirectory   files that the server reads itself
     CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
                           (actors/sglang/weight_group.py)
@@ -22,7 +21,7 @@ import base64
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from actors.sglang.flags import LOADER
 from actors.sglang.lent_buckets import Lendings
@@ -35,16 +34,10 @@ from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
 from distill.pace import loading_s
-from distill.weights.delta import ReceivedWeights, WeightDelta
 from distill.weights.lending import LentBucket
 from distill.weights.model_weights import HeldWeights, plan_buckets
 from distill.weights.shared_memory import SharedBlock, SharedTensors
-from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite, layout_digest
-
-# Weights that can be loaded: all sources except WeightDelta, which is applied first.
-Whole: TypeAlias = (
-    PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights
-)
+from distill.weights.tensors import TensorLayout, first_non_finite, layout_digest
 
 
 class WeightLoads:
@@ -76,7 +69,6 @@ class WeightLoads:
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes, self._handle_key = bucket_bytes, flushes, handle_key
         self._block = SharedBlock()
-        self._received = ReceivedWeights()
         self._group = ServerGroup(order)
         self._told: tuple[TensorLayout, ...] = ()  # layout of the lent buckets
         self._lendings = Lendings()
@@ -122,20 +114,17 @@ class WeightLoads:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._lendings.end(why, push)
 
-    async def ready(self, weights: WeightSource) -> Whole:
+    async def prepare(self, weights: WeightSource) -> None:
         """Prepare the weights for `write`: check them, and copy them or join the group.
 
         Raises:
             EngineError: the weights do not match this server, which keeps its current ones.
         """
-        if isinstance(weights, WeightDelta):
-            weights = await asyncio.to_thread(self._received.take, weights)
         await self._check(weights)
         if isinstance(weights, CollectiveBroadcast):
             await self._group.join(weights)
-        return weights
 
-    async def _check(self, weights: Whole) -> None:
+    async def _check(self, weights: WeightSource) -> None:
         """Raise EngineError if the weights do not match the model, or are not finite.
 
         A server would load the tensors that it knows, keep its old values of the others, and crash
@@ -169,8 +158,8 @@ class WeightLoads:
             # Copied here, because generation need not be paused for it.
             await asyncio.to_thread(self._block.write, HeldWeights(tensors))
 
-    async def write(self, weights: Whole, version: int) -> None:
-        """Make the server load the weights that `ready` returned; generation must be paused.
+    async def write(self, weights: WeightSource, version: int) -> None:
+        """Make the server load weights that `prepare` accepted; generation must be paused.
 
         Raises:
             EngineError: the load failed; `torn` is set, unless nothing was written.

@@ -44,7 +44,7 @@ from typing import Any, TypeVar
 from actors.sglang.client import SglangClient
 from actors.sglang.flags import InFlight
 from actors.sglang.weight_checks import ServerFacts, Shapes
-from actors.sglang.weight_loads import WeightLoads, Whole
+from actors.sglang.weight_loads import WeightLoads
 from distill.engine import Sample, WeightSource
 from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason
@@ -201,11 +201,11 @@ class WeightSession:
         """
         with self._loads.under_way(weights):
             async with self._loading:
-                ready = await self._loads.ready(weights)
+                await self._loads.prepare(weights)
                 self._open.clear()
                 try:
                     await self._quiet()
-                    return await self._paused(ready, version)
+                    return await self._paused(weights, version)
                 finally:
                     self._open.set()
 
@@ -270,7 +270,7 @@ class WeightSession:
             await self._order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
 
-    async def _paused(self, weights: Whole, version: int) -> float:
+    async def _paused(self, weights: WeightSource, version: int) -> float:
         await self._pause()
         slept = self.asleep
         try:

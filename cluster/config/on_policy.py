@@ -312,11 +312,6 @@ class RolloutConfig(
                 f"weights={self.weights} with local=True: the engines are in the learner's own "
                 "process; use weights=auto"
             )
-        if self.weights_delta:
-            raise ConfigError(
-                "weights_delta=True with local=True changes nothing: the engines are in the "
-                "learner's own process; leave one of them out"
-            )
 
     @chz.validate
     def _in_range(self) -> None:
@@ -461,7 +456,6 @@ class RolloutConfig(
             "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
             "merged, the final/ of a run with lora_rank",
             "replay_keep": "every step is kept",
-            "weights_delta": "nothing is pushed",
             "eval_every": "nothing is evaluated; python -m cluster.evaluate does it",
             "engines_sleep": "there is no learner that needs their memory",
             "trace_step": "there is no learner to trace",

@@ -14,15 +14,6 @@ from distill.settings import MAY_CHANGE, Section
 OnBadTeacher = Literal["rewind", "stop"]
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group", "ipc"]
 
-# Why what changed would not help there.
-_WHOLE = {
-    "shared_memory": "no network lies between the learner and engines on its node",
-    "group": "the ranks of a group take whole tensors",
-    "ipc": "engines read whole tensors on the learner's own GPUs",
-    "disk": "engines read whole checkpoints from it",
-}
-
-
 # Why the embedded engine, which is no server, takes no weights so.
 _SERVED = {
     "group": "joins no weight group",
@@ -59,13 +50,6 @@ class PolicySettings(EngineChoices, ServerSettings):
         "that all nodes share; auto: for each engine by its place",
         metadata=MAY_CHANGE,
     )
-    weights_delta: bool = chz.field(
-        default=False,
-        doc="push only the values that changed since the last push, to engines on other nodes (to "
-        "all with weights=object_store): for slow networks, with engines in bfloat16 and small "
-        "learning rates. Learner and engines keep a copy of the weights in main memory",
-        metadata=MAY_CHANGE,
-    )
     push_overlap: bool = chz.field(
         default=True,
         doc="begin a step before the last push has ended: engines load a copy of the weights "
@@ -98,25 +82,17 @@ class PolicySettings(EngineChoices, ServerSettings):
         check_hosted("policy_server_flags", self.policy_server_flags)
         check_pushed("policy_server_flags", self.policy_server_flags)
         nodes = parallelism(self.policy_server_flags).nodes
-        by_memory = self.weights_delta or self.weights in ("shared_memory", "object_store", "ipc")
-        if nodes > 1 and by_memory:
-            how = "weights_delta=True" if self.weights_delta else f"weights={self.weights}"
+        if nodes > 1 and self.weights in ("shared_memory", "object_store", "ipc"):
             raise ConfigError(
-                f"{how} reaches the first of the {nodes} nodes of a policy server "
-                f"(policy_server_flags={self.policy_server_flags}); use weights=auto without "
-                "weights_delta, which sends to every rank, or weights=disk"
+                f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
+                f"(policy_server_flags={self.policy_server_flags}); use weights=auto, which sends "
+                "to every rank, or weights=disk"
             )
         if self.probe_every < 0:
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
         if self.prove_every is not None and self.prove_every < 0:
             raise ConfigError(f"prove_every={self.prove_every} must not be negative")
         check_served(self.weights, self.engine != "embedded")
-        if self.weights_delta and self.weights not in ("auto", "object_store"):
-            raise ConfigError(
-                f"weights_delta=True with weights={self.weights} changes nothing: "
-                f"{_WHOLE[self.weights]}; use weights=object_store, or weights=auto for engines on "
-                "other nodes"
-            )
 
     def proofs(self, device: str) -> int:
         """Versions between two that are proven, on this device."""

@@ -358,7 +358,6 @@ class RolloutCast:
             probe_every=config.probe_every,
             prove_every=config.proofs(device),
             bucket_bytes=config.push_bucket_bytes,
-            deltas=config.weights_delta,
             timeout_s=config.deadline_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
             teacher_nodes=config.teacher_nodes,

@@ -18,9 +18,7 @@ from learner.memory import estimate_memory
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
     dtype = choose_dtype(config.dtype, device)
-    size = push_line(
-        estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
-    )
+    size = push_line(estimate_memory(config.student), dtype, config.policy_engines)
     return f"{size}; {_way(config, device)}{_to_teacher(config)}"
 
 
@@ -47,7 +45,7 @@ def _way(config: RolloutConfig, device: str) -> str:
     if config.weights != "auto":
         return f"by {config.weights}"
     served = choose_engine(config.engine, device) == "sglang"
-    far = "a group" if served and not config.weights_delta else "the object store"
+    far = "a group" if served else "the object store"
     if served and on_gpu:
         return (
             f"by a group (NCCL) to GPUs of their own, shared memory to shared ones, {far} elsewhere"

@@ -77,22 +77,15 @@ def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:
     return None if estimate is None else -(-estimate.bytes // workers)
 
 
-def push_line(
-    estimate: MemoryEstimate | None, dtype: str, engines: int, deltas: bool = False
-) -> str:
-    """Size of a weight push: every parameter, in the engines' precision, to each engine.
-
-    Args:
-        deltas: only the first is so large, where it goes by the object store.
-    """
+def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:
+    """Size of a weight push: every parameter, in the engines' precision, to each engine."""
     to = f"to {_engines(engines)} after each step"
-    later = "; after the first only what changed, by the object store" if deltas else ""
     if estimate is None:
-        return f"every parameter in {dtype} {to}; size unknown{later}"
+        return f"every parameter in {dtype} {to}; size unknown"
     size = estimate.parameters * _BYTES[dtype]
     return (
         f"{readable(size)} ({estimate.parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
-        f"{readable(size * engines)}{later}"
+        f"{readable(size * engines)}"
     )
 
 

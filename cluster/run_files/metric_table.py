@@ -332,8 +332,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "push/bytes",
             "bytes",
-            "size of all tensors in the precision of the engines, not multiplied by the engines; "
-            "with `weights_delta=True`, mean of what was sent to an engine",
+            "size of all tensors in the precision of the engines, not multiplied by the engines",
         ),
         Metric("push/engines", "engines", "engines that acknowledged the push"),
         Metric(
@@ -341,17 +340,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("push/overlapped", "s", "part of `push/seconds` that no step waited for"),
         Metric("push/pause", "s", "longest time of an engine without generation"),
-        Metric(
-            "push/changed_share",
-            "share",
-            "values that differ from those of the last push (`weights_delta=True`)",
-        ),
-        Metric(
-            "push/whole_engines",
-            "engines",
-            "engines that got all values, because they joined, were restarted or refused, or "
-            "because most values had changed (`weights_delta=True`)",
-        ),
         Metric(
             "push/lost_share",
             "share",

@@ -38,7 +38,6 @@ from cluster.supervision.failures import dead_among
 from cluster.weights.attempt import Attempt
 from cluster.weights.background import Background, Turn, Turns
 from cluster.weights.checks import Answers, PushChecks
-from cluster.weights.delta import DeltaSender
 from cluster.weights.gather import GatherResult, collect
 from cluster.weights.push_settings import PushSettings
 from cluster.weights.teacher_pushes import TeacherPushes
@@ -91,7 +90,6 @@ class Publisher:
         self._engines = dict(engines)
         self._credit, self._goes_on = credit, goes_on
         self._settings, self._lenders = settings, lenders
-        self._deltas = DeltaSender() if settings.deltas else None
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._found: dict[str, float] = {}  # metrics for the next push to return
@@ -118,9 +116,7 @@ class Publisher:
         """Returns `push/*` metrics: bytes, seconds, the engines' longest pause.
 
         Of the version before: the probe's gap, and the share of parameters that are proven; and, if
-        this push goes on when this returns, seconds, pause and number of engines. With deltas: the
-        share of values that changed, the number of engines that got all of them, and the bytes of
-        an engine, of the same version as the seconds.
+        this push goes on when this returns, seconds, pause and number of engines.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
@@ -134,8 +130,6 @@ class Publisher:
         self._found = {}
         with self._turns.next() as turn:
             started = time.perf_counter()
-            if self._deltas is not None:
-                self._deltas.count()
             attempt = self._begin(weights, version)
             if self._goes_beside(attempt):
                 self._go_beside(attempt, weights, trained, started, turn)
@@ -318,8 +312,7 @@ class Publisher:
         dropped."""
         pauses = self._pauses(attempt, again)
         self._last = attempt
-        sent = {} if self._deltas is None else self._deltas.metrics(self._engines, attempt.nbytes)
-        return sent | {
+        return {
             "push/seconds": time.perf_counter() - started,
             "push/pause": max(pauses.values(), default=0.0),
             "push/engines": len(pauses),
@@ -373,4 +366,4 @@ class Publisher:
         return {name: value for name, value in found.items() if value is not None}
 
     def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:
-        return self._settings.ways_to(engines, self._deltas, self._lenders)
+        return self._settings.ways_to(engines, self._lenders)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config.pools import WeightsChoice
-from cluster.weights.delta import DeltaSender
 from cluster.weights.transport import Transport
 from cluster.weights.transports import choose_transports
 from distill.weights.lending import LenderPlace
@@ -23,7 +22,6 @@ class PushSettings:
         learner_dtype: what the learner computes in; how far it may be from an engine.
         probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
         bucket_bytes: most that a collective sends at once.
-        deltas: engines on other nodes are sent what changed.
         timeout_s: longest that a push may not get on: no engine answers, nothing is sent. Engines
             that load by themselves have it, and a second for each 100 MB.
     """
@@ -39,16 +37,12 @@ class PushSettings:
     prove_every: int
     timeout_s: float
     bucket_bytes: int = BUCKET_BYTES
-    deltas: bool = False
     nodes: int = 1
     teacher_nodes: int = 1
     gpus: int | None = None
 
     def ways_to(
-        self,
-        engines: Mapping[str, Any],
-        deltas: DeltaSender | None,
-        lenders: Sequence[LenderPlace],
+        self, engines: Mapping[str, Any], lenders: Sequence[LenderPlace]
     ) -> list[Transport]:
         """Transports to policy engines; raises as `choose_transports`."""
         if not engines:
@@ -62,14 +56,13 @@ class PushSettings:
             model=self.model,
             timeout_s=self.timeout_s,
             bucket_bytes=self.bucket_bytes,
-            deltas=deltas,
             nodes=self.nodes,
             gpus=self.gpus,
             lenders=lenders or [LenderPlace.own(self.device)],
         )
 
     def ways_to_teachers(self, engines: Mapping[str, Any]) -> list[Transport]:
-        """Whole weights, and files apart from the policy's, whose version may be the same.
+        """Transports to teacher engines; their files are apart from the policy's versions.
 
         Nothing is lent them: a worker has one bucket, which is the policy's. Raises as `ways_to`.
         """

@@ -2,8 +2,7 @@
 
 shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
                them, read it there (distill/weights/shared_memory.py)
-object_store   any node: `ray.put` once, and Ray brings it to each node once; of what changed alone
-               with `weights_delta=True` (cluster/weights/delta.py)
+object_store   any node: `ray.put` once, and Ray brings it to each node once
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
 group          other nodes, other GPUs: a torch.distributed group with SGLang's ranks
                (cluster/weights/collective.py)
@@ -13,7 +12,6 @@ ipc            the same GPUs, or the same machine: buckets that SGLang's ranks o
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,6 @@ from cluster.config.pools import WeightsChoice, check_served
 from cluster.handles import calls
 from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
-from cluster.weights.delta import DeltaSender, DeltaTransport
 from cluster.weights.gather import values
 from cluster.weights.ipc import IpcTransport
 from cluster.weights.transport import Transport
@@ -41,8 +38,6 @@ from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
-
-logger = logging.getLogger(__name__)
 
 
 class SharedMemoryTransport(Transport):
@@ -142,7 +137,6 @@ def choose_transports(
     model: str,
     timeout_s: float,
     bucket_bytes: int = BUCKET_BYTES,
-    deltas: DeltaSender | None = None,
     nodes: int = 1,
     gpus: int | None = None,
     lenders: Sequence[LenderPlace] = (),
@@ -155,7 +149,6 @@ def choose_transports(
         device: the learner's, cpu or cuda.
         directory: shared by all nodes, for `disk`.
         model: the checkpoint that is trained.
-        deltas: sends what changed, in place of all, by the object store.
         nodes: over which each engine's server is spread.
         gpus: on which it computes, of those that its process sees; None: on all of them.
         lenders: the learner's workers, by rank; none given: nothing is lent.
@@ -167,7 +160,7 @@ def choose_transports(
     if choice == "disk":
         return [DiskTransport(engines, directory, model)]
     if choice == "object_store":
-        return [_by_store(engines, deltas)]
+        return [ObjectStoreTransport(engines)]
     check_served(choice, served)
     asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
     places = {
@@ -178,21 +171,13 @@ def choose_transports(
     learner = _place(None) if on_cuda else replace(_place(None), gpus=())
     learner = replace(learner, gpus=learner.gpus[:1])
     transports: list[Transport] = []
-    ways = plan_ways(
-        choice, learner, places, served=served, deltas=deltas is not None, lenders=lenders
-    )
-    if deltas is not None and "object_store" not in ways:
-        logger.warning(
-            "weights_delta=True changes nothing for %s: from the learner's own node they get whole "
-            "weights",
-            ", ".join(engines),
-        )
+    ways = plan_ways(choice, learner, places, served=served, lenders=lenders)
     for way, names in ways.items():
         chosen = {name: engines[name] for name in names}
         if way == "shared_memory":
             transports.append(SharedMemoryTransport(chosen))
         elif way == "object_store":
-            transports.append(_by_store(chosen, deltas))
+            transports.append(ObjectStoreTransport(chosen))
         elif way == "ipc":
             transports.append(
                 IpcTransport(
@@ -212,10 +197,6 @@ def choose_transports(
                 )
             )
     return transports
-
-
-def _by_store(engines: Mapping[str, Any], deltas: DeltaSender | None) -> Transport:
-    return ObjectStoreTransport(engines) if deltas is None else DeltaTransport(engines, deltas)
 
 
 def _place(_actor: object) -> Place:

@@ -10,9 +10,6 @@
 
 The embedded engine supports neither groups nor IPC handles: it reads shared memory on the learner's
 node, and Ray's object store on other nodes.
-
-With `deltas`, engines on other nodes receive weight deltas through the object store, since the
-ranks of a group receive whole tensors.
 """
 
 from __future__ import annotations
@@ -61,14 +58,12 @@ def plan_ways(
     engines: Mapping[str, Place],
     *,
     served: bool,
-    deltas: bool = False,
     lenders: Sequence[LenderPlace] = (),
 ) -> dict[Way, list[str]]:
     """Names of the engines of each transport; transports without engines are left out.
 
     Args:
         served: the engines are SGLang servers, which can join a group.
-        deltas: send weight deltas to engines on other nodes.
         lenders: the learner's workers, by rank.
 
     Raises:
@@ -79,7 +74,7 @@ def plan_ways(
         if choice == "ipc":
             lenders_of(name, place, max(1, len(place.gpus)), lenders)
         shares = served and bool(place.gpus) and _is_lent(place, lenders)
-        way = _way(choice, learner, place, served, deltas)
+        way = _way(choice, learner, place, served)
         ways.setdefault("ipc" if choice == "auto" and shares else way, []).append(name)
     if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
         raise ConfigError(
@@ -97,11 +92,11 @@ def plan_ways(
     return {way: names for way, names in ways.items() if names}
 
 
-def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, deltas: bool) -> Way:
+def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> Way:
     if choice != "auto":
         return choice
     if not engine.beside(learner):
-        return "group" if served and not deltas else "object_store"
+        return "group" if served else "object_store"
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"
     return "shared_memory"

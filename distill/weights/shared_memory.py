@@ -25,13 +25,10 @@ from torch import Tensor
 from distill.errors import EngineError
 from distill.main_memory import free_main_memory
 from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_buckets
-from distill.weights.patches import Bits
 from distill.weights.tensors import TensorLayout
 
 # Wide enough for any dtype, and for copies at full speed.
 _ALIGNMENT = 64
-# Number of bytes that are compared and patched at a time.
-PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,41 +117,13 @@ class SharedBlock:
 
     def fill(self, layouts: Sequence[TensorLayout], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors of these layouts in, one after the other. Raises as `write`."""
-        self.reserve(layouts)
-        views = self._views()
-        for name, tensor in tensors:
-            views[name].copy_(tensor)
-
-    def reserve(self, layouts: Sequence[TensorLayout]) -> None:
-        """Make room for tensors of these layouts; their values are undefined. Raises as `write`."""
         self.layouts = tuple(layouts)
         if self._file is None or len(self._file.bytes) < block_bytes(layouts):
-            self._file = None
+            self._file = None  # freed before the larger one is made
             self._file = _AnonymousFile(block_bytes(layouts))
-
-    def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
-        """Overwrite with weights of the same layouts. Yields each piece's old and new values.
-
-        Old values are overwritten when the next piece is requested: the block is complete once the
-        iterator is exhausted. Pieces and their order are those of `pieces`.
-        """
-        views = self._views()
-        for bucket in plan_buckets(self.layouts, COPY_BYTES):
-            tensors = weights.gather(names_of(bucket))
-            for name in names_of(bucket):
-                new = tensors[name].detach().to("cpu").contiguous()
-                for old_piece, new_piece in zip(_pieces(views[name]), _pieces(new), strict=True):
-                    yield old_piece, new_piece
-                    old_piece[:] = new_piece
-
-    def pieces(self) -> Iterator[Bits]:
-        """The tensors in order, as integers, in pieces that fit into a processor's cache."""
-        for view in self._views().values():
-            yield from _pieces(view)
-
-    def _views(self) -> dict[str, Tensor]:
-        assert self._file is not None, "nothing was written yet"
-        return views_of(self._file.bytes, self.layouts)
+        views = views_of(self._file.bytes, self.layouts)
+        for name, tensor in tensors:
+            views[name].copy_(tensor)
 
     def share(self) -> SharedTensors:
         """A reference to the last write; valid until the next one, or until this process ends."""
@@ -215,13 +184,6 @@ def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor
         part = block[start : start + layout.nbytes]
         views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
     return views
-
-
-def _pieces(tensor: Tensor) -> Iterator[Bits]:
-    bits = tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.itemsize}")
-    step = PIECE_BYTES // tensor.itemsize
-    for start in range(0, len(bits), step):
-        yield bits[start : start + step]
 
 
 def _gone(why: str) -> EngineError:

@@ -13,7 +13,6 @@ from actors.sglang.client import SglangClient
 from actors.sglang.weights import WeightSession
 from distill.engine import GIVES_UP, CheckpointDirectory, CollectiveBroadcast
 from distill.errors import EngineError
-from distill.weights.delta import SentWeights
 from distill.weights.model_weights import HeldWeights, plan_buckets
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors, layout_digest
@@ -85,33 +84,6 @@ def test_a_rank_s_extra_memory_is_one_bucket(ranks: int, way: str) -> None:
     assert changes[:2] == ["/pause_generation", "/begin_weight_update"]
     assert changes[-2:] == ["/end_weight_update", "/continue_generation"]
     assert len(server.bodies("/begin_weight_update")) == 1  # one session, many calls
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_gets_whole_tensors_of_what_came_as_a_change(ranks: int) -> None:
-    """What cannot be made of what came is refused, and the server hears nothing of it."""
-    server, sent, weights = WeightsServer(model(0.0), ranks), SentWeights(), model(7.0)
-
-    async def push(session: WeightSession) -> None:
-        sent.advance(HeldWeights(weights), 1)
-        await session.load(sent.whole(), 1)
-        weights["model.layers.3.mlp.weight"][5, 6:9] = 1.0
-        sent.advance(HeldWeights(weights), 2)
-        delta = sent.delta()
-        assert delta is not None and delta.nbytes < 20
-        await session.load(delta, 2)
-        orders = len(server.orders)
-        with pytest.raises(EngineError, match="no copy of"):
-            await session.load(delta, 3)
-        assert len(server.orders) == orders and session._loads.torn is None
-
-    against(server, push)
-    for rank, part in enumerate(server.ranks):
-        for name, tensor in weights.items():
-            expected = tensor.chunk(ranks)[rank] if tensor.dim() > 1 else tensor
-            assert torch.equal(part.parameters[name], expected), name
-        assert part.device.peak <= 1.05 * BUCKET_BYTES
-    assert server.version == "2"
 
 
 @pytest.mark.parametrize(

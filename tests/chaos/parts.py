@@ -85,13 +85,9 @@ def embedded(out: Path, seed: int, strikes: int) -> Monkey:
 
 
 def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
-    """Actors killed and frozen, and the job, each when a group has just begun again.
-
-    Its pushes are of what changed, so that engines that come back join from the learner's copy.
-    """
+    """Actors killed and frozen, and the job, each when a group has just begun again."""
     arguments = settings(out / "pair") | hanging(out / "tickets")
-    arguments |= {"rollout_workers": 2, "policy_engines": 2}
-    arguments |= {"weights": "object_store", "weights_delta": True, "dtype": "bfloat16"}
+    arguments |= {"rollout_workers": 2, "policy_engines": 2, "dtype": "bfloat16"}
     kinds = [*(kind for kind in KILLS if kind.victims != EVALUATOR), WORKER_HANGS]
     with struck(out / "overdue", arguments, seed) as monkey:
         for number, kind in enumerate(monkey.plan(kinds, strikes), start=1):

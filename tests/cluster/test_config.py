@@ -762,24 +762,6 @@ def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> No
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "weights, why",
-    [
-        ("shared_memory", "no network lies between"),
-        ("group", "the ranks of a group take whole tensors"),
-        ("disk", "whole checkpoints"),
-    ],
-)
-def test_changes_of_weights_are_refused_where_they_change_nothing(
-    opd: NewOpd, weights: str, why: str
-) -> None:
-    message = rf"weights_delta=True with weights={weights} changes nothing: .*{why}.*; use weights="
-    with pytest.raises(ConfigError, match=message):
-        opd(weights=weights, weights_delta=True, engine="sglang")
-    for other in ("auto", "object_store"):
-        assert opd(weights=other, weights_delta=True).weights_delta
-
-
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="pip install liger-kernel"):

@@ -197,7 +197,6 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         ({"fork_from": "elsewhere"}, "student=DIR/model"),
         ({"lora_adapter": "elsewhere"}, "merged"),
         ({"replay_keep": 10}, "every step is kept"),
-        ({"weights_delta": True, "local": False}, "nothing is pushed"),
         ({"eval_every": 2}, "cluster.evaluate"),
         ({"engines_sleep": False}, "no learner"),
         ({"trace_step": 1}, "no learner to trace"),

@@ -59,6 +59,3 @@ def test_a_push_goes_to_every_engine() -> None:
     )
     assert "to 1 policy engine after" in push_line(EIGHT_B, "float32", 1)
     assert push_line(None, "float32", 2).endswith("size unknown")
-    assert push_line(EIGHT_B, "bfloat16", 3, deltas=True).endswith(
-        "after each step: 48 GiB; after the first only what changed, by the object store"
-    )

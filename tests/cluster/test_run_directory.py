@@ -51,7 +51,6 @@ MAY_CHANGE = {
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
     "canary_every": 3, "on_bad_teacher": "stop",
     "background_checkpoints": False, "max_running_requests": 8, "packing": True,
-    "weights_delta": True,
     "routing_replay": True,
 }  # fmt: skip
 MUST_STAY = {

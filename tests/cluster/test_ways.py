@@ -62,19 +62,6 @@ def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine, served, way",
-    [
-        (place("b", 1), True, "object_store"),  # not a group, whose ranks take whole tensors
-        (place("b"), False, "object_store"),
-        (place("a", 1), True, "group"),
-        (place("a", 0), True, "shared_memory"),
-    ],
-)
-def test_what_changed_goes_to_other_nodes_by_the_store(engine, served, way) -> None:
-    assert plan_ways("auto", LEARNER, {"e": engine}, served=served, deltas=True) == {way: ["e"]}
-
-
-@pytest.mark.parametrize(
     "engines, message",
     [
         ({"x": place("a", 0)}, "x shares a GPU with the learner: NCCL takes a GPU once"),
@@ -110,10 +97,8 @@ WORKERS = [worker("a", 0), worker("a", 1), worker("b", 0)]
 )
 def test_on_the_gpus_of_learner_workers_servers_are_lent_weights(engines, expected) -> None:
     named = {str(i): engine for i, engine in enumerate(engines)}
-    for deltas in (False, True):
-        found = plan_ways("auto", LEARNER, named, served=True, deltas=deltas, lenders=WORKERS)
-        made = {way: [int(n) for n in names] for way, names in found.items()}
-        assert made == expected or (deltas and made.pop("object_store"))
+    found = plan_ways("auto", LEARNER, named, served=True, lenders=WORKERS)
+    assert {way: [int(n) for n in names] for way, names in found.items()} == expected
     for way in plan_ways("auto", LEARNER, named, served=False, lenders=WORKERS):
         assert way in ("shared_memory", "object_store")
 

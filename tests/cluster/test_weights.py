@@ -60,7 +60,6 @@ from distill.weights.model_weights import (
     Weights,
     gather_all,
     plan_buckets,
-    total_bytes,
 )
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
@@ -932,27 +931,6 @@ def kill_server(engine: Any) -> None:
     server = psutil.Process(engine.server.pid)
     for process in [server, *server.children(recursive=True)]:
         process.kill()
-
-
-def test_what_changed_into_a_server(server: Any, learner: Learner) -> None:
-    """By Ray's object store, patched beside the server and the learner, proven by its checksums."""
-    queue = Queue()
-    publish = publisher(
-        {"policy engine 0": server}, learner, queue, choice="object_store", served=True,
-        deltas=True, overlaps=True,
-    )  # fmt: skip
-    for version in range(3):
-        metrics = sent(publish, learner.weights(), version)
-        for parameter in learner.model.parameters():
-            parameter.data[..., version::50] *= 1.02
-        publish.wait()
-        assert all((sample.versions_T == version).all() for sample in samples(server))
-        assert metrics["push/whole_engines"] == (version < 2)  # from the second on, of the last one
-    assert queue.pushed == [(1, 4), (2, 8)] and queue.published[-1] == (2, 8)
-    assert metrics["push/bytes"] < total_bytes(learner.weights()) / 10
-    assert metrics["push/changed_share"] < 0.05 and metrics["push/proven"] == 1
-    gap = publish.settle()
-    assert gap is not None and gap < 1e-4
 
 
 def test_a_tensor_that_was_skipped_is_found_in_a_server(

@@ -35,7 +35,6 @@ from distill.objective.batching import (
 )
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
-from distill.weights.delta import ReceivedWeights, SentWeights
 from distill.weights.lending import LenderPlace, Lends
 from distill.weights.model_weights import gather_all, names_of, plan_buckets, total_bytes
 from distill.weights.shared_memory import SharedTensors
@@ -193,9 +192,8 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
         for kind in (Refuses, EmbeddedEngine)
     ]
     settings = PushSettings(
-        choice="object_store", served=False, device="cpu", directory="", model=half.model_dir,
+        choice="shared_memory", served=False, device="cpu", directory="", model=half.model_dir,
         temperature=0.7, learner_dtype="float32", probe_every=0, prove_every=0, timeout_s=300,
-        deltas=True,
     )  # fmt: skip
     beside: list[int] = []
     publish = Publisher(
@@ -236,16 +234,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     except NonFiniteError as error:
         told["failed"] = str(error)
     told["after failure"] = numbers(learner)
-    sent = SentWeights()
-    sent.advance(learner.weights(torch.bfloat16), 0)
-    told["changes"] = [sent.whole()]
     told["accumulated"] = accumulated(learner)
-    sent.advance(learner.weights(torch.bfloat16), 1)
-    told["changes"].append(sent.delta())
-    told["stepped"] = {
-        name: tensor.float().numpy()
-        for name, tensor in gather_all(learner.weights(torch.bfloat16)).items()
-    }
     learner.load_trainer_state(given["half"])
     told["pushed beside"] = pushed_beside(learner, given["checkpoint"])
     local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
@@ -358,16 +347,6 @@ def test_each_worker_lends_whole_weights(together: dict[str, Any]) -> None:
         assert read.keys() == together["rounded"].keys()
         for name, tensor in read.items():
             np.testing.assert_array_equal(tensor, together["rounded"][name])
-
-
-def test_what_changed_of_shards_makes_the_whole_weights(together: dict[str, Any]) -> None:
-    received = ReceivedWeights()
-    for delta in together["changes"]:
-        made = received.take(delta).unpack()
-    assert together["changes"][1].base is not None
-    assert made.keys() == together["stepped"].keys()
-    for name, tensor in made.items():
-        np.testing.assert_array_equal(tensor.float().numpy(), together["stepped"][name])
 
 
 def test_who_refuses_a_push_beside_two_workers_gets_all_that_was_pushed(
