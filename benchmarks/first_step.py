@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import median
 
 import chz
+import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -53,6 +54,9 @@ WAYS = {
 STAGES = (
     "plan", "first actor", "all actors", "handshake", "evaluations", "step 1", "finished", "prompt",
 )  # fmt: skip
+SHAPE = {
+    "prompts_per_step": 64, "group_size": 4, "max_new_tokens": 4, "temperature": 0.7, "lr": 3e-4,
+}  # fmt: skip
 EVAL_SIZE = 64
 _SAMPLED_EVERY_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
@@ -102,7 +106,7 @@ def measure_first_step(
     Raises:
         ConfigError: `only` leaves none, or a run failed.
     """
-    _adopt_orphans()
+    adopt_orphans()
     pair = make_sums_pair(work / "pair")
     there = {"Ray, SGLang": find_spec("sglang") is not None, PEER: PEER_PYTHON.exists()}
     ways = [way for way in (*WAYS, PEER) if only in way and there.get(way, True)]
@@ -117,14 +121,26 @@ def measure_first_step(
     return dict(starts)
 
 
-def _ours(way: str, pair: Pair, run: Path, steps: int) -> Start:
-    command = [
+def isotherm_command(way: str, pair: Pair, run: Path, steps: int, *settings: str) -> list[str]:
+    """Command line of a run of 64 prompts x 4 answers of 4 tokens."""
+    return [
         sys.executable, "-m", "cluster.train", "recipe=opd", f"student={pair.student}",
-        f"teacher={pair.teacher}", f"prompts={pair.prompts}", f"out={run}", "temperature=0.7",
-        f"steps={steps}", "prompts_per_step=64", "group_size=4", "max_new_tokens=4", "lr=3e-4",
-        f"eval_size={EVAL_SIZE}", "estimator=sampled", *WAYS[way],
+        f"teacher={pair.teacher}", f"prompts={pair.prompts}", f"out={run}", f"steps={steps}",
+        *(f"{name}={value}" for name, value in SHAPE.items()), "estimator=sampled", *WAYS[way],
+        *settings,
     ]  # fmt: skip
-    watched = _watch(command, dict(os.environ), run.with_suffix(".log"))
+
+
+def trl_command(pair: Pair, report: Path, steps: int) -> list[str]:
+    """Command line of TRL's run of the same shape; its times go to `report`."""
+    return peer_command(
+        pair.student, pair.teacher, Path(pair.prompts), report, steps=steps, warmup_steps=0, **SHAPE
+    )
+
+
+def _ours(way: str, pair: Pair, run: Path, steps: int) -> Start:
+    command = isotherm_command(way, pair, run, steps, f"eval_size={EVAL_SIZE}")
+    watched = watch(command, dict(os.environ), run.with_suffix(".log"))
     ends = {"handshake": (run / "calibration.json").stat().st_mtime}
     for event in read_lines(run / "events.jsonl", {"t", "event"}):
         match event:
@@ -144,18 +160,14 @@ def _ours(way: str, pair: Pair, run: Path, steps: int) -> Start:
 
 def _peer(pair: Pair, run: Path, steps: int) -> Start:
     report = run.with_suffix(".json")
-    command = peer_command(
-        pair.student, pair.teacher, Path(pair.prompts), report, steps=steps, prompts_per_step=64,
-        group_size=4, max_new_tokens=4, temperature=0.7, lr=3e-4, warmup_steps=0,
-    )  # fmt: skip
-    watched = _watch(command, peer_environment(), run.with_suffix(".log"))
+    watched = watch(trl_command(pair, report, steps), peer_environment(), run.with_suffix(".log"))
     step_ends = json.loads(report.read_text())["step_ends"]
     return watched.start({"step 1": step_ends[0], "finished": step_ends[-1]})
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Watched:
-    """A process that has ended, and CPU seconds of all its processes along the way."""
+class Watched:
+    """A process that has ended, and samples of the CPU seconds of it and its children."""
 
     entered: float
     ended: float
@@ -167,9 +179,15 @@ class _Watched:
         until = next((cpu for at, cpu in self.samples if at >= ends["step 1"]), Counter())
         return Start(seconds=seconds, cpu_s=dict(until.most_common()))
 
+    def cpu_s(self, begin: float, end: float) -> float:
+        """CPU seconds of all processes between two times of day, interpolated."""
+        times, spent = zip(*((at, cpu.total()) for at, cpu in self.samples), strict=True)
+        before, after = np.interp([begin, end], times, spent)
+        return float(after - before)
 
-def _watch(command: list[str], environment: dict[str, str], log: Path) -> _Watched:
-    """Runs the command to its end.
+
+def watch(command: list[str], environment: dict[str, str], log: Path) -> Watched:
+    """Run the command to its end.
 
     Raises:
         ConfigError: it failed; the log has its output.
@@ -188,11 +206,11 @@ def _watch(command: list[str], environment: dict[str, str], log: Path) -> _Watch
     sampler.join()
     if code:
         raise ConfigError(f"{' '.join(command[:4])} ended with {code}; its output is in {log}")
-    return _Watched(entered=entered, ended=ended, samples=samples)
+    return Watched(entered=entered, ended=ended, samples=samples)
 
 
-def _adopt_orphans() -> None:
-    """Makes processes whose parent has ended children of this one, so that none is overlooked."""
+def adopt_orphans() -> None:
+    """Make processes whose parent has ended children of this one, so that none is overlooked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
