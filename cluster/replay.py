@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.command import exit_code
+from cluster.base.outcomes import RunFailed
+from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.early_checks import check_early
 from cluster.config.on_policy import RolloutConfig
-from cluster.early_ends import RunFailed
 from cluster.train import RECIPES
 from distill.chat.token_text import decode
 from distill.errors import ConfigError, NonFiniteError
@@ -263,7 +263,7 @@ class StepReplay:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda console: replay(arguments, console))
+    return run_and_report(lambda console: replay(arguments, console))
 
 
 if __name__ == "__main__":

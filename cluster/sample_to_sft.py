@@ -37,12 +37,12 @@ from actors.rollout.text_endpoint import (
     together,
 )
 from actors.sglang.address import is_url
+from cluster.base.outcomes import RunFailed
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.evaluation import LengthSettings
 from cluster.config.rows import ROWS, unweighted_sources
-from cluster.early_ends import RunFailed
 from cluster.jsonl_log import write_rows
 from distill.chat.responses import read_response
 from distill.chat.template import (

@@ -14,7 +14,7 @@ import chz
 from rich.console import Console
 
 from cluster.collector import collector_off
-from cluster.command import exit_code
+from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a recipe; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
-    return exit_code(lambda console: run_recipe(arguments, console))
+    return run_and_report(lambda console: run_recipe(arguments, console))
 
 
 def run_recipe(arguments: list[str], console: Console) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from isotherm.shadowing import check_packages
 
 if TYPE_CHECKING:
-    from cluster.early_ends import RunFailed as RunFailed
+    from cluster.base.outcomes import RunFailed as RunFailed
     from distill.errors import CalibrationError as CalibrationError
     from distill.errors import CheckpointError as CheckpointError
     from distill.errors import ConfigError as ConfigError
@@ -50,7 +50,7 @@ _HOMES = {
     "ObjectiveConfig": "distill.objective.settings",
     "Policy": "isotherm.policy",
     "PreferenceLoss": "learner.dpo",
-    "RunFailed": "cluster.early_ends",
+    "RunFailed": "cluster.base.outcomes",
     "Sampler": "isotherm.sampler",
     "TrainingRow": "distill.objective.batching",
     "run": "isotherm.runs",

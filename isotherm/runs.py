@@ -11,9 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.command import complaint
+from cluster.base.outcomes import Interrupted, RunFailed, complaint
 from cluster.console import make_console
-from cluster.early_ends import Interrupted, RunFailed
 from cluster.recipes.observer import Observer, observed_by
 from cluster.runtime.driver import Signals
 from cluster.train import run_recipe

@@ -55,7 +55,7 @@ ORDER = {
         "addresses", "hub", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
-        "collector", "jsonl_log", "console", "early_ends", "handles", "config", "queue",
+        "collector", "base", "jsonl_log", "console", "handles", "config", "queue",
         "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
         "runtime",
         "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",

@@ -24,7 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.command import exit_code
+from cluster.base.outcomes import RunFailed
+from cluster.command import run_and_report
 from cluster.config.demos import DemoConfig
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
@@ -37,7 +38,6 @@ from cluster.demos.arithmetic import (
     write_sft,
 )
 from cluster.demos.display import StageDisplay, curve, plot
-from cluster.early_ends import RunFailed
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines
 from cluster.recipes.observer import Observer, observed_by
@@ -133,7 +133,7 @@ class _FineTuning:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         write_untrained(Path(self.config.model), self._problems, seed=self._seed)
-        sys.exit(exit_code(partial(run_sft, self.config)))
+        sys.exit(run_and_report(partial(run_sft, self.config)))
 
 
 def _fine_tune(tunings: Sequence[_FineTuning], stages: StageDisplay) -> None:

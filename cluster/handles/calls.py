@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cluster.handles import errors
@@ -32,6 +32,12 @@ def wait(
     )
     done = [reference for reference in references if reference.future.done()]
     return done, [reference for reference in references if reference not in done]
+
+
+def ended(references: Iterable[Any]) -> list[Any]:
+    """References of the calls that have ended, in order, without waiting."""
+    pending = list(references)
+    return wait(pending, num_returns=len(pending), timeout=0)[0]
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:

@@ -15,10 +15,10 @@ import chz
 from rich.console import Console
 
 from actors.hub import fetch_missing
+from cluster.base.outcomes import Diverged, Interrupted, RunFailed
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
 from cluster.console import lost_output
-from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
 from cluster.placement.places import LocalPlaces, Places
 from cluster.placement.roles import model_paths

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from actors.rollout.evaluator import EvaluatedResponse
+from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import KeepRollouts, RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
@@ -22,7 +23,6 @@ from cluster.run_files.tracking import measured_line
 from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
 from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.fleet import Fleet
-from cluster.supervision.supervise import LearnerLost
 from distill.rewards.model_reward import REWARD_MODEL
 
 # Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
 from cluster.hosts.learners import learner_spec
 from cluster.placement.roles import LEARNER
@@ -12,7 +13,7 @@ from cluster.recipes.common import RunSession
 from cluster.runtime.driver import Driver
 from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
 from cluster.runtime.steps import drive
-from cluster.supervision.supervise import LearnerLost, Supervisor
+from cluster.supervision.supervise import Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 

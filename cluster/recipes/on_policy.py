@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.config import choose_dtype
+from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
-from cluster.early_ends import Interrupted, RunFailed
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
 from cluster.handles import errors
@@ -62,7 +62,6 @@ from cluster.run_files.tracking import agreement_table
 from cluster.runtime.canaries import ScoredWrongly, ScorerMoved
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
-from cluster.supervision.supervise import LearnerLost
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn

@@ -8,6 +8,7 @@ import chz
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.base.outcomes import LearnerLost
 from cluster.config.supervised import (
     DpoConfig,
     RewardModelConfig,
@@ -36,7 +37,6 @@ from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
-from cluster.supervision.supervise import LearnerLost
 from learner.checkpoint import Checkpoint
 
 # Metrics of the held-out rows of each recipe, the usual ones.

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.base.outcomes import Interrupted, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
-from cluster.early_ends import Interrupted, RunFailed
 from cluster.inspect.audit import audit
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine

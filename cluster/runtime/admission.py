@@ -7,12 +7,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
 from cluster.handshake.handshake import EnginesSilent
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY
-from cluster.runtime.driver import CallFailed, Driver
+from cluster.runtime.driver import Driver
 from cluster.runtime.joining import Joining
-from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
+from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
 from distill.lookup import listed

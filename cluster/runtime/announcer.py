@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from cluster.early_ends import RunFailed
+from cluster.base.outcomes import RunFailed
 from cluster.handles import calls, errors
 from cluster.hosts.rollout_actor import Roster, RosterChange
 from cluster.supervision.failures import reason_of
@@ -58,8 +58,7 @@ class Announcer:
             self._under_way[told] = member
 
     def _collect(self) -> None:
-        asked = list(self._under_way)
-        for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
+        for reference in calls.ended(self._under_way):
             member = self._under_way.pop(reference)
             try:
                 calls.get(reference)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.base.outcomes import ActorLost, LearnerLost, RunFailed
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.pools import OnBadTeacher
-from cluster.early_ends import RunFailed
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
 from cluster.placement.roles import REFERENCE, ROLLOUT
@@ -34,7 +34,7 @@ from cluster.runtime.copy_canaries import CopyCanaries
 from cluster.runtime.driver import Driver
 from cluster.runtime.reward_canaries import RewardCanaries
 from cluster.supervision.failures import reason_of
-from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
+from cluster.supervision.supervise import Member, State, Supervisor
 from distill.engine import EngineInfo, Score
 from distill.errors import EngineError
 from distill.handshake.canary import (
@@ -359,7 +359,7 @@ class Canaries:
         if not asked:
             return
         self._forget_the_dead()
-        for reference in calls.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+        for reference in calls.ended(asked):
             self._answered(asked[reference])
 
     def _answered(self, scorer: _Scorer) -> None:

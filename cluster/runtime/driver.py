@@ -30,11 +30,20 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from cluster.early_ends import Diverged, Interrupted, RunFailed, StoppedAtOnce
+from cluster.base.outcomes import (
+    ActorHung,
+    ActorLost,
+    CallFailed,
+    Diverged,
+    Interrupted,
+    LearnerLost,
+    RunFailed,
+    StoppedAtOnce,
+)
 from cluster.handles import calls, errors
 from cluster.placement.roles import LEARNER
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
-from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
+from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed
 
@@ -45,10 +54,6 @@ _SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
 # Two signals within this time are one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
-
-
-class CallFailed(RunFailed):
-    """Raised if an awaited call failed or took too long, although all actors may be alive."""
 
 
 class Signals:
@@ -174,7 +179,7 @@ class Driver:
 
         Raises:
             Interrupted: a signal came in while waiting. The call continues.
-            ActorLost: the actor died; Overdue: it hangs.
+            ActorLost: the actor died; ActorHung: it hangs.
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
@@ -185,7 +190,7 @@ class Driver:
             if ready:
                 return self.value(what, reference, lost=lost)
             if why := self.overdue(began, worker):
-                late = Overdue if lost is ActorLost else lost
+                late = ActorHung if lost is ActorLost else lost
                 raise late(f"{what} {why}")
 
     def overdue(self, began: float, worker: str | None = None) -> str | None:

@@ -15,19 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.base.outcomes import ActorHung, ActorLost, LearnerLost, RunFailed
 from cluster.handles import calls
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver
 from cluster.supervision.failures import dead_among
-from cluster.supervision.supervise import (
-    ActorLost,
-    LearnerLost,
-    Member,
-    Overdue,
-    RunFailed,
-    State,
-    Supervisor,
-)
+from cluster.supervision.supervise import Member, State, Supervisor
 
 _TRIES = 5
 # Tries if the evaluator ended in user code: once may be chance.
@@ -103,9 +96,9 @@ class EvaluatorCalls:
         return PendingCall(ask, self._members, self._value, self._failed)
 
     def _value(self, ask: Ask, reference: Any, began: float) -> Any:
-        if not calls.wait([reference], timeout=0)[0]:
+        if not calls.ended([reference]):
             if why := self._driver.overdue(began, EVALUATOR):
-                raise Overdue(f"{ask.what} {why}")
+                raise ActorHung(f"{ask.what} {why}")
             return PENDING
         try:
             return self._driver.value(ask.what, reference)
@@ -134,7 +127,7 @@ class EvaluatorCalls:
         """Restart the evaluator if it died or hangs."""
         if member not in self._supervisor.members(EVALUATOR):
             return
-        if isinstance(lost, Overdue) or dead_among({member.name: member.handle}):
+        if isinstance(lost, ActorHung) or dead_among({member.name: member.handle}):
             self._supervisor.bury(member, str(lost))
 
     def _explain(self, what: str) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.findings.rewards import groups_fail
@@ -51,14 +52,7 @@ from cluster.runtime.scaling import Scaling
 from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
-from cluster.supervision.supervise import (
-    ActorSpec,
-    LearnerLost,
-    Member,
-    RunFailed,
-    State,
-    Supervisor,
-)
+from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor
 from distill.delivery import TrainedGroups
 from distill.errors import CalibrationError, CheckpointError, kind_of
 from learner.checkpoint import Checkpoint
@@ -312,8 +306,7 @@ class Fleet:
                 self._runs[member.handle.run.remote()] = member
 
     def _collect_runs(self) -> None:
-        ended = calls.wait(list(self._runs), num_returns=len(self._runs), timeout=0)[0]
-        for run in ended:
+        for run in calls.ended(self._runs):
             member = self._runs.pop(run)
             try:
                 calls.get(run)

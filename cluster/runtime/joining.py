@@ -87,7 +87,7 @@ class Joining:
             self._loading = joins.remote({m.name: m.handle for m in new})
 
     def _after_load(self) -> None:
-        if not calls.wait([self._loading], timeout=0)[0]:
+        if not calls.ended([self._loading]):
             return
         loading, self._loading = self._loading, None
         if calls.get(loading) is None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from cluster.base.outcomes import LearnerLost
 from cluster.handles import calls, errors
 from cluster.hosts.learners import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import ActorSpec, LearnerLost, Supervisor
+from cluster.supervision.supervise import ActorSpec, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 

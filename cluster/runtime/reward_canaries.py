@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from actors.embedded.reward_model import RewardAnswer
+from cluster.base.outcomes import ActorLost
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
 from cluster.placement.roles import REWARD
@@ -25,7 +26,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from cluster.supervision.failures import reason_of
-from cluster.supervision.supervise import ActorLost, Member, State, Supervisor
+from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import CalibrationError, EngineError
 from distill.handshake.canary import COMPANY
 from distill.handshake.comparison import TOLERANCE
@@ -128,7 +129,7 @@ class RewardCanaries:
         """Collect an answer without blocking; terminate a reward model that has drifted."""
         self._look()
         life = self._life
-        if life is None or life.asked is None or not calls.wait([life.asked], timeout=0)[0]:
+        if life is None or life.asked is None or not calls.ended([life.asked]):
             return
         asked, life.asked = life.asked, None
         try:

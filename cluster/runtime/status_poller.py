@@ -58,7 +58,7 @@ class StatusPoller:
             self._ask()
 
     def _collect_workers(self) -> None:
-        for reference in calls.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]:
+        for reference in calls.ended(self._asked):
             name = self._asked.pop(reference)
             try:
                 self.workers[name] = calls.get(reference)
@@ -68,7 +68,7 @@ class StatusPoller:
                 self.workers.pop(name, None)
 
     def _collect_queue(self) -> None:
-        if self._queue_asked is None or not calls.wait([self._queue_asked], timeout=0)[0]:
+        if self._queue_asked is None or not calls.ended([self._queue_asked]):
             return
         asked, self._queue_asked = self._queue_asked, None
         try:

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cluster.early_ends import Interrupted, RunFailed
+from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.handles import calls, errors
 from cluster.queue.group_queue import QueueClosed
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import LearnerLost
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from cluster.early_ends import RunFailed
+from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.placement.roles import REWARD
 from cluster.queue.ledger_answers import QueueStatus

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from cluster.early_ends import RunFailed
+from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.handles import calls, errors
 from cluster.handles.node import node_address
 from cluster.supervision.failures import reason_of
@@ -38,25 +38,6 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _WINDOW_S = 3600.0
 # Deaths this near to one another make the next restart wait longer.
 _QUIET_S = 120.0
-
-
-class ActorLost(RunFailed):
-    """An actor died in the middle of something that can be done again."""
-
-
-class Overdue(ActorLost):
-    """An actor lives, and did not end a call within the deadline."""
-
-
-class LearnerLost(ActorLost):
-    """A learner worker died: the learner goes back to its last checkpoint.
-
-    Attributes:
-        before: its weights of this step and later are bad: it goes back to one of an earlier step.
-            None: it has died.
-    """
-
-    before: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +306,7 @@ class Supervisor:
 
     def _listen(self) -> None:
         beats = {member.beat: member for member in self._members if member.beat is not None}
-        done = calls.wait(list(beats), num_returns=len(beats), timeout=0)[0] if beats else []
-        for reference in done:
+        for reference in calls.ended(beats):
             member = beats[reference]
             if member not in self._members:
                 continue  # buried in this very round, with another
@@ -350,9 +330,7 @@ class Supervisor:
     def _listen_to_followers(self) -> None:
         """Buries the members of which a follower has ended: a server is whole, or it is none."""
         lasting = {call: member for member in self._members for call in member.followers}
-        if not lasting:
-            return
-        for call in calls.wait(list(lasting), num_returns=len(lasting), timeout=0)[0]:
+        for call in calls.ended(lasting):
             member = lasting[call]
             if member not in self._members:
                 continue  # buried in this very round, with another
@@ -365,8 +343,7 @@ class Supervisor:
 
     def _introduce(self) -> None:
         """Records the process and node of an actor, once it has answered."""
-        asked = list(self._introductions)
-        for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
+        for reference in calls.ended(self._introductions):
             member = self._introductions.pop(reference)
             try:
                 pid, node = calls.get(reference)

@@ -26,10 +26,10 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.base.outcomes import Interrupted
 from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
-from cluster.early_ends import Interrupted
 from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.presets import (
     OpdCondensedConfig,
@@ -31,7 +32,6 @@ from cluster.config.presets import (
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import write_jsonl
 from cluster.demos.demo import fresh_directory
-from cluster.early_ends import RunFailed
 from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
+from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
-from cluster.command import complaint, parse
+from cluster.command import parse
 from cluster.config.arguments import key_values
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
@@ -28,7 +29,6 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft
 from cluster.config.teachers import TeacherConfig
-from cluster.early_ends import Interrupted
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import cluster.runtime.driver
+from cluster.base.outcomes import RunFailed
 from cluster.runtime.driver import Driver, Signals
-from cluster.supervision.supervise import RunFailed, State
+from cluster.supervision.supervise import State
 
 
 class Starting:

@@ -10,13 +10,13 @@ import pytest
 import ray
 
 from actors.rollout.inside_file import problems_inside
+from cluster.base.outcomes import RunFailed
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
     ActorSpec,
-    RunFailed,
     Supervisor,
     ready_call,
     whereabouts_call,

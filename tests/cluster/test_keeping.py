@@ -13,10 +13,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from cluster.command import complaint
+from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
-from cluster.early_ends import Interrupted
 from cluster.hosts.learner_actor import policy_loop, publish_nowhere
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles

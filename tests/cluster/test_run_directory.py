@@ -18,9 +18,9 @@ import chz
 import pytest
 from transformers import AutoModelForCausalLM
 
+from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.rows import digests_of
-from cluster.early_ends import RunFailed
 from cluster.recipes.common import failed_to_resume, opened
 from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader

@@ -21,9 +21,9 @@ import pytest
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
+from cluster.base.outcomes import ActorHung, LearnerLost
 from cluster.placement.roles import EVALUATOR, POLICY
 from cluster.runtime.evaluator_calls import Ask
-from cluster.supervision.supervise import LearnerLost, Overdue
 from cluster.weights.gather import collect
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError, EngineLost
@@ -379,7 +379,7 @@ def test_an_evaluation_that_waits_for_no_engine_is_found(
 
     run.fleet.evaluator.plain._evaluator.evaluate = never
     began = loop.now
-    with pytest.raises(Overdue, match="evaluation has not got on for 300 s"):
+    with pytest.raises(ActorHung, match="evaluation has not got on for 300 s"):
         run.fleet.driver.call("evaluation", evaluation(run).make(), worker=EVALUATOR)
     assert 300 <= loop.now - began < 320
     assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())

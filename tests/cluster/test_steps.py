@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import cluster.runtime.steps
-from cluster.early_ends import Interrupted, RunFailed
+from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.steps import drive
-from cluster.supervision.supervise import LearnerLost
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written

@@ -13,13 +13,12 @@ import psutil
 import pytest
 import ray
 
+from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.handles import calls
 from cluster.supervision.supervise import (
     ActorSpec,
     Budget,
-    LearnerLost,
     Member,
-    RunFailed,
     State,
     Supervisor,
     whereabouts_call,

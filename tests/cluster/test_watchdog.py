@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.early_ends import RunFailed
+from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import QueueStatus

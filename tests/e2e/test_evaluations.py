@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cluster.base.outcomes import Interrupted
 from cluster.config.on_policy import OpdConfig
-from cluster.early_ends import Interrupted
 from cluster.inspect.audit import audit
 from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy

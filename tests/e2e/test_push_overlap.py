@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from actors.embedded.engine import EmbeddedEngine
+from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
-from cluster.early_ends import RunFailed
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal

@@ -1,0 +1,1 @@
+"""Outcomes of a run, and parts that every folder of `cluster` uses."""
