@@ -229,7 +229,8 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
             raise ConfigError(
                 f"SGLang's flags {self.server_flags} change nothing: the engine is embedded; use "
                 "engine=sglang, or leave policy_server_flags, teacher_server_flags or "
-                "server_flags out"
+                "server_flags out",
+                field="server_flags",
             )
 
     @property

@@ -45,15 +45,25 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens_T) == 0:
-            raise DataError("GenerateRequest.prompt_tokens_T is empty: give at least one token")
+            raise DataError(
+                "GenerateRequest.prompt_tokens_T is empty: give at least one token",
+                field="GenerateRequest.prompt_tokens_T",
+            )
         if self.num_samples < 1:
-            raise DataError(f"GenerateRequest.num_samples = {self.num_samples} must be at least 1")
+            raise DataError(
+                f"GenerateRequest.num_samples = {self.num_samples} must be at least 1",
+                field="GenerateRequest.num_samples",
+            )
         if self.top_k < 0:
-            raise DataError(f"GenerateRequest.top_k = {self.top_k} must be 0 (none) or above")
+            raise DataError(
+                f"GenerateRequest.top_k = {self.top_k} must be 0 (none) or above",
+                field="GenerateRequest.top_k",
+            )
         if not 0 <= self.known <= (length := len(self.prompt_tokens_T)):
             raise DataError(
                 f"GenerateRequest.known = {self.known} must be in [0, {length}]: tokens of the "
-                "prompt"
+                "prompt",
+                field="GenerateRequest.known",
             )
 
 
@@ -111,12 +121,16 @@ class ScoreRequest:
         if not 1 <= self.start < len(self.tokens_T):
             raise DataError(
                 f"ScoreRequest.start = {self.start} must be in [1, {len(self.tokens_T)}): "
-                "position 0 has no context, and at least one token must be scored"
+                "position 0 has no context, and at least one token must be scored",
+                field="ScoreRequest.start",
             )
         if not self.temperatures:
-            raise DataError("ScoreRequest.temperatures is empty")
+            raise DataError("ScoreRequest.temperatures is empty", field="ScoreRequest.temperatures")
         if self.top_k < 0:
-            raise DataError(f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above")
+            raise DataError(
+                f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above",
+                field="ScoreRequest.top_k",
+            )
         if self.given_NK is not None and (
             self.given_NK.ndim != 2
             or len(self.given_NK) != len(self.tokens_T) - self.start
@@ -124,7 +138,8 @@ class ScoreRequest:
         ):
             raise DataError(
                 f"ScoreRequest.given_NK has shape {self.given_NK.shape}; it must have a row of ids "
-                f"for each of {len(self.tokens_T) - self.start} scored positions"
+                f"for each of {len(self.tokens_T) - self.start} scored positions",
+                field="ScoreRequest.given_NK",
             )
         for temperature in self.temperatures:
             check_temperature(temperature, "ScoreRequest.temperatures")
@@ -332,7 +347,8 @@ def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int)
     if request.top_k > vocab_size:
         raise DataError(
             f"GenerateRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
-            f"{vocab_size}; ask for that many at most"
+            f"{vocab_size}; ask for that many at most",
+            field="GenerateRequest.top_k",
         )
     check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
     room = context_length - len(request.prompt_tokens_T)
@@ -349,7 +365,8 @@ def check_records(request: GenerateRequest, records: bool) -> None:
     if request.experts and not records:
         raise DataError(
             "GenerateRequest.experts of an engine that records none; start it with "
-            "routed_experts=True"
+            "routed_experts=True",
+            field="GenerateRequest.experts",
         )
 
 
@@ -368,7 +385,8 @@ def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_leng
             beside = f" beside {given} given tokens" if given else ""
             raise DataError(
                 f"ScoreRequest.top_k = {request.top_k}{beside} exceeds the engine's vocabulary of "
-                f"{vocab_size}; ask for that many at most"
+                f"{vocab_size}; ask for that many at most",
+                field="ScoreRequest.top_k",
             )
         if request.given_NK is not None:
             check_token_ids(request.given_NK, vocab_size, "ScoreRequest.given_NK")

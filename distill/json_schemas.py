@@ -102,10 +102,13 @@ def own_schema(answer: str) -> Draft202012Validator:
     except Unresolvable as error:
         raise DataError(
             f"the answer {answer[:80]!r} is no JSON schema of its own: it refers to {error.ref!r}, "
-            "which is not in it, and nothing is fetched"
+            "which is not in it, and nothing is fetched",
+            field="answer",
         ) from error
     except (ValueError, TypeError, SchemaError, RecursionError) as error:
-        raise DataError(f"the answer {answer[:80]!r} is no JSON schema: {error}") from error
+        raise DataError(
+            f"the answer {answer[:80]!r} is no JSON schema: {error}", field="answer"
+        ) from error
     return Draft202012Validator(schema, registry=REGISTRY)
 
 

@@ -31,12 +31,18 @@ def check_context(
     that is sampled or trained, at `first`; or for a number without a context."""
     if context_T is None:
         if replaced != 0:
-            raise DataError(f"{what} = {replaced} without a teacher_context_T to replace them")
+            raise DataError(
+                f"{what} = {replaced} without a teacher_context_T to replace them", field=what
+            )
         return
     if len(context_T) == 0:
-        raise DataError("teacher_context_T is empty: the first action needs a context")
+        raise DataError(
+            "teacher_context_T is empty: the first action needs a context",
+            field="teacher_context_T",
+        )
     if not 1 <= replaced <= first:
         raise DataError(
             f"{what} = {replaced}: teacher_context_T stands for the first observation, at least "
-            f"one token and at most the {first} before the first action"
+            f"one token and at most the {first} before the first action",
+            field=what,
         )

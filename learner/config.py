@@ -82,7 +82,8 @@ class LoraSettings:
             value is not None for value in (self.lora_alpha, self.lora_targets, self.lora_dropout)
         ):
             raise ConfigError(
-                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter="
+                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter=",
+                field="lora_rank",
             )
 
     def _check_fresh(self, rank: int) -> None:

@@ -105,7 +105,8 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
         if (there := saved.get(field)) != (here := getattr(ours, field)):
             raise ConfigError(
                 f"{setting} is {here:g} in {of}, and {there:g} in the adapter of {adapter}; give "
-                f"{setting}={there:g}"
+                f"{setting}={there:g}",
+                field=setting,
             )
     shapes = tensor_shapes(adapter)
     made = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
@@ -271,7 +272,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         hint = f" It was made for {made_for!r}" if made_for else ""
         raise ConfigError(
-            f"{source} does not fit {model.name_or_path!r}: {error}.{hint}"
+            f"{source} does not fit {model.name_or_path!r}: {error}.{hint}", field="lora_targets"
         ) from error
     owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
     for name, layer in _layers(lora):
@@ -279,17 +280,20 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
             raise ConfigError(
                 f"{source} names what peft takes for the experts of {name}, whose weights are no "
                 "Linears; only Linears are adapted here. Leave those names out, or lora_targets "
-                "itself"
+                "itself",
+                field="lora_targets",
             )
         if not isinstance(layer.base_layer, nn.Linear):
             raise ConfigError(
                 f"{source} adapts {name}, which is of type {type(layer.base_layer).__name__}; "
-                "only Linears are adapted here"
+                "only Linears are adapted here",
+                field="lora_targets",
             )
         if owners[id(layer.base_layer.weight)] > 1:
             raise ConfigError(
                 f"{source} adapts {name}, whose weight is tied to another's: what is merged into "
-                "one would be merged into both. Leave it out of the targets"
+                "one would be merged into both. Leave it out of the targets",
+                field="lora_targets",
             )
     if settings.lora_adapter is not None:
         _check_shapes(lora, settings.lora_adapter, made_for)

@@ -345,16 +345,20 @@ def _refusal(
     lengths = range(_LENGTH_STEP, max(budget, rows), _LENGTH_STEP)
     shorter = bisect_right(lengths, left, key=needed) * _LENGTH_STEP
     if rows >= budget:
-        what = f"max_new_tokens (or max_length): rows of {rows} tokens need"
+        field, what = (
+            "max_new_tokens",
+            f"max_new_tokens (or max_length): rows of {rows} tokens need",
+        )
         remedies += [f"rows of at most {shorter} tokens"] if shorter else []
     else:
-        what = f"token_budget={budget} needs"
+        field, what = "token_budget", f"token_budget={budget} needs"
         remedies += [f"token_budget={shorter}"] if shorter and asked.token_budget else []
     use = f"Use {', or '.join(remedies)}" if remedies else "Use GPUs with more memory"
     return ConfigError(
         f"{what} {readable(needed(max(budget, rows)))} for a pass (activations, logits"
         f"{', attention scores' * bool(passes.scores)}) and {device} has "
-        f"{readable(max(left, 0))} left beside the model. {use}"
+        f"{readable(max(left, 0))} left beside the model. {use}",
+        field=field,
     )
 
 

@@ -75,7 +75,10 @@ class Judge:
     def __post_init__(self) -> None:
         check_url("env.judge_url", self.url, API_KEY_VARIABLE)
         if not self.model.strip():
-            raise ConfigError("env.judge_model is blank; give the model's name at the judge's")
+            raise ConfigError(
+                "env.judge_model is blank; give the model's name at the judge's",
+                field="env.judge_model",
+            )
         for name, least in {
             "max_concurrent": 1,
             "retries": 0,
@@ -291,7 +294,9 @@ class Judge:
                 field="env.judge_url",
             )
         if status in _REFUSED_QUESTION:
-            return DataError(f"the judge at {self.url} refuses a question: {said}")
+            return DataError(
+                f"the judge at {self.url} refuses a question: {said}", field="env.judge_url"
+            )
         return EngineError(f"the judge at {self.url} fails: {said}")
 
 

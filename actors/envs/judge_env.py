@@ -194,7 +194,10 @@ class Judged(ChatEnvConfig):
                 field="env.mode",
             )
         if self.rubric is not None and not self.rubric.strip():
-            raise ConfigError("env.rubric is blank; say what makes an answer good, or give @FILE")
+            raise ConfigError(
+                "env.rubric is blank; say what makes an answer good, or give @FILE",
+                field="env.rubric",
+            )
         if self.max_pairs is not None and self.mode != "pairs":
             raise ConfigError(
                 f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out",
@@ -227,7 +230,8 @@ class Judged(ChatEnvConfig):
             if getattr(self, name) is None:
                 raise ConfigError(
                     f"env.{name} is missing: a judge needs env.judge_url, env.judge_model and "
-                    "env.rubric; or give env.reward_model=DIR"
+                    "env.rubric; or give env.reward_model=DIR",
+                    field=f"env.{name}",
                 )
         assert self.judge_url is not None and self.judge_model is not None
         return Judge(

@@ -224,7 +224,8 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
         raise ConfigError(
             f"the MCP server cannot be asked for its tools: {_causes(error)}. Does "
             "env.mcp_command run in a shell, or env.mcp_url answer? Variables that it needs are "
-            "named by env.mcp_environment"
+            "named by env.mcp_environment",
+            field="env.mcp_command",
         ) from error
 
 
@@ -297,7 +298,8 @@ class McpToolUse(ToolUse):
     def _one_server(self) -> None:
         if bool(self.mcp_command.strip()) == bool(self.mcp_url.strip()):
             raise ConfigError(
-                f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}"
+                f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}",
+                field="env.mcp_command",
             )
         if not self.mcp_start_s > 0:
             raise ConfigError(
@@ -328,7 +330,8 @@ class McpToolUse(ToolUse):
         for name in _names(self.mcp_tools):
             if name not in its:
                 raise ConfigError(
-                    f"env.mcp_tools: the server has no tool {name!r}; {known_names(name, its)}"
+                    f"env.mcp_tools: the server has no tool {name!r}; {known_names(name, its)}",
+                    field="env.mcp_tools",
                 )
         chosen = [its[name] for name in _names(self.mcp_tools) or its]
         others = ToolUse.toolbox(self)

@@ -216,7 +216,9 @@ def _checked(episode: Episode) -> Episode:
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
     for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
         if not abs(value) <= largest:
-            raise DataError(f"{name} = {value} is not finite, or larger than {largest:g}; scale it")
+            raise DataError(
+                f"{name} = {value} is not finite, or larger than {largest:g}; scale it", field=name
+            )
     return episode
 
 

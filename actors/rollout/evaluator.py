@@ -142,7 +142,8 @@ class Evaluator:
                     yield
             except DataError as error:  # of a reward, which names itself
                 raise DataError(
-                    f"evaluation: {error}, in problem {self._problems.label(problem)}"
+                    f"evaluation: {error}, in problem {self._problems.label(problem)}",
+                    field=error.field,
                 ) from error
             except (IsothermError, EngineError):
                 raise

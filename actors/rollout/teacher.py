@@ -43,14 +43,15 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
         ConfigError: there are no teachers, or several and none of that name.
     """
     if not teachers:
-        raise ConfigError("there is no teacher to score with; give one")
+        raise ConfigError("there is no teacher to score with; give one", field="teacher")
     if len(teachers) == 1:
         [teacher] = teachers.values()
         return teacher
     if name not in teachers:
         raise ConfigError(
             f"a prompt names the teacher {name!r}, and there is none of that name; "
-            f"{known_names(name, teachers)}"
+            f"{known_names(name, teachers)}",
+            field="teacher",
         )
     return teachers[name]
 

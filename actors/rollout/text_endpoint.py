@@ -95,7 +95,8 @@ class EndpointAddress:
         if not self.name.strip():
             raise ConfigError(
                 f"{self.name_setting} is blank; give the model's name at {self.url_setting}="
-                f"{self.url}"
+                f"{self.url}",
+                field=self.name_setting,
             )
 
     @property
@@ -118,7 +119,8 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
     if "@" in url or "?" in url or "#" in url:  # first: other errors print the address
         raise ConfigError(
             f"{setting} holds a user, a password or a query, which would stand in config.json; "
-            f"give the server's key in {key_variable}, and write http://host:port/v1"
+            f"give the server's key in {key_variable}, and write http://host:port/v1",
+            field=setting,
         )
     if split_address(url) is None:
         raise ConfigError(
@@ -134,7 +136,9 @@ def read_key(variable: str) -> str:
     """
     key = os.environ.get(variable, "").strip()
     if key and not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{variable} holds characters that no key has; set it anew")
+        raise ConfigError(
+            f"{variable} holds characters that no key has; set it anew", field=variable
+        )
     return key
 
 

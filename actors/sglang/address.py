@@ -21,7 +21,8 @@ def check_url(url: str) -> None:
     if names_user(url):  # before the address is printed anywhere
         raise ConfigError(
             "teacher= holds a user or a password, which would stand in config.json; give the "
-            f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
+            f"server's key in {API_KEY_VARIABLE}, and write http://host:port",
+            field="teacher",
         )
     if parts is not None and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
         raise ConfigError(

@@ -126,7 +126,9 @@ def parse_flags(text: str) -> Flags:
         if word.startswith("--"):
             name, _, value = word.partition("=")
             if name in _OURS:
-                raise ConfigError(f"server flag {name} cannot be set here: {_OURS[name]}")
+                raise ConfigError(
+                    f"server flag {name} cannot be set here: {_OURS[name]}", field=name
+                )
             flags[name] = [value] if value else []
         elif name is None:
             raise ConfigError(f"server flags {text!r}: {word!r} belongs to no flag; write --name")

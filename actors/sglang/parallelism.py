@@ -62,7 +62,9 @@ def _number(flags: Flags, *names: str) -> int:
         if name in flags:
             value = " ".join(flags[name])
             if not value.isdecimal() or int(value) < 1:
-                raise ConfigError(f"server flag {name} {value!r} must be a number above 0")
+                raise ConfigError(
+                    f"server flag {name} {value!r} must be a number above 0", field=name
+                )
             return int(value)
     return 1
 
@@ -78,12 +80,14 @@ def check_hosted(setting: str, text: str) -> None:
     if found.data > 1 and not found.data_attention:
         raise ConfigError(
             f"{setting} --nnodes {found.nodes} --dp-size {found.data}: SGLang spreads no replicas "
-            "over nodes; use more engines instead, or --enable-dp-attention"
+            "over nodes; use more engines instead, or --enable-dp-attention",
+            field=setting,
         )
     if found.split % found.nodes:
         raise ConfigError(
             f"{setting} --nnodes {found.nodes}: {found.split} GPUs (--tp-size x --pp-size) are not "
-            "as many on each node; use a --tp-size that --nnodes divides"
+            "as many on each node; use a --tp-size that --nnodes divides",
+            field=setting,
         )
 
 
@@ -97,10 +101,12 @@ def check_pushed(setting: str, text: str) -> None:
     if found.pipeline > 1:
         raise ConfigError(
             f"{setting} --pp-size {found.pipeline}: weights cannot be pushed into a pipeline; "
-            "use --tp-size instead"
+            "use --tp-size instead",
+            field=setting,
         )
     if found.data > 1 and not found.data_attention:
         raise ConfigError(
             f"{setting} --dp-size {found.data}: weights cannot be pushed into a server of several "
-            f"replicas; use policy_engines={found.data} instead, or --enable-dp-attention"
+            f"replicas; use policy_engines={found.data} instead, or --enable-dp-attention",
+            field=setting,
         )

@@ -101,7 +101,10 @@ class SegmentBuilder:
         else:
             self._with_bonuses = True
         if len(bonuses_T) != sampled:
-            raise DataError(f"bonuses_T has {len(bonuses_T)} entries for {sampled} sampled tokens")
+            raise DataError(
+                f"bonuses_T has {len(bonuses_T)} entries for {sampled} sampled tokens",
+                field="bonuses_T",
+            )
         seen_T = self._chains[-1].seen_T() if self._chains else np.empty(0, np.int32)
         if not self._chains or not np.array_equal(observation_T[: len(seen_T)], seen_T):
             self._chains.append(_Chain())

@@ -141,7 +141,8 @@ def chat_text(
     if not tokenizer.chat_template:
         raise DataError(
             "there are chat messages but the tokenizer has no chat template; give plain strings "
-            "in `prompt`, or a tokenizer with a template"
+            "in `prompt`, or a tokenizer with a template",
+            field="chat_template",
         )
     template = str(tokenizer.chat_template)
     given = [_as_known(normal_message(message), template) for message in messages]
@@ -197,7 +198,9 @@ def _written(
             conversation, tokenize=False, strftime_now=time.strftime, **settings
         )
     except Exception as error:  # jinja2 raises whatever the template's author chose
-        raise DataError(f"the chat template refuses these messages: {error}") from error
+        raise DataError(
+            f"the chat template refuses these messages: {error}", field="chat_template"
+        ) from error
     return str(text)
 
 

@@ -72,12 +72,14 @@ class ChatTemplateSettings:
             given = json.loads(self.chat_template_kwargs)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{asked} is not JSON: {error}; write '{{\"enable_thinking\": false}}'"
+                f"{asked} is not JSON: {error}; write '{{\"enable_thinking\": false}}'",
+                field="chat_template_kwargs",
             ) from error
         if not isinstance(given, dict) or not all(map(str.isidentifier, given)):
             raise ConfigError(
                 f"{asked} must be a JSON object of names and values, such as "
-                "'{\"enable_thinking\": false}'"
+                "'{\"enable_thinking\": false}'",
+                field="chat_template_kwargs",
             )
         return given
 

@@ -195,7 +195,8 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         if not probes[0].values:
             reason = probes[0].refusal or probes[0].left_out
             raise ConfigError(
-                f"the chat template does not write an assistant's tool call: {reason}; {_REMEDY}"
+                f"the chat template does not write an assistant's tool call: {reason}; {_REMEDY}",
+                field="chat_template",
             )
         written = [probe for probe in probes if not probe.refusal]
         for tool_format in GRAMMARS:
@@ -205,7 +206,8 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         unread += [probe for probe in written if not any(map(probe.reads, GRAMMARS))]
     told = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
     raise ConfigError(
-        f"the chat template writes {told}, in none of the formats {', '.join(GRAMMARS)}; {_REMEDY}"
+        f"the chat template writes {told}, in none of the formats {', '.join(GRAMMARS)}; {_REMEDY}",
+        field="chat_template",
     )
 
 
@@ -214,7 +216,10 @@ def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     without, _ = _rendered(tokenizer, None)
     if _NAME not in shown or _NAME in without:
         told = f": {reason}" if reason else ""
-        raise ConfigError(f"the chat template does not show `tools` to the model{told}; {_REMEDY}")
+        raise ConfigError(
+            f"the chat template does not show `tools` to the model{told}; {_REMEDY}",
+            field="chat_template",
+        )
 
 
 def _probed(

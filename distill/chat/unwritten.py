@@ -60,7 +60,7 @@ def check_written(
     if whole is None:
         return  # if the template refuses the messages as well, their own rendering says so
     if any(name not in whole for name in marked.tools):
-        raise DataError(f"the chat template does not write `tools`; {_REMEDY}")
+        raise DataError(f"the chat template does not write `tools`; {_REMEDY}", field="tools")
     for i, message in enumerate(given):
         lost = marked.lost(i, whole)
         if lost and message["role"] == "assistant":
@@ -71,7 +71,7 @@ def check_written(
             if part in REASONING and not trained[i]:
                 logger.warning("%s: the model does not see it", what)
             else:
-                raise DataError(f"{what}; {_REMEDY}")
+                raise DataError(f"{what}; {_REMEDY}", field=part)
     shapes.add(shape)
 
 

@@ -70,12 +70,14 @@ class FeedbackTemplate:
             if name is not None and name not in PLACEHOLDERS:
                 raise ConfigError(
                     f"teacher_feedback: the placeholder {{{name}}} is unknown; "
-                    f"{known_names(name, PLACEHOLDERS)}"
+                    f"{known_names(name, PLACEHOLDERS)}",
+                    field="teacher_feedback",
                 )
             if spec or conversion:
                 raise ConfigError(
                     f"teacher_feedback: write {{{name}}} without `!` or `:`; numbers are "
-                    "written short as they are"
+                    "written short as they are",
+                    field="teacher_feedback",
                 )
         if "prompt" not in self.placeholders:
             raise ConfigError(
@@ -168,9 +170,15 @@ def last_of_user(messages: Sequence[Message]) -> int:
     for place in reversed(range(len(messages))):
         if messages[place]["role"] == "user":
             if not isinstance(messages[place].get("content"), str):
-                raise DataError("teacher_feedback needs a text for what the user said last")
+                raise DataError(
+                    "teacher_feedback needs a text for what the user said last",
+                    field="teacher_feedback",
+                )
             return place
-    raise DataError("teacher_feedback takes the place of what the user said last; nobody did")
+    raise DataError(
+        "teacher_feedback takes the place of what the user said last; nobody did",
+        field="teacher_feedback",
+    )
 
 
 def feedback_context(
@@ -194,7 +202,9 @@ def feedback_context(
         DataError: the template names an answer that the row lacks; there is no room.
     """
     if answer is None and "answer" in template.placeholders:
-        raise DataError("teacher_feedback names {answer}, and the row has no `answer`")
+        raise DataError(
+            "teacher_feedback names {answer}, and the row has no `answer`", field="teacher_feedback"
+        )
     prompt = messages[last_of_user(messages)]["content"] if messages else text
     made = FeedbackContext(
         template=template,
@@ -212,6 +222,7 @@ def feedback_context(
         raise DataError(
             f"teacher_feedback makes {length} tokens of the prompt, and {responses} x "
             f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room}; "
-            "shorten the template or lower max_new_tokens"
+            "shorten the template or lower max_new_tokens",
+            field="teacher_feedback",
         )
     return made

@@ -150,7 +150,8 @@ def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         if not isinstance(row.get(side), list):
             raise DataError(
                 f"with neither `prompt` nor `messages`, `{side}` must be a whole conversation (a "
-                f"list of messages), got {row.get(side)!r}"
+                f"list of messages), got {row.get(side)!r}",
+                field=side,
             )
     chosen, rejected = (check_messages(row[side], side) for side in _SIDES)
     if chosen == rejected:

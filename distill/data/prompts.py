@@ -331,5 +331,7 @@ def _bonuses(bonuses: object) -> dict[str, float]:
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise DataError(f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}")
+            raise DataError(
+                f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}", field="bonuses"
+            )
     return {phrase: float(value) for phrase, value in bonuses.items()}

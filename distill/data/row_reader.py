@@ -51,7 +51,8 @@ class RowReader:
             if column not in self._seen:
                 there = ", ".join(sorted(self._seen)) or "none, for no rows were read"
                 raise ConfigError(
-                    f"{setting} changes nothing: no row has a column {column!r}; there are {there}"
+                    f"{setting} changes nothing: no row has a column {column!r}; there are {there}",
+                    field=setting.partition("=")[0],
                 )
 
     def digest(self, sources: Sequence[Source]) -> str | None:

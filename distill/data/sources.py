@@ -121,11 +121,14 @@ def _weighted(setting: str, part: str) -> tuple[str, Fraction]:
         weight = Fraction(last)
         if weight <= 0:
             raise ConfigError(
-                f"{setting}: weight {last} of {place} must be above 0; or leave it out"
+                f"{setting}: weight {last} of {place} must be above 0; or leave it out",
+                field=setting,
             )
         return place, weight
     if Path(place).exists() or suffix_of(place) in SUFFIXES:
-        raise ConfigError(f"{setting}: weight {last!r} of {place} is not a number; write {place}:3")
+        raise ConfigError(
+            f"{setting}: weight {last!r} of {place} is not a number; write {place}:3", field=setting
+        )
     return part, Fraction(1)
 
 

@@ -483,7 +483,8 @@ def only_teacher(setting: EnvContext) -> str:
     if len(setting.teachers) > 1:
         raise ConfigError(
             f"there are teachers {', '.join(sorted(setting.teachers))}, and this environment's "
-            "problems name none; give one teacher"
+            "problems name none; give one teacher",
+            field="teacher",
         )
     return next(iter(setting.teachers), "")
 

@@ -450,7 +450,8 @@ class ChatEnvConfig(ChatConfig):
         if problem.teacher_tokens_T is not None:
             raise ConfigError(
                 f"problems of env={type(self).__name__} say what the teacher sees, and so does "
-                "teacher_feedback; leave out one of them"
+                "teacher_feedback; leave out one of them",
+                field="teacher_feedback",
             )
         env = problem.make()
         feedback = setting.feedback_on(

@@ -71,7 +71,8 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     if MixtureShape.of(config) is None:
         raise ConfigError(
             f"routing_replay is of a mixture's experts, and {type(model).__name__} is dense; leave "
-            "it out"
+            "it out",
+            field="routing_replay",
         )
     routers = {
         int(layer[1]): module

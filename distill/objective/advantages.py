@@ -37,7 +37,9 @@ def outside_top(segment: Segment, stop_event: tuple[int, ...] = ()) -> BoolArray
         DataError: the teacher was not asked for its likeliest tokens.
     """
     if segment.teacher_top is None:
-        raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
+        raise DataError(
+            "teacher_top is missing: the teacher was not asked for its top_k", field="teacher_top"
+        )
     actions_N = segment.tokens_T[segment.action_mask_T]
     if stop_event:
         actions_N = np.where(hits(actions_N, stop_event), stop_event[0], actions_N)
@@ -59,7 +61,8 @@ def teacher_gaps(segment: Segment) -> FloatArray:
     if segment.teacher_logprobs_T is None:
         raise DataError(
             "teacher_logprobs_T is missing: the segment was not scored by a teacher (of a run with "
-            "estimator=full a part of the groups is; meter_share=1 has all of them scored)"
+            "estimator=full a part of the groups is; meter_share=1 has all of them scored)",
+            field="teacher_logprobs_T",
         )
     mask_T = segment.action_mask_T
     return segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
@@ -77,7 +80,10 @@ def reference_gaps(segment: Segment) -> FloatArray:
         DataError: the segment has not been scored by a reference model.
     """
     if segment.reference_logprobs_T is None:
-        raise DataError("reference_logprobs_T is missing: no reference model scored the segment")
+        raise DataError(
+            "reference_logprobs_T is missing: no reference model scored the segment",
+            field="reference_logprobs_T",
+        )
     mask_T = segment.action_mask_T
     return segment.behaviour_logprobs_T[mask_T] - segment.reference_logprobs_T[mask_T]
 

@@ -96,7 +96,7 @@ def leave_one_out(rewards_G: npt.ArrayLike) -> FloatArray:
     """
     size = len(np.asarray(rewards_G))
     if size < 2:
-        raise DataError("leave_one_out needs a group of at least 2")
+        raise DataError("leave_one_out needs a group of at least 2", field="baseline")
     return group_centred(rewards_G) * np.float32(size / (size - 1))
 
 

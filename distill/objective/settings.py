@@ -397,19 +397,22 @@ class ObjectiveConfig(PolicyObjective):
         if self.kl_coef and self.samples_tail:
             raise ConfigError(
                 f"{given} needs estimator=sampled: with tail=sampled only a part of the "
-                "teacher's term is sampled, and the rest has no future terms"
+                "teacher's term is sampled, and the rest has no future terms",
+                field="kl_discount_factor",
             )
         if self.reference_kl_coef:
             return
         if not self.kl_coef:
             raise ConfigError(
                 f"{given} changes nothing without a teacher and with reference_kl_coef=0; give a "
-                "reference_kl_coef, or leave it out"
+                "reference_kl_coef, or leave it out",
+                field="kl_discount_factor",
             )
         if self.estimator not in ("sampled", AUTO):
             raise ConfigError(
                 f"{given} needs estimator=sampled, or a reference_kl_coef: a divergence of whole "
-                "distributions has no future terms"
+                "distributions has no future terms",
+                field="kl_discount_factor",
             )
 
     @property

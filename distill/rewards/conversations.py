@@ -74,5 +74,6 @@ def check_prompts(
             raise DataError(
                 f"{where}: the prompt has {length} tokens to the reward model {path}, and "
                 f"max_new_tokens={max_new_tokens} more exceed its context of "
-                f"{encoder.context_length}; shorten the prompt, or lower max_new_tokens"
+                f"{encoder.context_length}; shorten the prompt, or lower max_new_tokens",
+                field="prompt",
             )

@@ -65,7 +65,9 @@ def _matches(response: str, answer: str) -> float:
     try:
         pattern = compiled(answer)
     except ValueError as error:
-        raise DataError(f"the answer {answer[:80]!r} is no regular expression: {error}") from error
+        raise DataError(
+            f"the answer {answer[:80]!r} is no regular expression: {error}", field="answer"
+        ) from error
     try:
         return float(pattern.fullmatch(response, timeout=_TIMEOUT_S) is not None)
     except (TimeoutError, MemoryError):

@@ -69,11 +69,15 @@ def read_tests(answer: str) -> ProgramTests:
         data = _literal(answer)
         return _from_python(answer, None) if data is None else _from_data(data)
     except DataError as error:
-        raise DataError(f"the answer {answer[:80]!r} {error}") from error
+        raise DataError(f"the answer {answer[:80]!r} {error}", field="answer") from error
     except (SyntaxError, ValueError) as error:
-        raise DataError(f"the answer {answer[:80]!r} is no Python: {error}") from error
+        raise DataError(
+            f"the answer {answer[:80]!r} is no Python: {error}", field="answer"
+        ) from error
     except (RecursionError, MemoryError) as error:  # brackets in brackets, to Python's parser
-        raise DataError(f"the answer {answer[:80]!r} is nested too deeply") from error
+        raise DataError(
+            f"the answer {answer[:80]!r} is nested too deeply", field="answer"
+        ) from error
 
 
 def _literal(text: str) -> list[Any] | dict[str, Any] | None:

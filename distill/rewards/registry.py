@@ -172,7 +172,10 @@ def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
 
 def _require_number(answer: str) -> None:
     if _last_number(answer) is None:
-        raise DataError(f"the answer {answer[:80]!r} has no number, so no response could be right")
+        raise DataError(
+            f"the answer {answer[:80]!r} has no number, so no response could be right",
+            field="answer",
+        )
 
 
 # Reads an answer without a response, for rewards to which not every text is an answer.
@@ -226,7 +229,9 @@ def check_answers(reward: Reward, answers: Iterable[tuple[str, str | None]]) -> 
     if bad:
         row, error = bad[0]
         more = f" (and so it is in {len(bad) - 1} more rows)" if len(bad) > 1 else ""
-        raise DataError(f"{row}: {error}; correct it, or leave the row out{more}") from error
+        raise DataError(
+            f"{row}: {error}; correct it, or leave the row out{more}", field=error.field
+        ) from error
 
 
 def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
@@ -317,7 +322,7 @@ class CheckedReward:
 
     def _error(self, what: str, answer: str) -> DataError:
         told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
-        return DataError(told.encode(errors="backslashreplace").decode())
+        return DataError(told.encode(errors="backslashreplace").decode(), field="reward")
 
     def __reduce__(self) -> tuple[Callable[[str, float], Reward], tuple[str, float]]:
         return load_reward, (self.name, self.timeout_s)

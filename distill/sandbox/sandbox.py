@@ -82,16 +82,18 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if name != "isolation" and not value > 0:
-                raise ConfigError(f"sandbox {name} must be positive, got {value}")
+                raise ConfigError(f"sandbox {name} must be positive, got {value}", field=name)
         if self.memory_mb < 64:
             raise ConfigError(
                 f"sandbox memory_mb must be at least 64, which Python itself needs, got "
-                f"{self.memory_mb}"
+                f"{self.memory_mb}",
+                field="memory_mb",
             )
         if self.isolation not in _ISOLATIONS:
             raise ConfigError(
                 f"unknown sandbox isolation {self.isolation!r}; "
-                f"{known_names(self.isolation, _ISOLATIONS)}"
+                f"{known_names(self.isolation, _ISOLATIONS)}",
+                field="isolation",
             )
 
     def said_of(self, outcome: Literal["time", "memory", "output"]) -> str:

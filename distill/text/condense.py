@@ -97,12 +97,16 @@ class CheckedCondenser:
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, str):
-            raise DataError(f"condenser {self.name} returned {result!r}; it must return a string")
+            raise DataError(
+                f"condenser {self.name} returned {result!r}; it must return a string",
+                field="condenser",
+            )
         num_tokens = count_tokens(self.tokenizer, result)
         if num_tokens > max_tokens:
             raise DataError(
                 f"condenser {self.name} returned {num_tokens} tokens where max_tokens="
-                f"{max_tokens}; count with the model's tokenizer, and cut"
+                f"{max_tokens}; count with the model's tokenizer, and cut",
+                field="condenser",
             )
         return result
 

@@ -46,7 +46,9 @@ class ToolLimits:
     def __post_init__(self) -> None:
         for name, value in (("timeout_s", self.timeout_s), ("max_tokens", self.max_tokens)):
             if not value > 0:
-                raise ConfigError(f"tool_{name} must be positive, got {value}")
+                raise ConfigError(
+                    f"tool_{name} must be positive, got {value}", field=f"tool_{name}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

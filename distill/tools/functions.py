@@ -31,12 +31,14 @@ def function_tool(function: Callable[..., Any]) -> Tool:
     if "<" in function.__qualname__:
         raise ConfigError(
             f"tool {name} cannot be sent to other processes, which find it by its name; define it "
-            "at the top of a module"
+            "at the top of a module",
+            field="tools",
         )
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _BY_NAME:
             raise ConfigError(
-                f"tool {name}: {parameter} cannot be given by name, as a model gives arguments"
+                f"tool {name}: {parameter} cannot be given by name, as a model gives arguments",
+                field="tools",
             )
     return _FunctionTool(name, function)
 
@@ -56,7 +58,8 @@ class _FunctionTool(Tool):
         except Exception as error:  # of several types, not all of them public
             raise ConfigError(
                 f"tool {place} does not say how to call it: {error}. It needs a docstring with an "
-                "entry under `Args:` for each argument, and a type for each"
+                "entry under `Args:` for each argument, and a type for each",
+                field="tools",
             ) from error
         self._place = place
         self._function = function

@@ -43,11 +43,12 @@ class Retrieval(Tool):
         require_library("bm25s", f"retrieval:{directory}", "bm25s")
         self._directory = str(directory)
         if not Path(directory).is_dir():
-            raise ConfigError(f"retrieval:{directory}: there is no such directory")
+            raise ConfigError(f"retrieval:{directory}: there is no such directory", field="tools")
         if not any(path.stat().st_size for path in _files(Path(directory))):
             raise ConfigError(
                 f"retrieval:{directory}: it has no text; put *.txt, *.md or *.jsonl (with `text`) "
-                "files there"
+                "files there",
+                field="tools",
             )
 
     @property
@@ -118,7 +119,9 @@ def _index(directory: str) -> _Index:
     # The library refuses an empty word list only when all are empty; a place's name is words too.
     tokens = [words(passage.text) or [passage.place] for passage in passages]
     if not tokens:
-        raise DataError(f"retrieval:{directory}: its files have no text but white space")
+        raise DataError(
+            f"retrieval:{directory}: its files have no text but white space", field="tools"
+        )
     import bm25s
 
     scorer = bm25s.BM25(backend="numpy")
