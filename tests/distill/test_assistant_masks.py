@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.data.assistant_masks import MaskedTokens, conversation_chains
 from distill.errors import DataError
 from distill.tokenizer import load_tokenizer
+from tests.refusals import refuses
 from tests.tiny import CHAT_TEMPLATE, save_tokenizer
 
 CHATML = (
@@ -208,28 +209,28 @@ def test_a_turn_that_ends_with_the_next_role_trains_that(
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("messages", "field"),
     [
-        ([{"role": "user", "content": "hi"}], r"no assistant turn to train in messages\[0:\]"),
-        ([{"role": "assistant", "content": "hi"}], r"messages\[0\] is the assistant's"),
+        ([{"role": "user", "content": "hi"}], None),
+        ([{"role": "assistant", "content": "hi"}], None),
         (
             [
                 {"role": "user", "content": "hi"},
                 {"role": "assistant", "tool_calls": [{"function": {"arguments": "{x"}}]},
             ],
-            r"`arguments` of a tool call are not JSON: '\{x'",
+            "a message.tool_calls[0]",
         ),
     ],
 )
 def test_conversations_that_cannot_be_trained(
-    chatty: PreTrainedTokenizerBase, messages: list[dict], message: str
+    chatty: PreTrainedTokenizerBase, messages: list[dict], field: str | None
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, field):
         chains_of(chatty, messages)
 
 
 def test_a_context_without_an_answer_is_refused(chatty: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"no assistant turn to train in messages\[2:\]"):
+    with pytest.raises(DataError):
         chains_of(chatty, say("hi", "ho", "and?"), context=2)
 
 
@@ -237,7 +238,7 @@ def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
     chatty: PreTrainedTokenizerBase,
 ) -> None:
     chatty.chat_template = OPENS_THINKING
-    with pytest.raises(DataError, match=r"<think>' with messages\[1\], the assistant's"):
+    with pytest.raises(DataError):
         chains_of(chatty, say("hi", "ho"))
     [chain] = chains_of(chatty, say("hi", "<think>hm</think>ho"))
     assert shown(chatty, [chain]) == ["<s>user\nhi<e>\n<s>assistant\n<think>[[hm</think>ho<e>]]\n"]
@@ -247,11 +248,11 @@ def test_a_template_that_leaves_the_assistant_out_is_refused(
     chatty: PreTrainedTokenizerBase,
 ) -> None:
     chatty.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match=r"does not continue .* 'hi' with messages\[1\]"):
+    with pytest.raises(DataError):
         chains_of(chatty, say("hi", "ho"))
 
 
 def test_a_template_that_refuses_is_quoted(chatty: PreTrainedTokenizerBase) -> None:
     chatty.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match="refuses these messages: no system role"):
+    with refuses(DataError, "chat_template"):
         chains_of(chatty, say("hi", "ho"))

@@ -36,6 +36,7 @@ from distill.tools.base import Tool, ToolError
 from distill.tools.load import load_tools
 from distill.tools.read_block import Blocks
 from distill.types import Segment, StopReason
+from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 from tests.tiny import save_tokenizer, tiny_model_dir
@@ -321,7 +322,7 @@ def test_a_hint_without_room_for_a_turn_is_refused(tokenizer: PreTrainedTokenize
             hint_T = np.zeros(473, np.int32)
             return [MessageProblem(make=partial(Echo, "hi"), teacher_tokens_T=hint_T)]
 
-    with pytest.raises(ConfigError, match=r"problem 1: the teacher sees 473 tokens .* for 472"):
+    with pytest.raises(ConfigError):
         Hinted()(None, setting(tokenizer, max_new_tokens=40))
     assert len(Hinted()(None, setting(tokenizer, max_new_tokens=39))) == 1
 
@@ -472,7 +473,7 @@ def test_blocks_are_listed_within_their_budget(tokenizer: PreTrainedTokenizerBas
     assert rest[-1].startswith("<block_9> user: 9")
     assert blocks.read(9) == f"user: {'9' * 60}"
     for number in (0, 10):
-        with pytest.raises(ToolError, match=f"there is no block {number}; there are 9"):
+        with pytest.raises(ToolError):
             blocks.read(number)
 
 
@@ -498,16 +499,16 @@ def test_a_condenser_has_a_budget_a_temperature_and_a_prompt_of_its_own(
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ConfigError, match=r"problem 2 begins with \d+ tokens, and max_new_tokens"):
+    with pytest.raises(ConfigError):
         Echoes(words="a " + "1" * 99, max_tokens=60)(None, setting(tokenizer))
-    with pytest.raises(ConfigError, match=r"env\.max_tokens=40 must be above max_new_tokens=48"):
+    with refuses(ConfigError, "env.max_tokens"):
         Echoes(max_tokens=40)(None, setting(tokenizer))
 
 
 def test_what_must_stay_is_longer_than_the_budget(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    with pytest.raises(DataError, match=r"less than the \d+ tokens of what stays"):
+    with refuses(DataError, "max_tokens"):
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
             None, setting(tokenizer, max_new_tokens=40)
         )
@@ -515,38 +516,38 @@ def test_what_must_stay_is_longer_than_the_budget(
 
 def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="tool"):
+    with refuses(ConfigError, "chat_template"):
         tool_use(load_tokenizer(str(tmp_path)), questions(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"max_turns": 0}, r"env\.max_turns=0 must be at least 1"),
-        ({"time_s": 0}, r"env\.time_s=0 must be above 0"),
-        ({"malformed_penalty": -1}, r"env\.malformed_penalty=-1 must not be negative"),
-        ({"condense_to": 9}, r"env\.condense_to=9 changes nothing without env\.condenser"),
-        ({"recall": True}, r"env\.recall=True changes nothing without env\.condenser"),
-        ({"keep_last": 3}, r"env\.keep_last=3 changes nothing without env\.condenser"),
+        ({"max_turns": 0}, "env.max_turns"),
+        ({"time_s": 0}, "env.time_s"),
+        ({"malformed_penalty": -1}, "env.malformed_penalty"),
+        ({"condense_to": 9}, "env.condense_to"),
+        ({"recall": True}, "env.recall"),
+        ({"keep_last": 3}, "env.keep_last"),
         (
             {"condenser_tokens": 3},
-            r"env\.condenser_tokens=3 changes nothing without env\.condenser=m",
+            "env.condenser_tokens",
         ),
         (
             {"condenser": "keywords", "condenser_prompt": "Go on."},
-            r"env\.condenser_prompt=Go on\. changes nothing without env\.condenser=model",
+            "env.condenser_prompt",
         ),
         (
             {"condenser": "model", "condenser_tokens": 0},
-            r"env\.condenser_tokens=0 must be at least 1",
+            "env.condenser_tokens",
         ),
-        ({"condenser": "model", "condenser_temperature": -1.0}, "temperature=-1.0"),
-        ({"tool_timeout_s": 0}, "tool_timeout_s must be positive"),
-        ({"tool_max_tokens": 0}, "tool_max_tokens must be positive"),
+        ({"condenser": "model", "condenser_temperature": -1.0}, "eval_temperature"),
+        ({"tool_timeout_s": 0}, "tool_timeout_s"),
+        ({"tool_max_tokens": 0}, "tool_max_tokens"),
     ],
 )
-def test_settings_out_of_range(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_out_of_range(settings: dict, field: str) -> None:
+    with refuses(ConfigError, field):
         Echoes(**settings)
 
 
@@ -556,8 +557,8 @@ def test_settings_out_of_range(settings: dict, message: str) -> None:
 def test_settings_of_tools_want_tools(
     settings: dict, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    [(name, value)] = settings.items()
-    with pytest.raises(ConfigError, match=rf"env\.{name}={value} changes nothing: Echoes has no"):
+    [name] = settings
+    with refuses(ConfigError, f"env.{name}"):
         Echoes(**settings)(None, setting(tokenizer))
     assert len(tool_use(tokenizer, questions(tmp_path), **settings))
 
@@ -575,22 +576,22 @@ def test_tools_of_an_environment_are_named_in_its_settings(
         def toolbox(self) -> Sequence[Tool]:
             return load_tools("calculator")
 
-    with pytest.raises(ConfigError, match=r"the tool 'calculator', which Unnamed\.toolbox\(\)"):
+    with pytest.raises(ConfigError):
         Unnamed()(None, setting(tokenizer))
     assert len(Named()(None, setting(tokenizer))) == 1
 
 
 @pytest.mark.parametrize(
-    ("reward", "metric", "message"),
+    ("reward", "metric", "field"),
     [
-        (float("nan"), 0.0, "reward = nan is not finite"),
-        (1e308, 0.0, r"reward = 1e\+308 is not finite, or larger than 1e\+09"),
-        (0.0, float("inf"), "size = inf is not finite"),
-        (0.0, -1e308, r"size = -1e\+308 is not finite, or larger than 1e\+100"),
+        (float("nan"), 0.0, "reward"),
+        (1e308, 0.0, "reward"),
+        (0.0, float("inf"), "size"),
+        (0.0, -1e308, "size"),
     ],
 )
 def test_numbers_that_no_mean_can_hold_are_data(
-    tokenizer: PreTrainedTokenizerBase, reward: float, metric: float, message: str
+    tokenizer: PreTrainedTokenizerBase, reward: float, metric: float, field: str
 ) -> None:
     class Loud(Echo):
         async def step(self, message: Message) -> MessageStep:
@@ -598,7 +599,7 @@ def test_numbers_that_no_mean_can_hold_are_data(
 
     builder = Echoes()(None, setting(tokenizer)).builder(0, 1)
     object.__setattr__(builder, "problem", MessageProblem(make=partial(Loud, "hi")))
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, field):
         asyncio.run(
             rollout_group(Scripted(tokenizer, ["7"]), builder, SAMPLING, group_id=0, seed=0)
         )

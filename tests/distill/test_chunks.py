@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import DataError
 from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
 from tests.distill.test_token_rewards import byte_tokenizer
+from tests.refusals import refuses
 
 GUIDE = """# Guide
 
@@ -189,18 +190,18 @@ def test_less_than_a_word() -> None:
 
 
 def test_less_than_a_character() -> None:
-    with pytest.raises(DataError, match="max_tokens=3 is less than the 4 tokens of '🙂'"):
+    with refuses(DataError, "max_tokens"):
         chunks("so 🙂", 3)
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_no_budget(max_tokens: int) -> None:
-    with pytest.raises(DataError, match=f"max_tokens={max_tokens} must be at least 1"):
+    with refuses(DataError, "max_tokens"):
         chunks("so", max_tokens)
 
 
 def test_what_is_no_text() -> None:
-    with pytest.raises(DataError, match="the tokenizer cannot encode"):
+    with pytest.raises(DataError):
         chunks("so \ud800", 5)
 
 

@@ -34,6 +34,7 @@ from distill.text.condense import (
 from distill.types import StopReason
 from tests.distill.test_chunks import CHINESE, GUIDE, JAPANESE, TEXT
 from tests.distill.test_token_rewards import byte_tokenizer
+from tests.refusals import refuses
 from tests.tiny import CHAT_TEMPLATE
 
 BYTES = byte_tokenizer(GUIDE, CHINESE, JAPANESE, vocab_size=420)
@@ -116,7 +117,7 @@ def test_text_without_words() -> None:
 
 
 def test_a_budget_below_a_character() -> None:
-    with pytest.raises(DataError, match="max_tokens=2 is less than the 4 tokens"):
+    with refuses(DataError, "max_tokens"):
         keywords("🙂🙂", 2)
 
 
@@ -220,7 +221,7 @@ def test_a_model_that_says_nothing() -> None:
 
 
 def test_chunks_too_small_to_summarise() -> None:
-    with pytest.raises(ConfigError, match="chunk_tokens=8 must be at least 16"):
+    with refuses(ConfigError, "chunk_tokens"):
         by_model(Scribe(lambda prompt: ""), STORY, 30, chunk_tokens=8)
 
 
@@ -265,31 +266,31 @@ def test_a_function_of_the_user_s(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        ("too_long", "returned 8 tokens where max_tokens=6"),
-        ("nothing", "returned None; it must return a string"),
+        "too_long",
+        "nothing",
     ],
 )
 def test_a_function_that_breaks_its_promise(
-    user_module: str, name: str, message: str, tokenizer: PreTrainedTokenizerBase
+    user_module: str, name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     condenser = load_condenser(f"{user_module}:{name}", tokenizer)
-    with pytest.raises(DataError, match=rf"condenser {user_module}:{name} {message}"):
+    with refuses(DataError, "condenser"):
         call(condenser, 6)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        ("keyword", "did you mean 'keywords'"),
-        ("condensers_of_mine:", "neither built in"),
-        ("nowhere.at.all:f", "cannot be imported: ModuleNotFoundError"),
-        ("condensers_of_mine:LENGTH", "is a int, not a function"),
+        "keyword",
+        "condensers_of_mine:",
+        "nowhere.at.all:f",
+        "condensers_of_mine:LENGTH",
     ],
 )
-def test_names_that_cannot_be_loaded(user_module: str, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"condenser='{name}' .*{message}"):
+def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
+    with refuses(ConfigError, "condenser"):
         load_condenser(name, BYTES)
 
 
@@ -409,13 +410,10 @@ def test_a_condenser_that_takes_more_than_it_may_is_cut() -> None:
 
 
 def test_a_budget_below_what_must_stay() -> None:
-    system = count_tokens(BYTES, SYSTEM["content"])
-    with pytest.raises(
-        DataError, match=rf"max_tokens=20 is less than the \d+ .* prompt of {system}"
-    ):
+    with refuses(DataError, "max_tokens"):
         condense(HISTORY, 20)
     fixed = len(render_messages(BYTES, [SYSTEM, message("user", SUMMARY_PREFIX), *HISTORY[-2:]]))
-    with pytest.raises(DataError, match=rf"max_tokens={fixed - 1} is less than the {fixed} tokens"):
+    with refuses(DataError, "max_tokens"):
         condense(HISTORY, fixed - 1)
     assert condense(HISTORY, fixed)[1]["content"] == SUMMARY_PREFIX
 
@@ -424,14 +422,14 @@ def test_room_for_less_than_a_character() -> None:
     history = [SYSTEM, message("user", "\N{EURO SIGN}" * 90), message("user", "now?")]
     kept = [SYSTEM, message("user", SUMMARY_PREFIX), history[-1]]
     fixed = len(render_messages(BYTES, kept))
-    with pytest.raises(DataError, match=rf"max_tokens={fixed + 1} is less than the {fixed} tokens"):
+    with refuses(DataError, "max_tokens"):
         condense(history, fixed + 1, keep_last=1)
 
 
 def test_nothing_between_to_condense() -> None:
-    with pytest.raises(DataError, match="max_tokens=60 is less than"):
+    with refuses(DataError, "max_tokens"):
         condense([*HISTORY[-2:], message("user", STORY)], 60, keep_last=3)
-    with pytest.raises(ConfigError, match="keep_last=-1"):
+    with refuses(ConfigError, "keep_last"):
         condense(HISTORY, 60, keep_last=-1)
 
 

@@ -23,6 +23,7 @@ from distill.engine import Sample
 from distill.errors import ConfigError, DataError
 from distill.types import Segment, StopReason, TokenArray
 from tests.chat_templates import ADD, FORMATS, ONLY_CALLS, TEMPLATES, chat_tokenizer, stop_of
+from tests.refusals import refuses
 from tests.samples import sample
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
@@ -310,7 +311,7 @@ def test_messages_that_the_template_refuses_are_not_heard() -> None:
     for refused in ({"role": "tool", "content": "3"}, {"role": "user", "content": "\ud800"}):
         with pytest.raises(DataError):
             episode.talk.hear([refused])
-    with pytest.raises(DataError, match="no role system"):
+    with refuses(DataError, "chat_template"):
         episode.talk.replace([{"role": "system", "content": "Be kind."}])
     assert episode.talk.messages == before and episode.talk.prefix_breaks == ()
     assert episode.hears(THANKS)
@@ -340,12 +341,12 @@ def test_more_may_be_heard_before_the_model_speaks() -> None:
 def test_two_turns_in_a_row_are_a_mistake() -> None:
     episode = Episode("qwen2.5")
     episode.says("Yes.")
-    with pytest.raises(AssertionError, match="must come between two turns"):
+    with pytest.raises(AssertionError):
         episode.says("Yes.")
 
 
 def test_tools_need_a_template_for_them() -> None:
-    with pytest.raises(ConfigError, match="does not show `tools`"):
+    with refuses(ConfigError, "chat_template"):
         Episode("gemma", tools=[ADD])
     episode = Episode("gemma")
     assert episode.says(CALL) == turns.ParsedTurn(text=CALL, content=CALL)

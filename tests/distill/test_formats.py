@@ -17,6 +17,7 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.registry import judge, load_reward
+from tests.refusals import refuses
 from tests.scripted import setting
 
 THINKS = r"<think>.*</think>\s*\d+"
@@ -102,12 +103,12 @@ def test_nothing_is_fetched_for_a_schema(tmp_path: Path) -> None:
         address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
         for target in (address, (tmp_path / "schema.json").as_uri(), "#/nowhere", "other.json"):
             for schema in ({"$ref": target}, {"properties": {"x": {"$ref": target}}}):
-                with pytest.raises(DataError, match=r"it refers to .*, which is not in it"):
+                with refuses(DataError, "answer"):
                     json_schema("{}", json.dumps(schema))
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    with pytest.raises(DataError, match=r"is no JSON schema: .*'#/const' is '1', no schema|int"):
+    with refuses(DataError, "answer"):
         json_schema("1", '{"$ref": "#/const", "const": 1}')
 
 
@@ -151,7 +152,7 @@ def test_every_response_has_a_verdict(response: str, schema: dict, reward: float
 )
 def test_every_schema_that_cannot_be_checked_is_refused(answer: str) -> None:
     for response in ("1", '"a"', '{"a": "a"}'):
-        with pytest.raises(DataError, match="is no JSON schema"):
+        with refuses(DataError, "answer"):
             json_schema(response, answer)
 
 
@@ -164,7 +165,7 @@ def test_every_pattern_is_one_or_refused(pattern: str) -> None:
     try:
         assert matches("no such text", pattern) == 0
     except DataError:
-        with pytest.raises(ConfigError, match=r"env\.format="):
+        with refuses(ConfigError, "env.format"):
             SingleTurn(format=pattern)
     else:
         SingleTurn(format=pattern)
@@ -175,20 +176,20 @@ def test_they_are_rewards_by_name() -> None:
 
 
 def test_an_answer_that_is_no_pattern_or_schema() -> None:
-    with pytest.raises(DataError, match=r"the answer '\(' is no regular expression"):
+    with refuses(DataError, "answer"):
         matches("4", "(")
     for answer in ("4 or so", '{"type": "number of sorts"}'):
-        with pytest.raises(DataError, match="is no JSON schema"):
+        with refuses(DataError, "answer"):
             json_schema("4", answer)
 
 
 @pytest.mark.parametrize(
-    ("reward", "answers", "message"),
+    ("reward", "answers", "refused"),
     [
-        ("matches", ["4", "("], r"prompts\.jsonl:2: the answer '\(' is no regular expression"),
-        ("json_schema", ["{}", "{"], r"prompts\.jsonl:2: the answer '\{' is no JSON schema"),
-        ("json_schema", ["{}", '{"$ref": "#/a"}'], r"prompts\.jsonl:2: .* it refers to '.*/a'"),
-        ("exact_match", ["4", "("], None),
+        ("matches", ["4", "("], True),
+        ("json_schema", ["{}", "{"], True),
+        ("json_schema", ["{}", '{"$ref": "#/a"}'], True),
+        ("exact_match", ["4", "("], False),
     ],
 )
 def test_answers_are_read_before_anything_starts(
@@ -196,29 +197,29 @@ def test_answers_are_read_before_anything_starts(
     tmp_path: Path,
     reward: str,
     answers: list[str],
-    message: str | None,
+    refused: bool,
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "4?", "answer": answer} for answer in answers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     room = setting(tokenizer, reward=load_reward(reward))
-    if message is None:
-        assert len(SingleTurn()(str(path), room)) == 2
-    else:
-        with pytest.raises(DataError, match=message):
+    if refused:
+        with refuses(DataError, "answer", match=r"prompts\.jsonl:2:"):
             SingleTurn()(str(path), room)
+    else:
+        assert len(SingleTurn()(str(path), room)) == 2
 
 
 @pytest.mark.parametrize("env", [SingleTurn, ToolUse])
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"format": "("}, r"env\.format='\(' is no regular expression"),
-        ({"format": "a", "format_reward": -1.0}, r"env\.format_reward=-1\.0 must be 0 or more"),
-        ({"format_reward": 1.0}, r"env\.format_reward=1\.0 changes nothing without env\.format"),
+        ({"format": "("}, "env.format"),
+        ({"format": "a", "format_reward": -1.0}, "env.format_reward"),
+        ({"format_reward": 1.0}, "env.format_reward"),
     ],
 )
-def test_formats_that_cannot_be(env: type[EnvConfig], settings: dict, message: str) -> None:
+def test_formats_that_cannot_be(env: type[EnvConfig], settings: dict, field: str) -> None:
     assert chz.is_chz(env)
-    with pytest.raises(ConfigError, match=message):
+    with refuses(ConfigError, field):
         env(**settings)

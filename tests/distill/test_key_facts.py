@@ -86,7 +86,7 @@ def test_facts_may_overlap(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @pytest.mark.parametrize("fact", ["", " \n"])
 def test_a_fact_without_text(fact: str) -> None:
-    with pytest.raises(DataError, match=r"a key fact is .*leave it out"):
+    with pytest.raises(DataError):
         paid("so", "so", fact)
 
 

@@ -14,6 +14,7 @@ from distill.errors import DataError
 from distill.rewards import math_equal as maths
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.registry import load_reward
+from tests.refusals import refuses
 
 ENDLESS = r"so \boxed{9^{9^{9^{9^{9}}}}!}"
 
@@ -106,7 +107,7 @@ def test_what_is_equal(response: str, answer: str, reward: float) -> None:
 
 
 def test_an_answer_that_is_no_mathematics_is_the_data_s_fault() -> None:
-    with pytest.raises(DataError, match="the answer '' is no mathematical expression"):
+    with refuses(DataError, "answer"):
         math_equal("18", "")
 
 

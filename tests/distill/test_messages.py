@@ -13,6 +13,7 @@ from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import conversation_chains
 from distill.errors import DataError
 from tests.chat_templates import ADD, FORMATS, TEMPLATES, chat_tokenizer, stop_of
+from tests.refusals import refuses
 
 ASK = {"role": "user", "content": "1+2?"}
 SAY = {"role": "assistant", "content": "3"}
@@ -91,7 +92,7 @@ def test_a_call_without_arguments(arguments: object) -> None:
 @pytest.mark.parametrize("arguments", ["{x", "[1]", [1], 3, '"x"'])
 @pytest.mark.parametrize("form", [calling, flat])
 def test_arguments_that_are_no_object_are_refused(form: Any, arguments: object) -> None:
-    with pytest.raises(DataError, match=r"messages\[1\]"):
+    with refuses(DataError, "messages[1].tool_calls[0]"):
         check_messages([ASK, form(arguments)], "messages")
 
 
@@ -128,7 +129,7 @@ HEARD = {"role": "tool", "content": "3"}
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "tools", "lost"),
+    ("template", "messages", "tools", "field"),
     [
         (CHATML, [ASK, calling(), HEARD, SAY], None, "tool_calls"),
         (CHATML, [ASK, SAY], [ADD], "tools"),
@@ -140,9 +141,9 @@ HEARD = {"role": "tool", "content": "3"}
     ],
 )
 def test_what_is_not_written_is_refused(
-    template: str, messages: list[dict], tools: list | None, lost: str
+    template: str, messages: list[dict], tools: list | None, field: str
 ) -> None:
-    with pytest.raises(DataError, match=f"`{lost}`"):
+    with refuses(DataError, field):
         check_written(tokenizer_of(template), messages, tools=tools, context=1)
 
 
@@ -168,13 +169,13 @@ def test_marked_turns_are_not_trained(mark: dict) -> None:
     [chain] = conversation_chains(tokenizer, messages, stop_ids=stops)
     assert "WRONG" in tokenizer.decode(chain.tokens_T.tolist())
     assert tokenizer.decode(chain.tokens_T[chain.loss_mask_T].tolist()) == "3<|im_end|>"
-    with pytest.raises(DataError, match="no assistant turn"):
+    with pytest.raises(DataError):
         conversation_chains(tokenizer, messages[:2], stop_ids=stops)
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}])
 def test_marks_of_other_values_are_refused(mark: dict) -> None:
-    with pytest.raises(DataError, match=next(iter(mark))):
+    with refuses(DataError, next(iter(mark))):
         conversation_chains(tokenizer_of("qwen2.5"), [ASK, {**SAY, **mark}], stop_ids=[1])
 
 
@@ -192,5 +193,5 @@ def test_a_begun_answer_is_continued(family: str) -> None:
 
 
 def test_a_call_that_nobody_answers_is_nothing_to_continue() -> None:
-    with pytest.raises(DataError, match="tool call"):
+    with pytest.raises(DataError):
         render_messages(tokenizer_of("qwen2.5"), [ASK, calling()])

@@ -1,8 +1,7 @@
-"""What an objective refuses, in the words it does so; and what it lets pass."""
+"""Combinations of settings that an objective refuses, and those that it accepts."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -18,106 +17,87 @@ from distill.objective.settings import (
     require_reward,
     require_teacher,
 )
+from tests.refusals import refuses
 
 NAN, INFINITY = float("nan"), float("inf")
 
-REFUSED_OF_POLICIES: list[tuple[dict[str, Any], str]] = [
-    ({"loss": "pp0"}, "loss=pp0 is unknown; did you mean 'ppo'?"),
-    ({"loss": "grpo"}, "loss=grpo is unknown; did you mean 'gspo'?"),
-    ({"loss": "reinforce"}, "loss=reinforce is unknown; known: cispo, dro, gspo, importance_sam"),
-    ({"reward_coef": -1.0}, "reward_coef=-1.0 must be 0 or above, and finite"),
-    ({"bonus_coef": INFINITY}, "bonus_coef=inf must be 0 or above, and finite"),
-    ({"entropy_coef": -0.1}, "entropy_coef=-0.1 must be 0 or above"),
-    ({"reference_kl_coef": NAN}, "reference_kl_coef=nan must be 0 or above"),
-    ({"loss": "ppo", "clip_low": -0.1}, "clip_low=-0.1 must be 0 or above"),
-    ({"loss": "ppo", "clip_high": NAN}, "clip_high=nan must be 0 or above"),
-    ({"loss": "dro", "dro_beta": -1.0}, "dro_beta=-1.0 must be 0 or above"),
-    ({"loss": "dro", "dro_beta": 0.0}, "dro_beta=0 takes away what keeps dro near the policy"),
-    ({"kl_discount_factor": 1.5}, "kl_discount_factor=1.5 must be in [0, 1]"),
-    ({"kl_discount_factor": NAN}, "kl_discount_factor=nan must be in [0, 1]"),
-    ({"num_substeps": 0}, "num_substeps=0 must be at least 1"),
-    ({"correction": "mask", "correction_cap": 0.5}, "correction_cap=0.5 must be 1 or above, and"),
-    ({"correction": "mask", "correction_cap": NAN}, "correction_cap=nan must be 1 or above, and"),
-    ({"correction_cap": 2.0}, "correction_cap=2.0 changes nothing with correction=none"),
-    ({"correction": "maskk"}, "correction=maskk is unknown; did you mean 'mask'"),
-    ({"normalisation": "tokens"}, "normalisation=tokens is unknown; did you mean 'token'"),
-    ({"baseline": "median"}, "baseline=median is unknown; did you mean 'mean'"),
-    ({"clip_low": 0.2}, "clip_low=0.2 changes nothing with loss=importance_sampling: it belongs to "
-     "ppo, cispo, gspo; leave it out"),
-    ({"loss": "dro", "clip_high": 0.2}, "clip_high=0.2 changes nothing with loss=dro"),
-    ({"loss": "gspo", "dual_clip": 3.0}, "dual_clip=3.0 changes nothing with loss=gspo: it belongs "
-     "to ppo"),
-    ({"loss": "ppo", "dro_beta": 0.1}, "dro_beta=0.1 changes nothing with loss=ppo"),
-    ({"loss": "ppo", "dual_clip": 1.0}, "dual_clip=1.0 must be above 1, and finite"),
-    ({"loss": "ppo", "dual_clip": INFINITY}, "dual_clip=inf must be above 1, and finite"),
-    ({"baseline": "leave_one_out"}, "baseline=leave_one_out is for task rewards, and reward_coef=0 "
-     "trains on none; leave it out, or give a reward_coef"),
-    ({"scale_by_std": True}, "scale_by_std=True is for task rewards"),
-    ({"remove_constant_reward_groups": True}, "remove_constant_reward_groups=True is for task"),
-    ({"advantage": "a:b"}, "advantage=a:b is for task rewards, and reward_coef=0 trains on none"),
-    ({"mask_truncated": True}, "mask_truncated=True is for task rewards"),
-    ({"overlong_buffer": 8}, "overlong_buffer=8 is for task rewards"),
-    ({"reward_coef": 1.0, "overlong_buffer": -1}, "overlong_buffer=-1 must not be negative"),
-    ({"reward_coef": 1.0, "overlong_penalty": 1.0}, "overlong_penalty=1.0 changes nothing with"),
-    ({"reward_coef": 1.0, "overlong_buffer": 1, "overlong_penalty": 0.0}, "overlong_penalty=0.0 "
-     "must be above 0, and finite"),
-    ({"reward_coef": 1.0, "advantage": "mine"}, "advantage=mine is not `package.module:function`"),
-    ({"reward_coef": 1.0, "advantage": "a:b", "scale_by_std": True}, "scale_by_std=True changes "
-     "nothing with advantage=a:b, which is in its place"),
-    ({"reward_coef": 1.0, "baseline": "global", "remove_constant_reward_groups": True},
-     "remove_constant_reward_groups=True with baseline=global would throw away a signal"),
-    ({"loss": "a:b", "clip_low": 0.1}, "clip_low=0.1 changes nothing with loss=a:b"),
-]  # fmt: skip
-
-REFUSED_OF_TEACHERS: list[tuple[dict[str, Any], str]] = [
-    ({"kl_coef": -1.0}, "kl_coef=-1.0 must be 0 or above, and finite"),
-    *(({"kl_clip": clip}, f"kl_clip={clip} must be above 0, and finite; leave it out to clip "
-       "nothing") for clip in (0.0, -1.0, NAN, INFINITY)),
-    ({"kl_clip": 5.0, "kl_coef": 0.0}, "kl_clip=5.0 changes nothing with kl_coef=0"),
-    ({"kl_clip": 5.0, "estimator": "full", "divergence": "jsd"}, "kl_clip=5.0 is of log p - log q, "
-     "of which divergence=jsd is no mean"),
-    ({"estimator": "k1"}, "estimator=k1 is refused: differentiated as a loss, log p - log q has "
-     "the gradient E[grad log p] = 0 and never sees the teacher. estimator=sampled is"),
-    ({"estimator": "k2"}, "estimator=k2 is refused: differentiated as a loss it is the sampled "
-     "estimator, on policy only"),
-    ({"estimator": "k3"}, "estimator=k3 is refused: differentiated as a loss, q/p - 1 + log p/q "
-     "has the gradient of the forward KL, not of the reverse; say divergence=forward_kl"),
-    ({"estimator": "topk"}, "estimator=topk is unknown; did you mean 'top_k'?"),
-    ({"estimator": "exact"}, "estimator=exact is unknown; known: auto, full, sampled, top_k"),
-    ({"divergence": "forward_kl"}, "divergence=forward_kl needs estimator=full or top_k: the "
-     "log-prob of one sampled token does not tell it"),
-    ({"divergence": "jsd"}, "divergence=jsd needs estimator=full or top_k"),
-    ({"estimator": "full", "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 needs "
-     "estimator=sampled, or a reference_kl_coef: a divergence of whole distributions has no"),
-    ({"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
-     "kl_discount_factor=0.5 needs estimator=sampled: with tail=sampled only a part of the"),
-    ({"kl_coef": 0.0, "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 changes nothing without "
-     "a teacher and with reference_kl_coef=0"),
-    ({"estimator": "top_k", "tail": "sampled", "divergence": "jsd"}, "tail=sampled is for "
-     "divergence=reverse_kl; use tail=bucket"),
-    ({"tail": "sampled"}, "tail=sampled changes nothing without estimator=top_k"),
-    ({"estimator": "full", "tail": "sampled"}, "tail=sampled changes nothing without"),
-    ({"jsd_beta": 0.5}, "jsd_beta=0.5 changes nothing without divergence=jsd"),
-    ({"teacher_top_k": 8}, "teacher_top_k=8 changes nothing without estimator=top_k"),
-    ({"top_k_from": "union"}, "top_k_from=union changes nothing without estimator=top_k"),
-    ({"estimator": "top_k", "top_k_from": "studnet"}, "top_k_from=studnet is unknown; did you"),
-    ({"estimator": "top_k", "teacher_top_k": 0}, "teacher_top_k=0 must be at least 1"),
-    *(({"estimator": "full", "divergence": "jsd", "jsd_beta": end}, f"jsd_beta={end} must lie "
-       "between 0 and 1: at either end the generalised JSD and its gradient are zero; "
-       "divergence=forward_kl or reverse_kl is its limit") for end in (0.0, 1.0)),
-]  # fmt: skip
+# By the setting that the error names.
+REFUSED_OF_POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("loss", {"loss": "pp0"}),
+    ("reward_coef", {"reward_coef": -1.0}),
+    ("bonus_coef", {"bonus_coef": INFINITY}),
+    ("entropy_coef", {"entropy_coef": -0.1}),
+    ("reference_kl_coef", {"reference_kl_coef": NAN}),
+    ("clip_low", {"loss": "ppo", "clip_low": -0.1}),
+    ("clip_low", {"clip_low": 0.2}),  # of no use to the loss
+    ("clip_low", {"loss": "a:b", "clip_low": 0.1}),
+    ("clip_high", {"loss": "ppo", "clip_high": NAN}),
+    ("clip_high", {"loss": "dro", "clip_high": 0.2}),
+    ("dual_clip", {"loss": "gspo", "dual_clip": 3.0}),
+    ("dual_clip", {"loss": "ppo", "dual_clip": 1.0}),
+    ("dro_beta", {"loss": "dro", "dro_beta": -1.0}),
+    ("dro_beta", {"loss": "dro", "dro_beta": 0.0}),
+    ("dro_beta", {"loss": "ppo", "dro_beta": 0.1}),
+    ("kl_discount_factor", {"kl_discount_factor": 1.5}),
+    ("kl_discount_factor", {"kl_discount_factor": NAN}),
+    ("num_substeps", {"num_substeps": 0}),
+    ("correction", {"correction": "maskk"}),
+    ("correction_cap", {"correction": "mask", "correction_cap": 0.5}),
+    ("correction_cap", {"correction_cap": 2.0}),
+    ("normalisation", {"normalisation": "tokens"}),
+    ("baseline", {"baseline": "median"}),
+    ("baseline", {"baseline": "leave_one_out"}),  # for task rewards, which nothing weighs
+    ("scale_by_std", {"scale_by_std": True}),
+    ("remove_constant_reward_groups", {"remove_constant_reward_groups": True}),
+    ("advantage", {"advantage": "a:b"}),
+    ("mask_truncated", {"mask_truncated": True}),
+    ("overlong_buffer", {"overlong_buffer": 8}),
+    ("overlong_buffer", {"reward_coef": 1.0, "overlong_buffer": -1}),
+    ("overlong_penalty", {"reward_coef": 1.0, "overlong_penalty": 1.0}),
+    ("overlong_penalty", {"reward_coef": 1.0, "overlong_buffer": 1, "overlong_penalty": 0.0}),
+    ("advantage", {"reward_coef": 1.0, "advantage": "mine"}),
+    ("scale_by_std", {"reward_coef": 1.0, "advantage": "a:b", "scale_by_std": True}),
+    (
+        "remove_constant_reward_groups",
+        {"reward_coef": 1.0, "baseline": "global", "remove_constant_reward_groups": True},
+    ),
+]
+REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
+    ("kl_coef", {"kl_coef": -1.0}),
+    ("kl_clip", {"kl_clip": 0.0}),
+    ("kl_clip", {"kl_clip": INFINITY}),
+    ("kl_clip", {"kl_clip": 5.0, "kl_coef": 0.0}),
+    ("kl_clip", {"kl_clip": 5.0, "estimator": "full", "divergence": "jsd"}),
+    *(("estimator", {"estimator": name}) for name in ("k1", "k2", "k3", "topk")),
+    ("divergence", {"divergence": "forward_kl"}),  # of one sampled token
+    ("kl_discount_factor", {"estimator": "full", "kl_discount_factor": 0.5}),
+    (
+        "kl_discount_factor",
+        {"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
+    ),
+    ("kl_discount_factor", {"kl_coef": 0.0, "kl_discount_factor": 0.5}),
+    ("tail", {"estimator": "top_k", "tail": "sampled", "divergence": "jsd"}),
+    ("tail", {"estimator": "full", "tail": "sampled"}),
+    ("jsd_beta", {"jsd_beta": 0.5}),
+    ("jsd_beta", {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.0}),
+    ("jsd_beta", {"estimator": "full", "divergence": "jsd", "jsd_beta": 1.0}),
+    ("top_k_from", {"top_k_from": "union"}),
+    ("top_k_from", {"estimator": "top_k", "top_k_from": "studnet"}),
+    ("teacher_top_k", {"teacher_top_k": 8}),
+    ("teacher_top_k", {"estimator": "top_k", "teacher_top_k": 0}),
+]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED_OF_POLICIES)
-def test_refused_whoever_rewards(settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("field", "settings"), REFUSED_OF_POLICIES, ids=str)
+def test_refused_whoever_rewards(field: str, settings: dict[str, Any]) -> None:
     for config in (PolicyObjective, ObjectiveConfig):
-        with pytest.raises(ConfigError, match=re.escape(message)):
+        with refuses(ConfigError, field):
             config(**settings)
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED_OF_TEACHERS)
-def test_refused_of_a_teacher(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+@pytest.mark.parametrize(("field", "settings"), REFUSED_OF_TEACHERS, ids=str)
+def test_refused_of_a_teacher(field: str, settings: dict[str, Any]) -> None:
+    with refuses(ConfigError, field):
         ObjectiveConfig(**settings)
 
 
@@ -186,7 +166,7 @@ def test_the_tail_is_sampled_where_that_is_unbiased(
 
 def test_a_distillation_needs_its_teacher() -> None:
     require_teacher(ObjectiveConfig())
-    with pytest.raises(ConfigError, match=r"kl_coef=0 leaves the teacher out .*recipe=rl"):
+    with refuses(ConfigError, "kl_coef"):
         require_teacher(ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
 
 
@@ -221,7 +201,7 @@ def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) ->
     [name, *_] = weighing
     for settings in WHOLE:
         assert not ObjectiveConfig(**settings).has_advantages
-        with pytest.raises(ConfigError, match=rf"{name}=.*estimator=sampled"):
+        with refuses(ConfigError, name):
             require_advantages(ObjectiveConfig(**settings, **weighing))
     for settings in SAMPLED:
         require_advantages(ObjectiveConfig(**settings, **weighing))
@@ -238,17 +218,17 @@ def test_a_loss_with_terms_of_its_own_goes_with_any_estimator(
 def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
     require_reward(PolicyObjective(reward_coef=1.0), group_size=2)
     require_reward(PolicyObjective(bonus_coef=1.0), group_size=1)  # compared with nothing
-    with pytest.raises(ConfigError, match="nothing to reward: the gradient is zero"):
+    with refuses(ConfigError, "reward_coef"):
         require_reward(PolicyObjective(entropy_coef=0.1), group_size=4)
     alone = PolicyObjective(reward_coef=0.5, bonus_coef=1.0)
     for require in (require_reward, require_comparison):
-        with pytest.raises(ConfigError, match=r"group_size=1 with reward_coef=0.5: .* at least 2"):
+        with refuses(ConfigError, "group_size"):
             require(alone, group_size=1)
 
 
 def test_groups_of_one_reward_are_not_left_out_beside_a_teacher() -> None:
     """The option would delete the teacher's term, and nothing else."""
     settings = {"remove_constant_reward_groups": True, "reward_coef": 1.0}
-    with pytest.raises(ConfigError, match=r"with kl_coef=0.5 would only .* leave it out"):
+    with refuses(ConfigError, "remove_constant_reward_groups"):
         ObjectiveConfig(**settings, kl_coef=0.5)
     assert ObjectiveConfig(**settings, kl_coef=0).remove_constant_reward_groups

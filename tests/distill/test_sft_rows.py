@@ -17,6 +17,7 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint, load_tokenizer
+from tests.refusals import refuses
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
 GOOD = {"prompt": "2+2=", "completion": "4!"}
@@ -56,34 +57,34 @@ def test_messages_answer_a_prompt_as_what_the_user_says(
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "field"),
     [
-        ({"prompt": "a", "reply": "b"}, r"the row has `prompt`, `reply`, and completion_key= says"),
-        ({"prompt": "a", "completion": []}, "`completion` must be a non-empty list"),
-        ({"prompt": "", "completion": "b"}, "`prompt` must be a non-empty string, got ''"),
-        ({"prompt": "a", "completion": 3}, "`completion` must be a non-empty string, got 3"),
-        ({"prompt": "a", "completion": "x" * 63}, "65 tokens exceed the limit of 64"),
-        ({"prompt": "a", "completion": "\ud800"}, "cannot encode"),
-        ({"messages": []}, "`messages` must be a non-empty list"),
-        ({"messages": ["hi"]}, r"`messages\[0\]` must be an object with a `role`"),
+        ({"prompt": "a", "reply": "b"}, "completion"),
+        ({"prompt": "a", "completion": []}, "completion"),
+        ({"prompt": "", "completion": "b"}, "prompt"),
+        ({"prompt": "a", "completion": 3}, "completion"),
+        ({"prompt": "a", "completion": "x" * 63}, None),
+        ({"prompt": "a", "completion": "\ud800"}, None),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            r"`messages\[0\].content\[0\]` must be .* got a part of type 'image_url'",
+            "messages[0].content[0]",
         ),
-        ({"messages": [{"role": "user"}]}, r"`messages\[0\].content` .* got None"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": "add"}]},
-            r"`messages\[0\].tool_calls` must be a list of objects, got 'add'",
+            "messages[0].tool_calls",
         ),
-        ({"messages": CHAT["messages"][:1]}, "no assistant turn to train"),
-        (CHAT | {"prompt": "a"}, "`prompt` beside `messages`"),
-        (CHAT | {"tools": {"name": "add"}}, "`tools` must be a list of objects"),
+        ({"messages": CHAT["messages"][:1]}, None),
+        (CHAT | {"prompt": "a"}, None),
+        (CHAT | {"tools": {"name": "add"}}, "tools"),
     ],
 )
 def test_a_bad_row_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict, message: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict, field: str | None
 ) -> None:
-    with pytest.raises(DataError, match=rf"data\.jsonl:2: .*{message}"):
+    with refuses(DataError, field, match=r"data\.jsonl:2:"):
         load(tmp_path, tokenizer, GOOD, bad)
 
 
@@ -95,7 +96,7 @@ def test_the_longest_row_that_fits(tmp_path: Path, tokenizer: PreTrainedTokenize
 def test_ids_outside_the_model_are_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 20"):
+    with pytest.raises(DataError, match=":1:"):
         load(tmp_path, tokenizer, GOOD, vocab_size=20)
 
 
@@ -103,7 +104,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no EOS token"):
+    with pytest.raises(DataError):
         load(tmp_path, tokenizer, GOOD, stop_ids=())
     [row] = load(tmp_path, tokenizer, GOOD, stop_ids=(7, 5))
     assert row.tokens_T[-1] == 5, "where a server ends all the same"
@@ -155,48 +156,38 @@ def test_token_ids_are_taken_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field"),
     [
-        ({"tokens": None}, "`tokens` must be a non-empty list of token ids, got None"),
-        ({"tokens": []}, r"`tokens` must be a non-empty list of token ids, got \[\]"),
-        ({"tokens": "ab"}, "`tokens` must be a non-empty list of token ids, got 'ab'"),
-        ({"tokens": [3, True]}, "`tokens` must be a non-empty list of token ids"),
-        ({"tokens": [3, 4.0]}, "`tokens` must be a non-empty list of token ids"),
-        ({"tokens": [3, -1, 4]}, "`tokens` holds a negative id, -1"),
-        (
-            {"tokens": [3] * 5 + [VOCAB_SIZE]},
-            f"`tokens` holds id {VOCAB_SIZE}, outside the model's vocabulary of {VOCAB_SIZE}",
-        ),
-        ({"tokens": [3, 2**70, 4], "loss_mask": [[1, 2]]}, "outside the model's vocabulary"),
-        ({"tokens": [3] * 65}, "65 tokens exceed the limit of 64"),
-        ({"loss_mask": None}, "`loss_mask` must be a non-empty list .*, got None"),
-        ({"loss_mask": []}, r"`loss_mask` must be a non-empty list .*, got \[\]"),
-        ({"loss_mask": [True] * 6}, r"`loss_mask\[0\]` must be \[start, stop\), got True"),
-        ({"loss_mask": [[1, 2, 3]]}, r"`loss_mask\[0\]` must be \[start, stop\)"),
-        ({"loss_mask": [[0, 2]]}, r"`loss_mask\[0\]` = \[0, 2\] .* leave out the first"),
-        ({"loss_mask": [[2, 2]]}, r"`loss_mask\[0\]` = \[2, 2\] is no run of tokens in \[1, 6\)"),
-        ({"loss_mask": [[2, 7]]}, r"`loss_mask\[0\]` = \[2, 7\] is no run of tokens in \[1, 6\)"),
-        ({"loss_mask": [[1, 3], [2, 4]]}, r"`loss_mask\[1\]` = \[2, 4\] .* in \[3, 6\)"),
-        ({"loss_mask": [[3, 4], [1, 2]]}, r"`loss_mask\[1\]` = \[1, 2\]"),
-        ({"tokenizer": None}, "fingerprint is '[0-9a-f]{16}', but `tokenizer` is None"),
-        ({"tokenizer": "another"}, "but `tokenizer` is 'another'; train a model that shares"),
-        ({"prompt": "a"}, "`prompt` beside `tokens`: give either"),
-        ({"completion": "a"}, "`completion` beside `tokens`"),
-        (CHAT, "`messages` beside `tokens`"),
-        (CHAT | {"tokens": None}, "`messages` beside `loss_mask`"),
+        *(({"tokens": tokens}, "tokens") for tokens in (None, [], "ab", [3, True], [3, 4.0])),
+        ({"tokens": [3, -1, 4]}, "tokens"),
+        ({"tokens": [3] * 5 + [VOCAB_SIZE]}, "tokens"),
+        ({"tokens": [3, 2**70, 4], "loss_mask": [[1, 2]]}, "tokens"),
+        ({"tokens": [3] * 65}, None),  # too long
+        ({"loss_mask": None}, "loss_mask"),
+        ({"loss_mask": []}, "loss_mask"),
+        ({"loss_mask": [True] * 6}, "loss_mask[0]"),
+        *(({"loss_mask": [run]}, "loss_mask[0]") for run in ([1, 2, 3], [0, 2], [2, 2], [2, 7])),
+        ({"loss_mask": [[1, 3], [2, 4]]}, "loss_mask[1]"),
+        ({"loss_mask": [[3, 4], [1, 2]]}, "loss_mask[1]"),
+        ({"tokenizer": None}, "tokens"),
+        ({"tokenizer": "another"}, "tokens"),
+        ({"prompt": "a"}, None),
+        ({"completion": "a"}, None),
+        (CHAT, None),
+        (CHAT | {"tokens": None}, None),
     ],
 )
 def test_bad_token_ids_are_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, changes: dict, message: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, changes: dict, field: str | None
 ) -> None:
-    with pytest.raises(DataError, match=rf"data\.jsonl:2: .*{message}"):
+    with refuses(DataError, field, match=r"data\.jsonl:2:"):
         load(tmp_path, tokenizer, GOOD, sampled(tokenizer) | changes)
 
 
 def test_a_row_without_an_example_is_told_the_forms(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with pytest.raises(DataError, match=r":1: there is no example here: give either `prompt` and"):
+    with pytest.raises(DataError, match=":1:"):
         load(tmp_path, tokenizer, {"text": "a"})
 
 

@@ -17,6 +17,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError, DataError
 from distill.tokenizer import load_tokenizer
 from tests import chat_templates
+from tests.refusals import refuses
 from tests.tiny import save_tokenizer
 
 ASK = [{"role": "user", "content": "Why?"}]
@@ -79,9 +80,9 @@ def test_any_json_value_arrives(tmp_path: Path, value: str, written: str) -> Non
 
 def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
     for bad in ("{", "[1]", '{"a b": 1}'):
-        with pytest.raises(ConfigError, match="chat_template_kwargs="):
+        with refuses(ConfigError, "chat_template_kwargs"):
             ChatTemplateSettings(chat_template_kwargs=bad)
-    with pytest.raises(ConfigError, match="does not mention enable_thinkin;"):
+    with refuses(ConfigError, "chat_template_kwargs"):
         text(
             ChatTemplateSettings(
                 chat_template=switch, chat_template_kwargs='{"enable_thinkin": false}'
@@ -89,9 +90,9 @@ def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
         )
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
-    with pytest.raises(ConfigError, match=r"broken\.jinja is no chat template: line 1"):
+    with refuses(ConfigError, "chat_template"):
         text(ChatTemplateSettings(chat_template=str(broken)))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with refuses(ConfigError, "chat_template"):
         text(ChatTemplateSettings(chat_template=str(tmp_path / "none")))
 
 
@@ -113,7 +114,7 @@ def test_content_may_be_a_list_of_text_parts() -> None:
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]
     assert check_messages([{"role": "user", "content": parts}], "messages") == ASK
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(DataError, match=r"`messages\[0\].content\[0\]`.*type 'image_url'"):
+    with refuses(DataError, "messages[0].content[0]"):
         check_messages(image, "messages")
 
 

@@ -19,6 +19,7 @@ from distill.envs.games.tic_tac_toe import (
 )
 from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
+from tests.refusals import refuses
 
 
 def play(first, second, game: TicTacToe | None = None) -> TicTacToe:
@@ -89,24 +90,24 @@ def test_openings_follow_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"random_moves": 5}, r"env\.random_moves=5 must be between 0 and 4"),
-        ({"games": 0}, r"env\.games=0 must be at least 1"),
-        ({"forfeit_reward": -0.5}, r"env\.forfeit_reward=-0\.5 must be -1, a loss, or below"),
-        ({"forfeit_reward": float("nan")}, r"env\.forfeit_reward=nan must be -1"),
-        ({"opponent": "perfekt"}, r"env\.opponent=perfekt is no player .* 'perfect'"),
-        ({"opponent": "reference"}, "a temperature goes with env.opponent=reference"),
-        ({"opponent_temperature": 0.5}, r"env\.opponent=self with env\.opponent_temperature=0\.5"),
-        ({"eval_opponent": "nobody"}, r"env\.eval_opponent=nobody is no player"),
+        ({"random_moves": 5}, "env.random_moves"),
+        ({"games": 0}, "env.games"),
+        ({"forfeit_reward": -0.5}, "env.forfeit_reward"),
+        ({"forfeit_reward": float("nan")}, "env.forfeit_reward"),
+        ({"opponent": "perfekt"}, "env.opponent"),
+        ({"opponent": "reference"}, "env.opponent"),
+        ({"opponent_temperature": 0.5}, "env.opponent"),
+        ({"eval_opponent": "nobody"}, "env.eval_opponent"),
     ],
 )
-def test_settings_out_of_range(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_out_of_range(settings: dict, field: str) -> None:
+    with refuses(ConfigError, field):
         TicTacToeGames(**settings)
 
 
 def test_both_seats_need_an_even_group() -> None:
     TicTacToeGames(opponent="random").check_group(3)
-    with pytest.raises(ConfigError, match="group_size=3 must be even"):
+    with refuses(ConfigError, "group_size"):
         TicTacToeGames().check_group(3)

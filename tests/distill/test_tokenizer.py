@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import load_config
 from distill.tokenizer import check_same_tokenizer, fingerprint, first_difference, load_tokenizer
+from tests.refusals import refuses
 from tests.tiny import save_tokenizer, tiny_model_dir
 
 
@@ -41,24 +42,24 @@ def test_equal_tokenizers_have_no_difference(make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "difference"),
+    "settings",
     [
-        ({"alphabet": "acb"}, "id 4 is 'b' to the student and 'c' to the teacher"),
-        ({"alphabet": "ab"}, "id 5 is 'c' to the student and None to the teacher"),
-        ({"alphabet": "abcd"}, "id 6 is None to the student and 'd' to the teacher"),
+        {"alphabet": "acb"},
+        {"alphabet": "ab"},
+        {"alphabet": "abcd"},
     ],
 )
-def test_the_first_difference_is_named(make, settings: dict, difference: str) -> None:
+def test_the_first_difference_is_named(make, settings: dict) -> None:
     student, teacher = make(alphabet="abc"), make(**settings)
     assert fingerprint(student) != fingerprint(teacher)
-    with pytest.raises(ConfigError, match=f"do not share a tokenizer: {difference}"):
+    with refuses(ConfigError, "teacher"):
         check_same_tokenizer(student, teacher)
 
 
 def test_one_vocabulary_two_encodings(make) -> None:
     student, teacher = make(), make()
     teacher.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(ConfigError, match=r"the text 'Hello, world!.* is encoded differently"):
+    with refuses(ConfigError, "teacher"):
         check_same_tokenizer(student, teacher)
 
 
@@ -72,16 +73,16 @@ def test_the_fingerprint_covers_the_chat_template(make) -> None:
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     weights_only = tiny_model_dir(tmp_path, seed=0, hidden_size=32, layers=1)
     for path in (str(tmp_path / "nowhere"), weights_only):
-        with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
+        with pytest.raises(CheckpointError):
             load_tokenizer(path)
 
 
 def test_a_run_s_directory_is_refused_with_its_model_s(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
-    remedy = re.escape(f"It is a run's directory, whose trained model is {tmp_path / 'final'}")
-    with pytest.raises(CheckpointError, match=remedy):
+    model = re.escape(str(tmp_path / "final"))
+    with pytest.raises(CheckpointError, match=model):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(CheckpointError, match=remedy):
+    with pytest.raises(CheckpointError, match=model):
         load_config(str(tmp_path))
 
 
@@ -89,5 +90,5 @@ def test_a_run_s_directory_is_refused_with_its_model_s(tmp_path: Path) -> None:
 def test_a_corrupt_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
+    with pytest.raises(CheckpointError):
         load_tokenizer(str(tmp_path))

@@ -9,6 +9,7 @@ import pytest
 
 from distill.errors import ConfigError
 from distill.tools.load import load_tools
+from tests.refusals import refuses
 
 MODULE = '''
 from distill.tools.base import Tool
@@ -53,19 +54,19 @@ def test_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    "names",
     [
-        ("calculater", "tools='calculater' .* did you mean 'calculator'"),
-        ("calculator,", "tools='' is neither"),
-        ("calculator,tools_of_mine:Mine,calculator", "2 tools named 'calculator'; keep one"),
-        ("retrieval", "neither|needs a directory"),
-        ("retrieval:/nowhere", "no such directory"),
-        ("nowhere.at.all:f", "cannot be imported: ModuleNotFoundError"),
-        ("tools_of_mine:nothing", "cannot be imported: AttributeError"),
-        ("tools_of_mine:Needy", "cannot be made: TypeError"),
-        ("tools_of_mine:NUMBER", "is 3: neither a function nor a Tool"),
+        "calculater",
+        "calculator,",
+        "calculator,tools_of_mine:Mine,calculator",
+        "retrieval",
+        "retrieval:/nowhere",
+        "nowhere.at.all:f",
+        "tools_of_mine:nothing",
+        "tools_of_mine:Needy",
+        "tools_of_mine:NUMBER",
     ],
 )
-def test_names_that_cannot_be_loaded(names: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_names_that_cannot_be_loaded(names: str) -> None:
+    with refuses(ConfigError, "tools"):
         load_tools(names)

@@ -14,6 +14,7 @@ import pytest
 from distill.errors import ConfigError, DataError
 from distill.text.bm25_words import words
 from distill.tools.retrieval import Retrieval
+from tests.refusals import refuses
 
 
 @pytest.fixture
@@ -75,15 +76,15 @@ assert "torch" not in sys.modules
 
 
 def test_directories_without_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with refuses(ConfigError, "tools"):
         Retrieval(tmp_path / "none")
     (tmp_path / "a.txt").touch()
-    with pytest.raises(ConfigError, match="it has no text"):
+    with refuses(ConfigError, "tools"):
         Retrieval(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["{", '{"texts": "a"}', '{"text": 1}', "[]"])
 def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
-    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2:"):
         search(tmp_path, "a")
