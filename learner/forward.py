@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
 from distill.models.attention_probe import shares_prefixes
+from distill.models.autocast import cast_grouped_products
 from distill.models.loading import rope_length, silence, train_time_noise
 from distill.models.logprobs import (
     DivergenceOf,
@@ -97,9 +98,10 @@ class Forward:
         # None: there is no padding.
         self.real_tokens: Tensor | None = None
         self._causal_lm, self._dropout = model, dropout
-        self._autocast = partial(
-            torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
-        )
+        mixed = dtype not in (None, model.dtype)
+        self._autocast = partial(torch.autocast, model.device.type, dtype=dtype, enabled=mixed)
+        if mixed:
+            cast_grouped_products(model.device.type)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.training_mode()

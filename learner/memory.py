@@ -204,13 +204,13 @@ def room_bytes(device: str, beside: int) -> int:
     total = gpu_bytes() if beside else None
     if total is not None:
         return max(0, total - headroom(total) - beside - CONTEXT_BYTES)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - headroom(total))
+    return max(0, free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1]))
 
 
 def free_bytes(device: str) -> int:
     """Free memory in bytes: of the GPU, or of the machine within its container's limit."""
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # of blocks that this process has freed
         return torch.cuda.mem_get_info(device)[0]
     return free_main_memory()
 

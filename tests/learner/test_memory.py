@@ -27,6 +27,7 @@ from transformers import (
 
 from distill.errors import ConfigError
 from distill.gpu import headroom
+from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
@@ -56,6 +57,10 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, intermediate_size=352, num_key_value_heads=4),
     "llama, grouped heads": LlamaConfig(**SIZES, intermediate_size=448, num_key_value_heads=1),
 }
+MIXTURE = Qwen3MoeConfig(
+    **SIZES, num_key_value_heads=1, head_dim=32,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96,
+)  # fmt: skip
 QWEN3_8B = Qwen3Config(
     vocab_size=151_936,
     hidden_size=4096,
@@ -76,6 +81,7 @@ def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) 
         config.layer_types = ["full_attention"] * layers
     model = AutoModelForCausalLM.from_config(config)
     autocast = dtype == "bfloat16" and workers == 1
+    cast_grouped_products("cpu")  # as the learner does
     if dtype == "bfloat16" and not autocast:
         model.to(torch.bfloat16)  # as FSDP gathers the weights
     found: dict[int, tuple[Tensor, int]] = {}
@@ -109,6 +115,15 @@ def test_a_layer_keeps_what_is_estimated(name: str, dtype: Precision, workers: i
     two, four = (kept(config, layers, dtype, workers) for layers in (2, 4))
     estimate = memory_of(config, dtype, workers)
     assert estimate.in_layer == pytest.approx((four - two) / 2 / LENGTH, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "dtype, workers", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)], ids=str
+)
+def test_a_layer_of_experts_keeps_at_most_what_is_estimated(dtype: Precision, workers: int) -> None:
+    two, four = (kept(MIXTURE, layers, dtype, workers) for layers in (2, 4))
+    estimate = memory_of(MIXTURE, dtype, workers, query_norm=True)
+    assert 1.0 < estimate.in_layer / ((four - two) / 2 / LENGTH) < 1.15
 
 
 @cache
