@@ -139,7 +139,7 @@ class ServerFlags:
 
 @chz.chz
 class ServerSettings:
-    """Start of servers, and the effect of a weight push on them."""
+    """Effect of a weight push on servers."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -150,31 +150,28 @@ class ServerSettings:
         "before the push; in_place: under the new weights, on the context that the old ones "
         "computed (cheaper, and not exact)",
     )
-    push_bucket_bytes: int = chz.field(
-        default=1 << 30,
-        doc="bytes of one portion of a push to SGLang servers (or one tensor, if it is larger): "
-        "the memory that a push adds to a rank",
-        metadata=MAY_CHANGE,
-    )
+
+
+@chz.chz
+class StartSettings:
+    """Deadline of everything that starts."""
+
+    section: ClassVar[Section] = Section.SUPERVISION
+
     start_deadline_s: float | None = chz.field(
         default=None,
-        doc="seconds that an actor may take to start: an engine with its model, an SGLang server, "
-        f"a rollout worker; default: {START_S:.0f}, and one more for each "
-        f"{LOADED_A_S // 10**6} MB of the model's checkpoint",
+        doc="seconds that the run waits for free resources in the cluster, and that an actor may "
+        "take to start: an engine with its model, an SGLang server, a rollout worker; default: "
+        f"{START_S:.0f}, and one more for each {LOADED_A_S // 10**6} MB of the model's checkpoint",
         metadata=MAY_CHANGE,
     )
 
     @chz.validate
-    def _server_in_range(self) -> None:
+    def _start_in_range(self) -> None:
         if self.start_deadline_s is not None and not self.start_deadline_s > 0:
             raise ConfigError(
                 f"start_deadline_s={self.start_deadline_s} must be above 0",
                 field="start_deadline_s",
-            )
-        if self.push_bucket_bytes < 1:
-            raise ConfigError(
-                f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1",
-                field="push_bucket_bytes",
             )
 
     def start_deadline_of(self, model: str | None) -> float:
@@ -185,7 +182,7 @@ class ServerSettings:
 
 
 @chz.chz
-class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings):
+class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings, StartSettings):
     """Settings of one engine. They contain no temperature: it is a field of every request."""
 
     kind: EngineKind = chz.field(
@@ -285,7 +282,6 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
         return self.server_arguments() | {
             "stops": self.stops,
             "in_flight": self.in_flight,
-            "push_bucket_bytes": self.push_bucket_bytes,
             "request_deadline_s": self.request_deadline_s,
         }
 

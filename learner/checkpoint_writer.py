@@ -43,7 +43,7 @@ class CheckpointWriter:
         tokenizer: PreTrainedTokenizerBase,
         store: CheckpointStore,
         *,
-        background: bool | None,
+        background: bool | None = None,
     ) -> None:
         """
         Args:
@@ -109,7 +109,6 @@ class CheckpointWriter:
             self._told = True
             logger.warning(
                 "memory is short: steps wait while checkpoints are written, since a copy of the "
-                "state would take more than half of what is free (background_checkpoints=True "
-                "copies it in any case)"
+                "state would take more than half of what is free"
             )
         return fits

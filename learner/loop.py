@@ -139,7 +139,7 @@ class PolicyLoop:
         record: Record | None = None,
         foresee: Foresee | None = None,
         resume_from: Checkpoint | None = None,
-        background: bool | None = False,
+        background: bool | None = None,
     ) -> None:
         """
         Args:

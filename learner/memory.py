@@ -18,7 +18,7 @@ from distill.errors import CheckpointError, ConfigError
 from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import meta_causal_lm, tensor_layouts, tensor_shapes, weight_files
-from distill.weights.model_weights import plan_buckets
+from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from distill.weights.shared_memory import block_bytes
 
 
@@ -95,15 +95,15 @@ def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-def largest_bucket(model: str, dtype: torch.dtype, bucket_bytes: int) -> int:
+def largest_bucket(model: str, dtype: torch.dtype) -> int:
     """Bytes of the largest bucket of a push in this dtype.
 
     If the checkpoint has no files on this machine: bytes of a full bucket.
     """
     if not weight_files(model):
-        return bucket_bytes
+        return BUCKET_BYTES
     layouts = [layout.rounded_to(dtype) for layout in tensor_layouts(model).values()]
-    return max(map(block_bytes, plan_buckets(layouts, bucket_bytes)))
+    return max(map(block_bytes, plan_buckets(layouts)))
 
 
 def check_fits(

@@ -84,7 +84,7 @@ class SupervisedLoop:
         held_out: Sequence[HeldOut] = (),
         trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
-        background: bool | None = False,
+        background: bool | None = None,
     ) -> None:
         """
         Args:

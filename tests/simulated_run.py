@@ -183,7 +183,7 @@ class SimulatedRun:
         directory.path.mkdir()
         (directory.path / "config.json").write_text('{"run_id": "simulated"}')
         roles = [replace(r, resources={}) for r in placed_roles(self.config, "cpu")]
-        placement = Placement(roles, strategy="pack", name="simulated")
+        placement = Placement(roles, name="simulated")
         cast = RolloutCast(self.config, self.inputs, directory, "cpu", placement)
         cast._make = self._make
         cast.learners = self._learners  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from actors.config import (
     EngineChoices,
     EngineConfig,
     ServerFlags,
+    StartSettings,
     choose_dtype,
     choose_engine,
 )
@@ -79,7 +80,7 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
 
 
 @chz.chz
-class PlacementSettings(DeviceSettings):
+class PlacementSettings(DeviceSettings, StartSettings):
     """Placement of a run's actors on the cluster, and their resources."""
 
     section: ClassVar[Section] = Section.ENGINES
@@ -101,16 +102,6 @@ class PlacementSettings(DeviceSettings):
         "or CPU of its own; a resumed run may have another number of them",
         metadata=MAY_CHANGE,
     )
-    placement: Literal["pack", "spread"] = chz.field(
-        default="pack",
-        doc="pack: the actors of a role on few nodes; spread: on as many as there are",
-        metadata=MAY_CHANGE,
-    )
-    placement_deadline_s: float = chz.field(
-        default=600.0,
-        doc="seconds that the run waits for free resources in the cluster before it fails",
-        metadata=MAY_CHANGE,
-    )
     local: bool = chz.field(
         default=False,
         doc="run everything in this process, without Ray: for a notebook, a debugger, small models",
@@ -126,14 +117,14 @@ class PlacementSettings(DeviceSettings):
                 f"local=True with learner_workers={self.learner_workers}: one process holds one "
                 "learner; leave one of them out"
             )
-        for name in ("gpus_per_actor", "placement_deadline_s", "gpu_memory_gib"):
+        for name in ("gpus_per_actor", "gpu_memory_gib"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
 
 
 @chz.chz
 class SupervisionSettings:
-    """Deadlines of actors, and a limit on their restarts."""
+    """Deadline of every wait."""
 
     section: ClassVar[Section] = Section.SUPERVISION
 
@@ -142,25 +133,11 @@ class SupervisionSettings:
         doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
     )
-    hang_after_s: float = chz.field(
-        default=60.0,
-        doc="seconds without a sign of life after which an actor is terminated and restarted",
-        metadata=MAY_CHANGE,
-    )
-    max_restarts: int = chz.field(
-        default=10,
-        doc="deaths of one actor within an hour that the run survives; after the loss of a learner "
-        "it continues from the last checkpoint",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _supervision_in_range(self) -> None:
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts={self.max_restarts} must not be negative")
-        for name in ("deadline_s", "hang_after_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if not self.deadline_s > 0:
+            raise ConfigError(f"deadline_s={self.deadline_s} must be above 0")
 
 
 @chz.chz
@@ -176,12 +153,6 @@ class OutputSettings:
     )
     checkpoint_every: int = chz.field(
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
-    )
-    background_checkpoints: bool | None = chz.field(
-        default=None,
-        doc="write checkpoints from a copy of the learner's state while training continues; "
-        "default: if the copy takes at most half of the free main memory (docs/learner.md)",
-        metadata=MAY_CHANGE,
     )
     keep_checkpoints: int = chz.field(
         default=2, doc="number of newest checkpoints that are kept", metadata=MAY_CHANGE

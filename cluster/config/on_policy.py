@@ -263,12 +263,6 @@ class RolloutConfig(
         "expect at full size (docs/forecast.md)",
         metadata=MAY_CHANGE,
     )
-    rehearse_tokens_per_s: float | None = chz.field(
-        default=None,
-        doc="tokens that a teacher scores in a second, from which rehearse=True estimates the time "
-        "of a step",
-        metadata=MAY_CHANGE,
-    )
     replay_keep: int = chz.field(
         default=0,
         doc="number of newest steps whose training data are kept in out/replay for cluster.replay, "
@@ -425,14 +419,6 @@ class RolloutConfig(
                     f"{name}={getattr(self, name)} with rehearse=True: a rehearsal starts every "
                     "kind of actor; leave one of them out"
                 )
-        if (rate := self.rehearse_tokens_per_s) is None:
-            return
-        if not self.rehearse:
-            raise ConfigError(
-                f"rehearse_tokens_per_s={rate} changes nothing without rehearse=True; give both"
-            )
-        if not rate > 0:
-            raise ConfigError(f"rehearse_tokens_per_s={rate} must be above 0: tokens a second")
 
     def _check_kept(self) -> None:
         """Raises ConfigError for settings that need engines, in a run with rollouts=."""
@@ -642,14 +628,14 @@ class RolloutConfig(
         from learner.memory import largest_bucket
 
         dtype = getattr(torch, choose_dtype(self.dtype, device))
-        return largest_bucket(self.student, dtype, self.push_bucket_bytes)
+        return largest_bucket(self.student, dtype)
 
     def pushes_overlap(self, device: str) -> bool:
         """True if a push by copy can overlap the learner's next step.
 
         With max_staleness=0, that step has no groups before the push has ended.
         """
-        return self.push_overlap and self.max_staleness > 0 and not self.engines_sleep_on(device)
+        return self.max_staleness > 0 and not self.engines_sleep_on(device)
 
     def _learner_resting(self) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""
@@ -688,7 +674,6 @@ class RolloutConfig(
             max_running_requests=self.max_running_requests,
             server_flags=server_flags,
             in_flight=self.in_flight,
-            push_bucket_bytes=self.push_bucket_bytes,
             gpu_share=min(1.0, self.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,

@@ -11,7 +11,6 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
-OnBadTeacher = Literal["rewind", "stop"]
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group", "ipc"]
 
 # Why the embedded engine, which is no server, takes no weights so.
@@ -48,14 +47,6 @@ class PolicySettings(EngineChoices, ServerSettings):
         "or gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
         "portion at a time; object_store: any engine anywhere, by Ray; disk: a directory in out/ "
         "that all nodes share; auto: for each engine by its place",
-        metadata=MAY_CHANGE,
-    )
-    push_overlap: bool = chz.field(
-        default=True,
-        doc="begin a step before the last push has ended: engines load a copy of the weights "
-        "meanwhile (weights=shared_memory, object_store or disk; max_staleness of 1 or more; "
-        "engines that do not sleep). False: every step waits until all engines have acknowledged "
-        "the weights",
         metadata=MAY_CHANGE,
     )
     probe_every: int = chz.field(
@@ -103,7 +94,7 @@ class PolicySettings(EngineChoices, ServerSettings):
 
 @chz.chz
 class PoolSettings:
-    """Number of actors of a kind, and when it grows or shrinks."""
+    """Number of actors of each kind, and their place."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -138,16 +129,6 @@ class PoolSettings:
         "--enable-memory-saver); default: if colocate=True lets them share GPUs",
         metadata=MAY_CHANGE,
     )
-    scale_up_after_s: float = chz.field(
-        default=30.0,
-        doc="seconds for which the learner has waited too much before a pool grows",
-        metadata=MAY_CHANGE,
-    )
-    scale_down_after_s: float = chz.field(
-        default=120.0,
-        doc="seconds for which a pool has been too large before it shrinks",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _pools_in_range(self) -> None:
@@ -157,9 +138,6 @@ class PoolSettings:
         self.require_bounds("policy_engines", "rollout_workers")
         if not self.rollout_cpus >= 0:
             raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
-        for name in ("scale_up_after_s", "scale_down_after_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
 
     def require_bounds(self, *pools: str) -> None:
         """Raises ConfigError if a pool's largest size is below its smallest."""
@@ -184,32 +162,11 @@ class GroupSettings:
         "group is given to another worker too",
         metadata=MAY_CHANGE,
     )
-    max_group_failures: int = chz.field(
-        default=3,
-        doc="failures after which a prompt group is set aside, with the reason",
-        metadata=MAY_CHANGE,
-    )
-    max_set_aside: int = chz.field(
-        default=100,
-        doc="prompt groups that may be set aside; one more ends the run",
-        metadata=MAY_CHANGE,
-    )
-    stall_after_s: float = chz.field(
-        default=300.0,
-        doc="seconds without progress of a group that others wait for, after which the run logs "
-        "what waits for what, and leases the group again; after twice as long it terminates the "
-        "actors that hold it",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _groups_in_range(self) -> None:
-        for name in ("max_group_failures", "max_set_aside"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("lease_s", "stall_after_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if not self.lease_s > 0:
+            raise ConfigError(f"lease_s={self.lease_s} must be above 0")
 
 
 @chz.chz
@@ -225,20 +182,8 @@ class CanarySettings:
         "copies in the learner (docs/proof.md); 0: none",
         metadata=MAY_CHANGE,
     )
-    on_bad_teacher: OnBadTeacher = chz.field(
-        default="rewind",
-        doc="reaction if an engine fails a canary, and the weights contain what it scored since "
-        "the last one. rewind: go back to the checkpoint before; stop: end the run",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _canaries_in_range(self) -> None:
         if self.canary_every < 0:
             raise ConfigError(f"canary_every={self.canary_every} must not be negative")
-        default = chz.chz_fields(type(self))["on_bad_teacher"]._default
-        if not self.canary_every and self.on_bad_teacher != default:
-            raise ConfigError(
-                f"on_bad_teacher={self.on_bad_teacher} changes nothing with canary_every=0; leave "
-                "one of them out"
-            )

@@ -85,7 +85,6 @@ def groups_fail(group_id: int, reason: str, step: int) -> Finding:
         step=step,
         text=f"group {group_id} is set aside and will not be trained on: {reason}",
         remedy="correct the environment, the reward or the row, and begin another out=: a policy "
-        "that never meets the problems that fail is trained on a selection (max_set_aside= ends "
-        "the run at so many groups)",
-        settings=("max_set_aside",),
+        "that never meets the problems that fail is trained on a selection",
+        settings=(),
     )

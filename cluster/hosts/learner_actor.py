@@ -309,7 +309,6 @@ def policy_loop(
         foresee=source.foresee if isinstance(source, GroupQueue) and config.max_staleness else None,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
-        background=config.background_checkpoints,
     )
 
 
@@ -416,5 +415,4 @@ def build_supervised_loop(
         store=directory.store,
         trace=Tracing(step=config.trace_step, path=directory.trace),
         resume_from=resume_from,
-        background=config.background_checkpoints,
     )

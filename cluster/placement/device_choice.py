@@ -79,7 +79,7 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
         raise ConfigError(
             "device=auto: no node of the Ray cluster has a GPU now, and whether its autoscaler "
             "would start one that has is not known here. Say device=cuda, which waits for GPU "
-            f"nodes (placement_deadline_s={config.placement_deadline_s:g}), or device=cpu"
+            f"nodes (start_deadline_s={config.start_deadline_of(None):g}), or device=cpu"
         )
     return "cuda", "device=cuda: no node has a GPU yet, and the autoscaler is asked for some"
 

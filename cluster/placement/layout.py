@@ -56,9 +56,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     push = ""
     if isinstance(config, RolloutConfig) and config.rollouts is None and config.train:
         push = describe_push(config, device)
-    plan = render(
-        Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
-    )
+    plan = render(Layout(roles=plans, colocate=colocated(config), push=push))
     if not device.startswith("cuda"):
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}

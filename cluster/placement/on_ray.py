@@ -44,12 +44,11 @@ def placed_on_ray(
     """
     placement = Placement(
         placed_roles(config, device),
-        strategy=config.placement,
         colocate=colocated(config),
         name=directory.actor_name("place"),
     )
     try:
-        placement.reserve(deadline_s=config.placement_deadline_s, say=say, poll=poll)
+        placement.reserve(deadline_s=config.start_deadline_of(None), say=say, poll=poll)
         _require_visible(config, placement, directory, resumes)
         prefetch(_models_of_nodes(config, placement), say=say, poll=poll)
         yield placement

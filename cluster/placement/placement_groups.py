@@ -1,6 +1,6 @@
 """Placement groups of a run: a bundle of resources per actor, reserved before any is created.
 
-    placement = Placement(demands, strategy="pack", name=...)
+    placement = Placement(demands, name=...)
     placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
     actor_class.options(**placement.options("policy", 0))  into its bundle
     actor_class.options(**placement.options("policy", 0, 1))  on the second of its nodes
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -44,8 +44,6 @@ from cluster.placement.resources import (
     sum_of,
 )
 from distill.errors import ConfigError
-
-Strategy = Literal["pack", "spread"]
 
 _POLL_S, _FIRST_POLL_S = 0.5, 0.05
 # Between two of `say`'s lines while nothing changes, seconds.
@@ -68,24 +66,22 @@ class _Bundle:
 class Placement:
     """The bundles of one run.
 
-    A role's initial members are placed together: all or none. They are packed on few nodes, or
-    spread over many; either is a wish that Ray fulfils as far as there is room. Roles in `colocate`
-    share bundles: their members of one index are on one node. A member with a span shares the
-    bundles of as many members of the others: member i those of i * span and the next.
+    A role's initial members are placed together: all or none, on as few nodes as Ray can (weights
+    are pushed through shared memory to engines on the learner's node). Roles in `colocate` share
+    bundles: their members of one index are on one node. A member with a span shares the bundles of
+    as many members of the others: member i those of i * span and the next.
     """
 
     def __init__(
         self,
         demands: Sequence[ResourceDemand],
         *,
-        strategy: Strategy,
         colocate: Sequence[str] = (),
         name: str,
     ) -> None:
         self._demands = {demand.name: demand for demand in demands}
         unknown = [role for role in colocate if role not in self._demands]
         assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
-        self._strategy = strategy.upper()
         self._colocate = [d.name for d in demands if d.name in colocate and d.needed]
         self._shared = "+".join(self._colocate)  # name of the group that these have
         self._span = max((self._demands[role].span for role in self._colocate), default=1)
@@ -199,7 +195,7 @@ class Placement:
             remove_placement_group(group)
 
     def _create(self, name: str, planned: PlannedGroup) -> PlacementGroup:
-        strategy = self._strategy
+        strategy = "PACK"
         if planned.apart or planned.together:
             strategy = "STRICT_SPREAD" if planned.apart else "STRICT_PACK"
         return placement_group(planned.bundles, strategy=strategy, name=f"{self._name}/{name}")

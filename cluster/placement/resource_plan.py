@@ -36,10 +36,9 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All roles, how they are placed, and what a push of weights moves."""
+    """All roles, those that share nodes, and what a push of weights moves."""
 
     roles: Sequence[RolePlan]
-    strategy: str
     colocate: Sequence[str] = ()
     push: str = ""
 
@@ -52,8 +51,8 @@ def render(layout: Layout) -> str:
     lines = [_line(row, widths) for row in rows]
     for line, role in zip(range(1, len(lines)), layout.roles, strict=True):
         lines[line] = f"{lines[line]}  {role.note}".rstrip()
-    together = f", {' and '.join(layout.colocate)} on one node" if layout.colocate else ""
-    lines.append(f"placed   {layout.strategy}{together}")
+    if layout.colocate:
+        lines.append(f"placed   {' and '.join(layout.colocate)} on one node")
     for role in layout.roles:
         if role.nodes > 1:
             lines.append(f"         each {role.name} engine on {role.nodes} different nodes")

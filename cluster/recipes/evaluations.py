@@ -147,7 +147,7 @@ class Evaluations:
             pinned,
             self._measured(
                 f"step {step}",
-                lambda: EnginePool(EVALUATION, background.engines, self._config.hang_after_s),
+                lambda: EnginePool(EVALUATION, background.engines, self._patience_s),
                 pinned.version,
             ),
         )
@@ -293,7 +293,12 @@ class Evaluations:
         return {REWARD_MODEL: self._pool(REWARD)}
 
     def _pool(self, role: str) -> EnginePool:
-        return self._fleet.pool(role, patience_s=self._config.hang_after_s)
+        return self._fleet.pool(role, patience_s=self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that a pool waits for an engine that is restarted."""
+        return self._fleet.supervisor.hang_after_s
 
     def _note(self, when: str, step: int, measured: Measured) -> None:
         """Record an evaluation everywhere except in metrics.jsonl."""

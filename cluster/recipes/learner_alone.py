@@ -27,8 +27,6 @@ class LearnerAlone:
             say=running.progress.note,
             record=running.directory.append_event,
             buried=lambda _member, _why: None,
-            hang_after_s=config.hang_after_s,
-            max_restarts=config.max_restarts,
         )
         self._driver = Driver(
             supervisor=self._supervisor,

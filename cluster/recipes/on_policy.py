@@ -59,7 +59,7 @@ from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
-from cluster.runtime.canaries import ScoredWrongly, ScorerMoved
+from cluster.runtime.canaries import ScoredWrongly
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
@@ -385,10 +385,6 @@ class _Run:
                 wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
             )
             self._evaluations.finish()
-        except ScorerMoved as moved:
-            running.directory.store.set_aside_after(moved.first_bad - 1)
-            self._certify()
-            raise
         except Interrupted:
             self._ask_last_canaries()
             raise
@@ -424,7 +420,7 @@ class _Run:
         try:
             with self.fleet.driver.ending(_LAST_CANARIES_S):
                 self.fleet.canaries.after_last(running.last_step)
-        except (ScoredWrongly, ScorerMoved) as moved:
+        except ScoredWrongly as moved:
             running.directory.store.set_aside_after(moved.first_bad - 1)
             running.progress.note(f"{moved}: later checkpoints are renamed to *.damaged")
         except (RunFailed, EngineError, errors.RayError) as error:

@@ -108,12 +108,6 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     line = f"teacher   at most {tokens:,.0f} tokens a step ({samples} samples of up to "
     line += f"{mean_prompt:.0f} + {config.max_new_tokens})"
     line += ", by the policy's own engines" if live else ""
-    if (rate := config.rehearse_tokens_per_s) is not None:
-        seconds = tokens / rate
-        hours = seconds * config.steps / 3600
-        line += f": {seconds:,.1f} s a step, {hours:,.2f} h in all at {rate:g} tokens/s"
-    else:
-        line += "; rehearse_tokens_per_s= says how long that takes"
     if config.teaches_itself:
         line += "; and as many once more, by the learner (estimator=full)"
     return [line]

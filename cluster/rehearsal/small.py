@@ -26,12 +26,12 @@ _MOST = {
 _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "engines_sleep", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
-    "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus", "placement",
+    "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus",
     "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step", "replay_keep",
     "replay_if", "replay_if_kl", "keep_rollouts_every", "keep_every", "keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
-_OWN = ("rehearse", "rehearse_tokens_per_s", "dry_run")
+_OWN = ("rehearse", "dry_run")
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
 STEPS_AT_MOST = 1000
 

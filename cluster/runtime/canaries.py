@@ -4,7 +4,7 @@
     after_step   every `canary_every` steps: canaries are sent with a worker's next batch
     poll         answers are compared with the scorer's first ones. A scorer that has drifted is
                  terminated and restarted; its scores since its last good canary are repeated
-    check        if weights contain such scores, the learner goes back, or the run stops
+    check        if weights contain such scores, the learner goes back
     ask_last     at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
 
 Frozen models in the learner are checked there, between steps (`copy_canaries.py`). The reward model
@@ -24,7 +24,6 @@ from typing import Any
 
 from cluster.base.outcomes import ActorLost, LearnerLost, RunFailed
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.pools import OnBadTeacher
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
 from cluster.placement.roles import REFERENCE, ROLLOUT
@@ -63,17 +62,9 @@ class ScoredWrongly(LearnerLost):
         self.before = self.first_bad = first_bad
 
 
-class ScorerMoved(RunFailed):
-    """Raised instead of `ScoredWrongly` with on_bad_teacher=stop: the run stops."""
-
-    def __init__(self, why: str, first_bad: int) -> None:
-        super().__init__(why)
-        self.first_bad = first_bad
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySetup:
-    """Settings of a run's canaries, and of the reaction to a drifted scorer.
+    """Settings of a run's canaries.
 
     Attributes:
         every: steps between two canaries; 0 disables them.
@@ -86,7 +77,6 @@ class CanarySetup:
     every: int
     temperature: float
     listed: Mapping[str, tuple[int, int]]
-    on_bad: OnBadTeacher
     require: bool
     copies: bool = False
     base: bool = False
@@ -100,7 +90,6 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
         every=config.canary_every,
         temperature=config.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
-        on_bad=config.on_bad_teacher,
         require=config.require_handshake,
         copies=config.copies_teachers or config.base_is_reference,
         base=config.base_is_reference,
@@ -308,7 +297,7 @@ class Canaries:
         """Send canaries if they are due after `step`; call it between steps.
 
         Raises:
-            ScoredWrongly, ScorerMoved: as `check`, for a model in the learner, which answers here.
+            ScoredWrongly: as `check`, for a model in the learner, which answers here.
         """
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
@@ -420,7 +409,7 @@ class Canaries:
                 f"{contained}{again}",
                 remedy="it is restarted. Look at its log and its machine; of a server that runs "
                 "elsewhere, see that all replicas behind its address serve one model",
-                settings=("on_bad_teacher", "canary_every"),
+                settings=("canary_every",),
             )
         )
         del self._scorers[member.handle]
@@ -431,25 +420,19 @@ class Canaries:
         """Raise an error if weights contain scores of a drifted scorer; call it between steps.
 
         Raises:
-            ScoredWrongly: the learner goes back; or, with on_bad_teacher=stop, ScorerMoved.
+            ScoredWrongly: the learner goes back to the checkpoint before them.
         """
         if self._bad is None:
             return
         first_bad, why = self._bad
         self._bad = None
-        if self._setup.on_bad == "stop":
-            raise ScorerMoved(
-                f"{why} (on_bad_teacher=stop). Their checkpoints are renamed to *.damaged: once "
-                "the scorer is well, the same command goes on from the one before",
-                first_bad,
-            )
         raise ScoredWrongly(why, first_bad)
 
     def before_checkpoint(self, step: int) -> None:
         """Check the learner's frozen models, so that its checkpoint is proven if it dies.
 
         Raises:
-            ScoredWrongly, ScorerMoved: as `check`.
+            ScoredWrongly: as `check`.
         """
         self._copies.ask(step)
         self.check()
@@ -458,7 +441,7 @@ class Canaries:
         """Send canaries to all scorers after the last step, and wait for the answers.
 
         Raises:
-            ScoredWrongly, ScorerMoved: as `check`.
+            ScoredWrongly: as `check`.
         """
         self._step = step
         self._copies.ask(step)
@@ -470,7 +453,7 @@ class Canaries:
         """Send canaries alone to the members, or to all that serve; wait for answers; `check`.
 
         Raises:
-            ScoredWrongly, ScorerMoved: as `check`.
+            ScoredWrongly: as `check`.
         """
         asked = self._serving() if members is None else [
             self._scorers[m.handle] for m in members if m.handle in self._scorers

@@ -195,7 +195,7 @@ class CopyCanaries:
                 text=f"{copy.who} has moved from what it was at first, {why}; {contained}",
                 remedy="the learner is restarted, and loads it again. Look at the machine's "
                 "memory, and at code of yours that runs in the learner (loss=, advantage=)",
-                settings=("on_bad_teacher", "canary_every"),
+                settings=("canary_every",),
             )
         )
 

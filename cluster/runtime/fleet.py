@@ -58,6 +58,8 @@ from distill.errors import CalibrationError, CheckpointError, kind_of
 from learner.checkpoint import Checkpoint
 
 _CLOSE_S = 5.0
+# Prompt groups that may be set aside; one more ends the run.
+_MAX_SET_ASIDE = 100
 
 
 class Fleet:
@@ -92,8 +94,6 @@ class Fleet:
             say=say,
             record=directory.append_event,
             buried=self._buried,
-            hang_after_s=config.hang_after_s,
-            max_restarts=config.max_restarts,
         )
         self.driver = Driver(
             supervisor=self.supervisor,
@@ -175,11 +175,9 @@ class Fleet:
             self,
             directory,
             say,
-            up_after_s=config.scale_up_after_s,
-            down_after_s=config.scale_down_after_s,
             steps_in_flight=config.steps_in_flight,
         )
-        self._watchdog = Watchdog(self, say, config.stall_after_s, config.deadline_s)
+        self._watchdog = Watchdog(self, say, config.deadline_s)
 
     # who there is
 
@@ -402,14 +400,13 @@ class Fleet:
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raise RunFailed if so many groups fail that the cause is not in the groups."""
-        config = self._config
         self.report_failures(status.newest_set_aside)
-        in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
-        if in_a_row or status.set_aside > config.max_set_aside:
+        in_a_row = status.consecutive_set_aside >= max(self._config.prompts_per_step, 2)
+        if in_a_row or status.set_aside > _MAX_SET_ASIDE:
             raise RunFailed(
-                f"{status.set_aside} prompt groups were set aside (max_set_aside="
-                f"{config.max_set_aside}), {status.consecutive_set_aside} of them in a row; the "
-                f"last because of: {status.last_reason}"
+                f"{status.set_aside} prompt groups were set aside (at most {_MAX_SET_ASIDE} may "
+                f"be), {status.consecutive_set_aside} of them in a row; the last because of: "
+                f"{status.last_reason}"
             )
 
     def report_failures(self, set_aside: Mapping[int, str]) -> None:

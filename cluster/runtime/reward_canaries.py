@@ -205,7 +205,7 @@ class RewardCanaries:
                 step=self._step,
                 text=f"{name} has moved from its first answers, {why}; {contained}{again}",
                 remedy="it is restarted. Look at its log and its machine",
-                settings=("on_bad_teacher", "canary_every"),
+                settings=("canary_every",),
             )
         )
         self._end(life, f"has moved, {why}")

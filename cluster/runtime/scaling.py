@@ -58,9 +58,9 @@ class Scaling:
     """Call `update` often; `waiting` and `waited` around the learner's waits for groups.
 
     Args:
-        up_after_s, down_after_s: see `Autoscaler`.
         steps_in_flight: steps whose groups are under way or finished at the same time. For so many
             windows after a change of members, groups were made in part by those of before.
+        up_after_s, down_after_s: see `Autoscaler`.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Scaling:
         directory: RunDirectory,
         say: Callable[[str], None],
         *,
-        up_after_s: float,
-        down_after_s: float,
         steps_in_flight: int,
+        up_after_s: float = 30.0,
+        down_after_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools, self._directory, self._say, self._clock = pools, directory, say, clock

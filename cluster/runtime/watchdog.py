@@ -22,6 +22,8 @@ from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.placement.roles import REWARD
 from cluster.queue.ledger_answers import QueueStatus
 
+# Default of `stall_after_s`.
+STALL_AFTER_S = 300.0
 _SHOWN = 8
 
 
@@ -40,8 +42,9 @@ class Watchdog:
         self,
         actions: StallActions,
         say: Callable[[str], None],
-        stall_after_s: float,
         deadline_s: float,
+        *,
+        stall_after_s: float = STALL_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actions, self._say, self._clock = actions, say, clock

@@ -170,11 +170,11 @@ class Supervisor:
         say: Callable[[str], None],
         record: Callable[..., None],
         buried: Callable[[Member, str], None],
-        hang_after_s: float,
-        max_restarts: int,
+        hang_after_s: float = 60.0,
+        max_restarts: int = 10,
     ) -> None:
         self._say, self._record, self._buried = say, record, buried
-        self._hang_after_s, self._max_restarts = hang_after_s, max_restarts
+        self.hang_after_s, self._max_restarts = hang_after_s, max_restarts
         self._members: dict[Member, None] = {}  # in order of their start
         self._restarts: list[_Restart] = []
         self._introductions: dict[Any, Member] = {}
@@ -356,7 +356,7 @@ class Supervisor:
             starting = member.state is State.STARTING
             comes_back = member.spec.restarted_by_ray and member.died is not None
             slow = starting or comes_back
-            limit = member.spec.start_deadline_s if slow else self._hang_after_s
+            limit = member.spec.start_deadline_s if slow else self.hang_after_s
             if member.beat is None:
                 if now - member.asked < _BEAT_S:
                     continue
@@ -408,7 +408,7 @@ class Supervisor:
         budget = self._budgets.setdefault((role, index), Budget(self._max_restarts))
         delay = budget.delay(time.monotonic())
         if delay is None:
-            limit = f"more than {self._max_restarts} times in an hour (max_restarts)"
+            limit = f"more than {self._max_restarts} times in an hour"
             raise RunFailed(f"{what}, {limit}")
         return delay
 

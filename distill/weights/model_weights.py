@@ -18,7 +18,6 @@ from torch import Tensor
 from distill.weights.tensors import TensorLayout, first_non_finite
 
 # One portion on its way to the engines: enough to amortise a request, little beside a model.
-# `push_bucket_bytes` sets it for a run.
 BUCKET_BYTES = 1 << 30
 # One portion that is gathered and copied where nothing is asked for each: little beside a host.
 COPY_BYTES = 128 << 20

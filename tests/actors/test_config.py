@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, ServerSettings, choose_dtype, choose_engine, engine_note
+from actors.config import EngineConfig, StartSettings, choose_dtype, choose_engine, engine_note
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
@@ -62,14 +62,14 @@ def test_every_setting_reaches_the_server() -> None:
     config = EngineConfig(
         kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
         server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
-        gpu_beside=9, sleeps=True, push_bucket_bytes=10, start_deadline_s=7, request_deadline_s=8,
+        gpu_beside=9, sleeps=True, start_deadline_s=7, request_deadline_s=8,
         routed_experts=True,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
         "max_running_requests": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
-        "stops": None, "gpu_beside": 9, "sleeps": True, "push_bucket_bytes": 10,
+        "stops": None, "gpu_beside": 9, "sleeps": True,
         "routed_experts": True,
     }  # fmt: skip
 
@@ -79,9 +79,9 @@ def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> No
     for part in "ab":
         with (tmp_path / f"{part}.safetensors").open("wb") as file:
             file.truncate(2_000_000_000)  # of holes: it takes no room
-    assert ServerSettings().start_deadline_of(str(tmp_path)) == 640
-    assert ServerSettings().start_deadline_of(None) == 600
-    assert ServerSettings(start_deadline_s=7).start_deadline_of(str(tmp_path)) == 7
+    assert StartSettings().start_deadline_of(str(tmp_path)) == 640
+    assert StartSettings().start_deadline_of(None) == 600
+    assert StartSettings(start_deadline_s=7).start_deadline_of(str(tmp_path)) == 7
     arguments = EngineConfig(kind="sglang", model=str(tmp_path)).arguments()
     assert arguments["start_deadline_s"] == 640
 
@@ -101,7 +101,6 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
     "settings, message",
     [
         ({"max_running_requests": 0}, "max_running_requests=0 must be at least 1"),
-        ({"push_bucket_bytes": 0}, "push_bucket_bytes=0 must be at least 1"),
         ({"start_deadline_s": 0}, "start_deadline_s=0 must be above 0"),
         ({"server_flags": "tp 2"}, "'tp' belongs to no flag"),
         ({"model": "http://host?x=1"}, "write http://host:port"),

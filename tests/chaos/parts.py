@@ -47,8 +47,7 @@ def settings(root: Path) -> dict[str, object]:
         "temperature": 0.7, "steps": _ENDLESS, "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": 2, "max_new_tokens": 8, "lr": 1e-4, "checkpoint_every": 5, "eval_size": 2,
         "engine": "embedded", "max_staleness": 2,
-        "groups_in_flight": 3 * PROMPTS_PER_STEP, "deadline_s": 600, "max_restarts": 1000,
-        "hang_after_s": _HANG_AFTER_S, "stall_after_s": 30,
+        "groups_in_flight": 3 * PROMPTS_PER_STEP, "deadline_s": 600,
     }  # fmt: skip
 
 
@@ -58,11 +57,15 @@ def struck(
     arguments: Mapping[str, object],
     seed: int,
     *,
+    hang_after_s: float = _HANG_AFTER_S,
     environment: Mapping[str, str] | None = None,
     deadline_s: float = 600,
 ) -> Iterator[Monkey]:
     """A job that has done its first steps, and its monkey; nothing is left of it afterwards."""
-    run = TorturedRun(out, arguments, environment=environment, deadline_s=deadline_s)
+    numbers = {"max_restarts": 1000, "hang_after_s": hang_after_s, "stall_after_s": 30}
+    run = TorturedRun(
+        out, arguments, numbers=numbers, environment=environment, deadline_s=deadline_s
+    )
     try:
         run.start()
         run.wait(lambda: run.step >= 2, "the first steps")
@@ -105,8 +108,8 @@ def sglang(out: Path, seed: int, strikes: int = 6) -> Monkey | str:
     """Processes of SGLang servers killed, which Ray knows nothing of."""
     if not sglang_installed():
         return "SGLang is not installed"
-    arguments = settings(out / "pair") | {"engine": "sglang", "hang_after_s": 30.0}
-    with struck(out / "sglang", arguments, seed) as monkey:
+    arguments = settings(out / "pair") | {"engine": "sglang"}
+    with struck(out / "sglang", arguments, seed, hang_after_s=30.0) as monkey:
         for kind in monkey.plan(SERVER_KILLS, strikes):
             monkey.strike(kind)
         monkey.finish(PROMPTS_PER_STEP)

@@ -35,7 +35,8 @@ def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
         arguments = opd_arguments(tiny_pair, tmp_path / name, **settings)
         given = dict(argument.split("=", 1) for argument in arguments)
         given.pop("out")
-        run = TorturedRun(tmp_path / name, {"recipe": "opd", **given})
+        numbers = {"hang_after_s": 8, "max_restarts": 50}
+        run = TorturedRun(tmp_path / name, {"recipe": "opd", **given}, numbers=numbers)
         runs.append(run)
         run.start()
         return run
@@ -47,8 +48,7 @@ def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
 
 def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> None:
     run = tortured(
-        "run", steps=1_000_000, max_staleness=2, lr=1e-4, hang_after_s=8,
-        max_restarts=50, deadline_s=300, checkpoint_every=5,
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, deadline_s=300, checkpoint_every=5,
     )  # fmt: skip
     run.wait(lambda: run.step >= 2, "the first steps")
     monkey = Monkey(run, seed=20)
@@ -65,7 +65,7 @@ def test_groups_that_begin_again_are_trained_once_whatever_dies(
 ) -> None:
     """Each strike comes when a group that hung has just begun again."""
     run = tortured(
-        "run", steps=1_000_000, max_staleness=2, lr=1e-4, max_restarts=50, deadline_s=300,
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, deadline_s=300,
         checkpoint_every=5, rollout_workers=2, **hanging(tmp_path / "tickets"),
     )  # fmt: skip
     run.wait(lambda: run.step >= 2, "the first steps")

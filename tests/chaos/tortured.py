@@ -20,6 +20,7 @@ import psutil
 from cluster.inspect.audit import audit
 from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
+from tests.e2e.impatient import NUMBERS
 from tests.e2e.scaling_cluster import is_alive
 
 _LOOK_EVERY_S = 0.5
@@ -37,10 +38,11 @@ class ChaosError(AssertionError):
 
 
 class TorturedRun:
-    """`python -m cluster.train` into one directory, job after job.
+    """`python -m tests.e2e.impatient` into one directory, job after job.
 
     Args:
         settings: the command's arguments, without `out`.
+        numbers: of supervision, by argument (tests/e2e/impatient.py).
         environment: variables beside this process's own.
         deadline_s: longest any one thing is waited for; against hangs only.
     """
@@ -50,12 +52,14 @@ class TorturedRun:
         out: Path,
         settings: Mapping[str, object],
         *,
+        numbers: Mapping[str, float] | None = None,
         environment: Mapping[str, str] | None = None,
         deadline_s: float = 300,
     ) -> None:
         self.out, self._settings, self.deadline_s = out, dict(settings), deadline_s
         users = {name: value for name, value in os.environ.items() if name != SETTING}
         self._environment = {**users, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._environment[NUMBERS] = json.dumps(dict(numbers or {}))
         self.log = out.with_name(f"{out.name}.log")
         self.process: subprocess.Popen[bytes] | None = None
         self._family: dict[int, psutil.Process] = {}
@@ -70,7 +74,7 @@ class TorturedRun:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.train", *arguments, f"out={self.out}"],
+                [sys.executable, "-m", "tests.e2e.impatient", *arguments, f"out={self.out}"],
                 cwd=REPOSITORY,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

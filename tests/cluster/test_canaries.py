@@ -20,7 +20,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.journal import read_journal, replay
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
-from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly, ScorerMoved
+from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import (
     ActorSpec,
@@ -120,9 +120,7 @@ class House:
     """Scorers of one role under the real supervisor, driver and queue; `model` is what a learner
     has copies of."""
 
-    def __init__(
-        self, path: Path, on_bad: Any = "rewind", every: int = 1, model: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, every: int = 1, model: str | None = None) -> None:
         self.learner = None if model is None else LocalActor(Holder, model)
         self.found: list[Finding] = []
         self.trusted = 0
@@ -147,7 +145,6 @@ class House:
                 every=every,
                 temperature=T,
                 listed={REFERENCE: (0, 0)},
-                on_bad=on_bad,
                 require=True,
                 copies=model is not None,
             ),
@@ -335,8 +332,8 @@ def test_one_that_is_not_what_the_others_are_does_not_join(house: Any) -> None:
     assert here.join([1]) == {}
 
 
-def test_stop_names_the_first_step_that_contains_it(house: Any) -> None:
-    here = house(on_bad="stop")
+def test_the_first_step_that_contains_it_is_named(house: Any) -> None:
+    here = house()
     here.join([1])
     here.train(0)
     here.round()
@@ -344,7 +341,7 @@ def test_stop_names_the_first_step_that_contains_it(house: Any) -> None:
     here.train(0)
     here.train(0)
     here.round()
-    with pytest.raises(ScorerMoved, match=r"step 2 and later .*on_bad_teacher=stop") as raised:
+    with pytest.raises(ScoredWrongly) as raised:
         here.canaries.check()
     assert raised.value.first_bad == 2
     here.canaries.check()  # said once

@@ -36,7 +36,7 @@ class Member:
 
 
 def placement(*roles: ResourceDemand, colocate: tuple[str, ...] = ()) -> Placement:
-    return Placement(roles, strategy="pack", colocate=colocate, name="test")
+    return Placement(roles, colocate=colocate, name="test")
 
 
 def reserve(
@@ -302,7 +302,7 @@ workers = [cluster.add_node(num_cpus=1, resources={"work": 1}) for _ in range(2)
 cluster.connect()
 mine = Placement(
     [ResourceDemand(name="policy", count=2, resources={"CPU": 1, "work": 0.5})],
-    strategy="spread", name="x"
+    name="x"
 )
 mine.reserve(deadline_s=60, say=print, poll=lambda: None)
 kind = ray.remote(Member)
@@ -339,7 +339,7 @@ mine = Placement(
         ResourceDemand(name="learner", count=4, resources=half),
         ResourceDemand(name="policy", count=2, resources=half, span=2),
     ],
-    strategy="pack", colocate=("learner", "policy"), name="x",
+    colocate=("learner", "policy"), name="x",
 )
 mine.reserve(deadline_s=60, say=print, poll=lambda: None)
 kind = ray.remote(deferred(Seer))

@@ -225,7 +225,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     prompts.write_text(json.dumps(row) + "\n")
     config = opd(
         teacher="policy", prompts=str(prompts), prompts_per_step=5, group_size=2, eval_size=0,
-        rehearse=True, rehearse_tokens_per_s=10.0, steps=3600, device="cpu", **settings,
+        rehearse=True, device="cpu", **settings,
     )  # fmt: skip
     [line] = [
         line for line in full_size(config, check_rollout(config), []).lines
@@ -233,7 +233,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     ]  # fmt: skip
     tokens = 10 * (shown + 8)
     assert f"at most {tokens:,} tokens a step (10 samples of up to {shown} + 8)" in line
-    assert f"{tokens / 10:,.1f} s a step, {tokens / 10:,.2f} h" in line and said in line
+    assert said in line
     small = small_run(config, tmp_path / "small").config
     assert small.teacher_moves and small.teacher_rule == config.teacher_rule
 
@@ -247,18 +247,14 @@ def test_a_teacher_that_seldom_moves_moves_in_the_rehearsal(opd: Opd, tmp_path: 
 
 def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     config = opd(
-        rehearse=True, rehearse_tokens_per_s=100.0, steps=10, prompts_per_step=5, group_size=2,
+        rehearse=True, steps=10, prompts_per_step=5, group_size=2,
         device="cpu",
     )  # fmt: skip
     inputs = check_rollout(config)
     said = "\n".join(full_size(config, inputs, []).lines)
     assert f"of {len(inputs.train)} looked at" in said and "context 128" in said
-    assert "10 samples of up to" in said and "s a step" in said and "h in all" in said
+    assert "10 samples of up to" in said
     assert "push" in said and "policy" in said
-    with pytest.raises(ConfigError, match="rehearse_tokens_per_s=5"):
-        opd(rehearse_tokens_per_s=5.0)
     for other in ({"rollouts": "elsewhere"}, {"dry_run": True}):
         with pytest.raises(ConfigError, match="rehearse=True"):
             opd(rehearse=True, **other)
-    with pytest.raises(ConfigError, match="must be above 0"):
-        opd(rehearse=True, rehearse_tokens_per_s=0.0)

@@ -23,7 +23,6 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
             RolePlan(name="queue", count=1, most=1, cpus=0, memory=0, note="on the head"),
             RolePlan(name="teacher", count=1, most=1, cpus=1, gpus=0.5),
         ],
-        strategy="pack",
         colocate=("learner", "policy"),
         push="16 GiB",
     )
@@ -33,15 +32,15 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
         "learner  1      1 CPU, 2 GPU    1 CPU, 2 GPU    128 GiB",
         "queue    1      -               -               small  on the head",
         "teacher  1      1 CPU, 0.5 GPU  1 CPU, 0.5 GPU  unknown",
-        "placed   pack, learner and policy on one node",
+        "placed   learner and policy on one node",
         "push     16 GiB",
         "needs    4 CPU, 4.5 GPU to start; grown to the most, 6 CPU, 6.5 GPU",
     ]
 
 
 def test_a_run_that_cannot_grow_has_one_sum() -> None:
-    layout = Layout(roles=[RolePlan(name="learner", count=3, most=3, cpus=1)], strategy="spread")
-    assert render(layout).splitlines()[-2:] == ["placed   spread", "needs    3 CPU"]
+    layout = Layout(roles=[RolePlan(name="learner", count=3, most=3, cpus=1)])
+    assert render(layout).splitlines()[-1] == "needs    3 CPU"
 
 
 def test_memory_of_one_member() -> None:

@@ -153,7 +153,7 @@ def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
     assert rows["policy"].split()[1] == "2..5" and "and caches" in rows["policy"]
     assert "MiB" in rows["learner"]
     assert "MiB for a pass of 4096 tokens, or " in rows["learner"]
-    assert rows["placed"] == "placed   pack, learner and policy on one node"
+    assert rows["placed"] == "placed   learner and policy on one node"
     assert "to 2 policy engines after each step" in rows["push"]
     assert rows["needs"] == "needs    4 CPU to start; grown to the most, 7 CPU"
     assert opd(device="cpu").rollout_cpus == 0 and "rollout" not in rows

@@ -24,6 +24,7 @@ from actors.sglang.engine import SglangEngine
 from cluster.base.outcomes import ActorHung, LearnerLost
 from cluster.placement.roles import EVALUATOR, POLICY
 from cluster.runtime.evaluator_calls import Ask
+from cluster.runtime.watchdog import STALL_AFTER_S
 from cluster.weights.gather import collect
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError, EngineLost
@@ -167,7 +168,7 @@ def test_half_an_hour_for_a_group_is_no_hang(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
     run = run_of(loop, tmp_path, student)
-    assert run.config.stall_after_s * 2 < run.config.lease_s < SECONDS, "each would be too short"
+    assert STALL_AFTER_S * 2 < run.config.lease_s < SECONDS, "each would be too short"
     began = loop.now
     assert sorted(run.step()) == [0, 1]
     assert SECONDS <= loop.now - began < SECONDS + 30
@@ -227,7 +228,7 @@ def test_a_frozen_engine_is_found_by_its_heartbeat_and_its_group_goes_on(
     assert sorted(run.step()) == [0, 1]
     [death] = events(run, "death")
     assert death["who"] == "policy engine 0" and "gave no sign of life within 60 s" in death["why"]
-    began_again = 1000 + freeze + run.config.hang_after_s
+    began_again = 1000 + freeze + run.fleet.supervisor.hang_after_s
     assert loop.now < began_again + SECONDS + 60, "at once, at another engine"
     status = run.fleet.driver.call("status", run.fleet.queue.status())
     assert status.re_leases == 0 and status.set_aside == 0, "the worker has it done by another"
@@ -301,7 +302,7 @@ def test_a_frozen_learner_is_found_by_its_heartbeat(
     began = loop.now
     with pytest.raises(LearnerLost, match="gave no sign of life within 60 s"):
         run.fleet.driver.ask_learner("the learner's step", step)
-    assert loop.now - began < run.config.hang_after_s + 10
+    assert loop.now - began < run.fleet.supervisor.hang_after_s + 10
 
 
 class Receiver:
@@ -351,7 +352,7 @@ def evaluation(run: SimulatedRun) -> Ask:
     sampling = EvalSampling(temperature=0, max_new_tokens=TOKENS)
 
     def make() -> Any:
-        pool = run.fleet.pool(POLICY, run.config.hang_after_s)
+        pool = run.fleet.pool(POLICY, run.fleet.supervisor.hang_after_s)
         return run.fleet.evaluator.evaluate.remote(pool, sampling, {}, 0)
 
     return Ask("evaluation", make)

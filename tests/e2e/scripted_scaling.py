@@ -1,4 +1,4 @@
-"""`cluster.train`, with the autoscaler's decisions taken from a script; all else is as it is.
+"""`cluster.train`, with the autoscaler's decisions taken from a script; else as `impatient`.
 
 `SCRIPT` in the environment is a JSON list of sizes by pool; each entry holds until the pools are
 what it says, the last until the end.
@@ -14,6 +14,7 @@ from typing import Any
 import cluster.runtime.scaling
 from cluster.runtime.autoscale import Decision, Observation
 from cluster.train import main
+from tests.e2e.impatient import apply_numbers
 
 SCRIPT = "ISOTHERM_TEST_SCALING"
 
@@ -32,5 +33,6 @@ class Scripted:
 
 
 if __name__ == "__main__":
+    apply_numbers()
     cluster.runtime.scaling.Autoscaler = Scripted  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(main())

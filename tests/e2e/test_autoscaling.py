@@ -25,6 +25,7 @@ from tests.e2e.harness import (
     trained_groups,
     wait_until,
 )
+from tests.e2e.impatient import NUMBERS
 from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -42,6 +43,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
     out, load = tmp_path / "run", tmp_path / "load"
     load.write_text("1.0")
     monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
+    monkeypatch.setenv(NUMBERS, json.dumps({"up_after_s": 2, "down_after_s": 2}))
     # What makes the learner's step so long that its wait for quick rewards is nothing.
     replies = tmp_path / "replies.jsonl"
     rows = [{"prompt": f"{a}?", "completion": " and ".join(["so"] * 15)} for a in range(8)]
@@ -52,13 +54,14 @@ def test_a_pool_and_the_cluster_follow_the_load(
         "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
         "sft_data": replies, "sft_batch_size": 640, "checkpoint_every": 100,
         "rollout_cpus": 1, "rollout_workers": 1, "rollout_workers_max": 3,
-        "scale_up_after_s": 2, "scale_down_after_s": 2,
     }  # fmt: skip
     types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}
     with scaling_cluster(types, head_cpus=2, idle_s=3) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         process = harness.start(
-            "cluster.train", "recipe=rl", *(f"{name}={value}" for name, value in arguments.items())
+            "tests.e2e.impatient",
+            "recipe=rl",
+            *(f"{name}={value}" for name, value in arguments.items()),
         )
         wait_until(lambda: len(metrics(out)) >= 1, process)
         assert len(cluster.workers()) == 1
@@ -96,10 +99,10 @@ def test_engines_that_come_and_go_lose_nothing(
         for policies, teachers in [(1, 1), (2, 1), (2, 2), (1, 2), (1, 1)]
     ]
     monkeypatch.setenv(scripted_scaling.SCRIPT, json.dumps(script))
+    monkeypatch.setenv(NUMBERS, json.dumps({"up_after_s": 2, "down_after_s": 2}))
     arguments = opd_arguments(
         tiny_pair, out, steps=100_000, lr=1e-4, checkpoint_every=100_000, group_size=4,
-        max_new_tokens=48, policy_engines_max=2, teacher_engines_max=2, scale_up_after_s=2,
-        scale_down_after_s=2,
+        max_new_tokens=48, policy_engines_max=2, teacher_engines_max=2,
     )  # fmt: skip
     process = harness.start("tests.e2e.scripted_scaling", "recipe=opd", *arguments)
 

@@ -37,14 +37,6 @@ pytestmark = pytest.mark.e2e
 UNIFORM = -math.log(VOCAB_SIZE)
 
 
-HEARD: list[dict[str, Any]] = []
-
-
-def hear(told: dict[str, Any]) -> None:
-    """What `notify=` is given."""
-    HEARD.append(told)
-
-
 class Planted:
     """Changes the weights of the teacher that scored first, just before its n-th chain."""
 
@@ -182,25 +174,6 @@ def test_good_runs_raise_no_alarm(tiny_pair: TinyPair, tmp_path: Path, seed: int
     assert {each["name"] for each in events(out, "finding")} <= {"responses_are_cut"}
     summary = json.loads((out / "summary.json").read_text())
     assert summary["certificate"] == found["verdict"]
-
-
-@pytest.mark.slow
-def test_stop_ends_the_run_before_the_weights_that_contain_it(
-    tiny_pair: TinyPair, tmp_path: Path, plant: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Resumed with a teacher that is well, it goes on from the checkpoint before them."""
-    out = tmp_path / "run"
-    planted = plant(187, lambda parameter: parameter.zero_())
-    HEARD.clear()
-    settings = {"max_staleness": 0, "notify": f"{__name__}:hear"}
-    assert train(tiny_pair, out, on_bad_teacher="stop", **settings) == 1 and planted.done
-    assert "on_bad_teacher=stop" in capsys.readouterr().err
-    *_, finding, end = HEARD
-    assert finding["name"] == "scorer_moved" and end["event"] == "end"
-    assert end["status"] == "failed" and "has moved" in end["reason"]
-    assert not certificate(out)["proven"]
-    assert train(tiny_pair, out, max_staleness=0) == 0
-    expect_proven(out)
 
 
 @pytest.mark.slow

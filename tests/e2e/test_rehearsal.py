@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, recipe="opd", rehearse=True, rehearse_tokens_per_s=1e4
-    )
+    arguments = opd_arguments(tiny_pair, out, recipe="opd", rehearse=True)
     code, told = run("cluster.train", *arguments)
     assert code == 0, told
     assert not out.exists(), "the run itself is not begun"
@@ -41,7 +39,7 @@ def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", recipe="opd", rehearse=True, teacher="policy", teacher_lag=50,
-        estimator="auto", prompts=prompts, rehearse_tokens_per_s=1e4,
+        estimator="auto", prompts=prompts,
     )  # fmt: skip
     code, told = run("cluster.train", *arguments)
     assert code == 0, told
