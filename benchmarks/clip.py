@@ -76,7 +76,7 @@ def clip(config: ClipConfig, console: Console) -> None:
                 chz.replace(
                     demo, out=str(path), kl_clip=kl_clip, seed=seed, max_staleness=0,
                     lr=config.lr, max_grad_norm=config.max_grad_norm, eval_every=2, eval_size=200,
-                    keep_rollouts="none",
+                    keep="none",
                 ),
                 console,
             )  # fmt: skip

@@ -95,7 +95,7 @@ def distil(config: DistilConfig, console: Console) -> None:
             student=student, teacher=teacher, prompts=str(trained), out=str(work / name),
             temperature=config.temperature, steps=config.steps, prompts_per_step=8, group_size=4,
             max_new_tokens=64, max_staleness=0, lr=config.lr, engine="embedded", local=True,
-            eval_size=0, checkpoint_every=20, keep_every=20, keep_rollouts="none", **settings,
+            eval_size=0, checkpoint_every=20, keep_every=20, keep="none", **settings,
         )  # fmt: skip
         run_on_policy(run, console)
         kls = {

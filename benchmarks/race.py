@@ -195,7 +195,7 @@ class _Race:
             prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE,
             max_new_tokens=self.new_tokens, lr=config.lr, seed=self.seed, engine="embedded",
             eval_size=0, checkpoint_every=JUDGED_EVERY, keep_every=JUDGED_EVERY,
-            keep_rollouts="none", replay_keep=0, **(settings | json.loads(config.settings)),
+            keep="none", **(settings | json.loads(config.settings)),
         )  # fmt: skip
         run_on_policy(run, console)
         return step_seconds(self.out / name)

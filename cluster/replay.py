@@ -1,7 +1,7 @@
 """`python -m cluster.replay out=DIR step=N [key=value ...]`: a step of a run, done again.
 
 as it was    from the checkpoint before it, in one process: the steps between, and then the step
-             itself, on the groups that the run kept (replay_keep=). Bit-equal, or the first
+             itself, on the groups that the run kept (keep=N). Bit-equal, or the first
              tensor that differs. Equal bits need the same machine, the same number of threads,
              and a learner of one worker; of several, norms must agree to a hundredth.
 what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
@@ -241,7 +241,7 @@ class StepReplay:
         if not links:
             self._say(
                 "none of these groups is on the page of cluster.report, which shows what "
-                "rollouts.jsonl has of a step (keep_rollouts=all: all of it)"
+                "rollouts.jsonl has of a step (keep=all: all of it)"
             )
             return
         page = self._directory.path / "report.html"

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not need
 # The seed makes their choice independent of the choice of the groups that the teacher samples.
 METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
 
-KeepRollouts = Literal["every", "all", "none"]
+Keep = int | Literal["sample", "all", "none"]
 
 
 @chz.chz
@@ -234,21 +234,16 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
-    keep_rollouts: KeepRollouts = chz.field(
-        default="every",
-        doc="rollouts that are kept for cluster.report. every: the first group of every "
-        "keep_rollouts_every steps, in out/rollouts.jsonl, and the responses of evaluations to "
-        "their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and all "
-        "responses; none: nothing",
+    keep: Keep = chz.field(
+        default="sample",
+        doc="rollouts that are kept. sample: the first group of every 10th step, of the first and "
+        "of the last, in out/rollouts.jsonl for cluster.report, and the responses of evaluations "
+        "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
+        "all responses; none: nothing; a number: as sample, and in out/replay all that so many of "
+        "the newest steps trained on, at least those since the last checkpoint, for cluster.replay "
+        "and rollouts=",
         metadata=MAY_CHANGE,
     )
-    keep_rollouts_every: int = chz.field(
-        default=10,
-        doc="keep_rollouts=every: steps between two that are kept, beside the first and the last; "
-        "0: no groups",
-        metadata=MAY_CHANGE,
-    )
-
     routing_replay: bool | None = chz.field(
         default=None,
         doc="train the tokens of a mixture-of-experts model through the experts to which the "
@@ -263,27 +258,9 @@ class RolloutConfig(
         "expect at full size (docs/forecast.md)",
         metadata=MAY_CHANGE,
     )
-    replay_keep: int = chz.field(
-        default=0,
-        doc="number of newest steps whose training data are kept in out/replay for cluster.replay, "
-        "at least those since the last checkpoint; 0: none",
-        metadata=MAY_CHANGE,
-    )
-    replay_if: float | None = chz.field(
-        default=None,
-        doc="with replay_keep: gradient norm above which a step's data are kept for good, with the "
-        "checkpoint before it; so are those of a step that is not finite",
-        metadata=MAY_CHANGE,
-    )
-    replay_if_kl: float | None = chz.field(
-        default=None,
-        doc="with replay_keep: rise of opd/reverse_kl since the step before, in nats per token, "
-        "above which a step's data are kept for good",
-        metadata=MAY_CHANGE,
-    )
     rollouts: str | None = chz.field(
         default=None,
-        doc="out= of another run that has kept its steps (replay_keep=): train on their groups, in "
+        doc="out= of another run that has kept its steps (keep=N): train on their groups, in "
         "order, without engines; to debug a learner or an objective",
     )
     train: bool = chz.field(
@@ -316,16 +293,7 @@ class RolloutConfig(
             self.prompts_per_step * self.group_size,
             f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
         )
-        every = self.keep_rollouts_every
-        if every < 0:
-            raise ConfigError(f"keep_rollouts_every={every} must not be negative")
-        default = chz.chz_fields(type(self))["keep_rollouts_every"]._default
-        if self.keep_rollouts != "every" and every != default:
-            raise ConfigError(
-                f"keep_rollouts_every={every} changes nothing with "
-                f"keep_rollouts={self.keep_rollouts}; leave one of them out"
-            )
-        self._check_replay()
+        self._check_whole_steps()
         self._check_kept()
         self._check_keeping()
         self._check_rehearsal()
@@ -394,22 +362,12 @@ class RolloutConfig(
                 "under way would need the cache that sleep releases; use in_flight=continue"
             )
 
-    def _check_replay(self) -> None:
-        if self.replay_keep and self.replay_keep < self.checkpoint_every:
+    def _check_whole_steps(self) -> None:
+        if isinstance(self.keep, int) and self.keep < self.checkpoint_every:
             raise ConfigError(
-                f"replay_keep={self.replay_keep} must be 0, or at least checkpoint_every="
-                f"{self.checkpoint_every}: a step is done again from the checkpoint before it"
-            )
-        for name, what in (("replay_if", "a gradient norm"), ("replay_if_kl", "nats per token")):
-            bound = getattr(self, name)
-            if bound is not None and not self.replay_keep:
-                raise ConfigError(f"{name}={bound} changes nothing without replay_keep; give both")
-            if bound is not None and not bound > 0:
-                raise ConfigError(f"{name}={bound} must be above 0: {what}")
-        if self.replay_if_kl is not None and not self.teacher_models():
-            raise ConfigError(
-                f"replay_if_kl={self.replay_if_kl} changes nothing: recipe={self.recipe} has no "
-                "teacher; use replay_if"
+                f"keep={self.keep} must be at least checkpoint_every={self.checkpoint_every}: a "
+                "step is done again from the checkpoint before it",
+                field="keep",
             )
 
     def _check_rehearsal(self) -> None:
@@ -441,7 +399,6 @@ class RolloutConfig(
             "fork_from": "it begins from no checkpoint; give student=DIR/model, that of one",
             "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
             "merged, the final/ of a run with lora_rank",
-            "replay_keep": "every step is kept",
             "eval_every": "nothing is evaluated; python -m cluster.evaluate does it",
             "engines_sleep": "there is no learner that needs their memory",
             "trace_step": "there is no learner to trace",
@@ -471,6 +428,11 @@ class RolloutConfig(
     @property
     def only_keeps(self) -> bool:
         return not self.train
+
+    @property
+    def whole_steps(self) -> int:
+        """Newest steps of which all training data are kept; 0: none."""
+        return self.keep if isinstance(self.keep, int) else 0
 
     def replays_routing(self) -> bool:
         return bool(self.routing_replay)

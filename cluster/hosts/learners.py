@@ -30,7 +30,7 @@ from cluster.hosts.learner_actor import (
 )
 from cluster.placement.places import Places
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
-from cluster.run_files.replay_log import Bounds, KeptGroupSource, KeptSteps, ReplayLog
+from cluster.run_files.replay_log import KeptGroupSource, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -52,6 +52,8 @@ from learner.process_group import Membership, open_store
 
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
+# Steps between two of which keep=sample keeps a group.
+_SAMPLE_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +230,10 @@ def _learner_bytes(config: CommonConfig) -> int:
 
 def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
     """Log of the groups that are kept for inspection."""
-    every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
-    whole = config.keep_rollouts == "all"
     return RolloutLog(
         directory.rollouts,
-        every,
-        whole=whole,
+        {"all": 1, "none": 0}.get(str(config.keep), _SAMPLE_EVERY),
+        whole=config.keep == "all",
         last=config.steps,
         trains=not config.only_keeps,
         scored=config.scored_by_teacher(),
@@ -242,7 +242,6 @@ def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
 
 def replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
     """Log of the steps that can be replayed; None if none is kept."""
-    if not config.replay_keep:
+    if not config.whole_steps:
         return None
-    bounds = Bounds(grad_norm=config.replay_if, kl_jump=config.replay_if_kl)
-    return ReplayLog(directory.path, directory.store, config.replay_keep, bounds)
+    return ReplayLog(directory.path, config.whole_steps)

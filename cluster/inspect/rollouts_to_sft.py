@@ -1,6 +1,6 @@
 """`python -m cluster.rollouts_to_sft out=RUN data=FILE.jsonl`: kept rollouts for recipe=sft.
 
-Rejection sampling: of the rollouts that the run kept (keep_rollouts_every), the trajectories that
+Rejection sampling: of the rollouts that the run kept (keep=all), the trajectories that
 earned `min_reward` are written down, to be learnt by imitation. Each of their segments is a row,
 
     {"tokens": [...], "loss_mask": [[12, 40]], "tokenizer": "6b1f...", "text": "...",

@@ -15,7 +15,7 @@ from functools import partial
 
 from actors.rollout.evaluator import EvaluatedResponse
 from cluster.base.outcomes import LearnerLost
-from cluster.config.on_policy import KeepRollouts, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
 from cluster.recipes.common import RunSession
@@ -25,8 +25,8 @@ from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.fleet import Fleet
 from distill.rewards.model_reward import REWARD_MODEL
 
-# Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.
-_KEPT_PROBLEMS: dict[KeepRollouts, int | None] = {"every": 8, "all": None, "none": 0}
+# Problems of an evaluation whose responses are kept with keep=sample.
+_SAMPLED_PROBLEMS = 8
 _PAUSE_S = 0.05
 
 
@@ -277,7 +277,8 @@ class Evaluations:
 
     def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
         """Metrics of the engines' responses, and the responses that are kept."""
-        sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
+        sampling = self._config.eval_sampling()
+        keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
         evaluation = yield Ask(
             f"evaluation, {when}",
             lambda: self._fleet.evaluator.evaluate.remote(

@@ -26,7 +26,7 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
     if not kept.steps:
         raise ConfigError(
             f"rollouts={config.rollouts} holds no kept steps (replay/step-*.groups); give the out= "
-            "of a run with replay_keep=, or with train=False"
+            "of a run with keep=N, or with train=False"
         )
     if config.steps > len(kept.steps):
         raise ConfigError(

@@ -27,8 +27,8 @@ _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "engines_sleep", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
     "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus",
-    "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step", "replay_keep",
-    "replay_if", "replay_if_kl", "keep_rollouts_every", "keep_every", "keep_best", "token_budget",
+    "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step",
+    "keep_every", "keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
 _OWN = ("rehearse", "dry_run")
@@ -82,7 +82,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {
         "out": str(out / "run"), "device": "cpu",
-        "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep_rollouts": "all",
+        "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep": "all",
         "student": twins["student"].path,
     }  # fmt: skip
     if config.eval_engines:

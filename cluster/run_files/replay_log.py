@@ -2,12 +2,10 @@
 
     out/replay/step-000012.groups    the groups as they were taken; written before the step
     out/replay/step-000012.json      metrics and fingerprints of gradient and weights; after it
-    out/replay/checkpoints/          checkpoints that permanently kept steps start from: links to
-                                     the run's own, which the run drops in time
 
-The newest `keep` steps are kept. Steps that were out of bounds are kept permanently, with the steps
-in the window before them; so is a step that never ended because it was not finite. Fingerprints of
-several workers' shards are merged into those of whole tensors (learner/fingerprints.py).
+The newest `keep` steps are kept, and steps that never ended because they were not finite.
+Fingerprints of several workers' shards are merged into those of whole tensors
+(learner/fingerprints.py).
 
 A run with train=False has only the groups of all its steps there, and in addition:
 
@@ -21,10 +19,8 @@ import json
 import logging
 import pickle
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +31,7 @@ from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, TrajectoryId
 from distill.types import TrajectoryGroup
-from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
+from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from distill.weights.model_weights import Weights
@@ -56,32 +52,15 @@ _UNREADABLE = (
 _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of ordinary steps; None for no bound.
-
-    Attributes:
-        grad_norm: norm of the gradient before clipping.
-        kl_jump: increase of the reverse KL over the step before, in nats per token.
-    """
-
-    grad_norm: float | None = None
-    kl_jump: float | None = None
-
-
 class ReplayLog:
     """Keeps steps of a run for replay. A `learner.loop.Record`.
 
     Args:
         keep: number of newest steps to keep, at least 1.
-        store: store of the run's checkpoints.
-        bounds: steps that exceed them are kept permanently.
     """
 
-    def __init__(self, out: Path, store: CheckpointStore, keep: int, bounds: Bounds) -> None:
-        self._root, self._store = out / "replay", store
-        self._keep, self._bounds = keep, bounds
-        self._last: tuple[int, float] | None = None  # a step, and its reverse KL
+    def __init__(self, out: Path, keep: int) -> None:
+        self._root, self._keep = out / "replay", keep
         self._failed = False
 
     def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
@@ -116,49 +95,18 @@ class ReplayLog:
         line = {
             "step": step,
             "metrics": dict(metrics),
-            "stays": self._is_out_of_bounds(step, metrics),
             "workers": workers,
             **prints,
         }
         _replace(self._path(step, "json"), json.dumps(line).encode())
         self._drop(step)
 
-    def _is_out_of_bounds(self, step: int, metrics: Mapping[str, float]) -> bool:
-        norm, kl = metrics.get("train/grad_norm", 0.0), metrics.get("opd/reverse_kl")
-        last, jump = self._last, 0.0
-        if kl is not None:
-            jump = kl - last[1] if last is not None and last[0] == step - 1 else 0.0
-            self._last = step, kl
-        found = ((norm, self._bounds.grad_norm), (jump, self._bounds.kl_jump))
-        return any(bound is not None and value > bound for value, bound in found)
-
-    def _keep_checkpoint_before(self, step: int) -> None:
-        """Link the newest checkpoint before `step`; needs no space while the run keeps it, too."""
-        if not (found := [each for each in self._store.complete() if each.step < step]):
-            return
-        kept = self._root / "checkpoints" / found[-1].path.name
-        if not kept.exists():
-            partial = kept.with_name(f".{kept.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(found[-1].path, partial, copy_function=link_or_copy)
-            partial.rename(kept)
-
     def _drop(self, newest: int) -> None:
-        """Drop steps that have left the window, except permanently kept ones, the steps in the
-        window before these, and steps that never ended."""
-        ended = [step for step in steps_in(self._root) if self._path(step, "json").exists()]
-        staying = [step for step in ended if self._stays(step)]
-        for step in staying:
-            if newest - step < self._keep:  # its checkpoint may be written by now
-                self._keep_checkpoint_before(step)
-        for step in ended:
-            needed = any(0 <= stays - step < self._keep for stays in staying)
-            if step <= newest - self._keep and not needed:
+        """Drop steps that have left the window, except those that never ended."""
+        for step in steps_in(self._root):
+            if step <= newest - self._keep and self._path(step, "json").exists():
                 for kind in ("groups", "json"):
-                    self._path(step, kind).unlink(missing_ok=True)
-
-    def _stays(self, step: int) -> bool:
-        return bool(json.loads(self._path(step, "json").read_bytes())["stays"])
+                    self._path(step, kind).unlink()
 
     def _path(self, step: int, kind: str) -> Path:
         return _path(self._root, step, kind)
@@ -169,10 +117,7 @@ class KeptSteps:
 
     def __init__(self, out: Path) -> None:
         self._root = out / "replay"
-        self._stores = [
-            CheckpointStore(root, keep=1 << 30)
-            for root in (out / "checkpoints", self._root / "checkpoints")
-        ]
+        self._store = CheckpointStore(out / "checkpoints", keep=1 << 30)
         self.steps = steps_in(self._root)
         if (marks := out / KEPT).is_dir():
             made = max((each.step for each in CheckpointStore(marks, 1).complete()), default=0)
@@ -185,7 +130,7 @@ class KeptSteps:
             ConfigError: the step, or one between, is not kept. The message lists the steps that
                 can be repeated.
         """
-        checkpoints = {each.step: each for store in self._stores for each in store.complete()}
+        checkpoints = {each.step: each for each in self._store.complete()}
         starts = {0: None, **checkpoints}
 
         def start(of: int) -> int | None:
@@ -199,7 +144,7 @@ class KeptSteps:
         can = [each for each in self.steps if start(each) is not None]
         raise ConfigError(
             f"step={step} cannot be done again: it, or a step between it and the checkpoint before "
-            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (replay_keep=)"
+            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (keep=N)"
         )
 
     def groups(self, step: int) -> list[TrajectoryGroup]:

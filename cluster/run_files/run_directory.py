@@ -67,7 +67,7 @@ class RunDirectory:
         self._attempt = secrets.token_hex(3)
         self._config = config
         self._data = dict(digests or {})
-        window = config.replay_keep if isinstance(config, RolloutConfig) else 0
+        window = config.whole_steps if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
             self.path / (KEPT if config.only_keeps else "checkpoints"),
             config.keep_checkpoints,

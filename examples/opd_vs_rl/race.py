@@ -287,7 +287,7 @@ class Race:
             "lr": lr,
             "checkpoint_every": 20,
             "keep_checkpoints": 1,
-            "keep_rollouts": "none",
+            "keep": "none",
             "try_first": False,
             "seed": seed,
         }

@@ -720,7 +720,6 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
             "needs a reference model",
         ),
         ({"reference": "r"}, "reference=r changes nothing"),
-        ({"keep_rollouts_every": -1}, "keep_rollouts_every=-1 must not be negative"),
         (
             {"env": ToolUse(malformed_penalty=0.5), "prompts": "p"},
             r"env\.malformed_penalty=0\.5 changes nothing with bonus_coef=0",

@@ -47,7 +47,7 @@ def settings(tiny_pair: TinyPair) -> Settings:
                 "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
                 "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
                 "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
-                "max_staleness": 0, "train": False, "keep_rollouts": "all", **changes,
+                "max_staleness": 0, "train": False, "keep": "all", **changes,
             }
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def test_the_first_step_is_that_of_a_run_that_trains(
     out: Path, settings: Settings, tmp_path: Path
 ) -> None:
     trained = tmp_path / "trained"
-    run(settings(trained, train=True, steps=1, replay_keep=10, eval_size=2))
+    run(settings(trained, train=True, steps=1, keep=10, eval_size=2))
     for ours, theirs in zip(kept(out), kept(trained), strict=False):
         for mine, its in zip(ours.segments(), theirs.segments(), strict=True):
             assert np.array_equal(mine.tokens_T, its.tokens_T)
@@ -195,7 +195,7 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         ({"rehearse": True}, "rehearse the run that trains"),
         ({"fork_from": "elsewhere"}, "student=DIR/model"),
         ({"lora_adapter": "elsewhere"}, "merged"),
-        ({"replay_keep": 10}, "every step is kept"),
+        ({"keep": 10}, "every step is kept"),
         ({"eval_every": 2}, "cluster.evaluate"),
         ({"engines_sleep": False}, "no learner"),
         ({"trace_step": 1}, "no learner to trace"),

@@ -23,7 +23,7 @@ from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import StepReplay, main
-from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog, steps_in
+from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from distill.delivery import TrainedGroups
@@ -48,8 +48,7 @@ def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
             out=str(path), temperature=0.7, steps=7, prompts_per_step=3, group_size=2,
             max_new_tokens=5, eval_size=0, engine="embedded", local=True, lr=3e-3,
-            estimator="top_k", checkpoint_every=3, keep_checkpoints=1, replay_keep=4,
-            keep_rollouts="all",
+            estimator="top_k", checkpoint_every=3, keep_checkpoints=1, keep=4,
         ),
         Console(quiet=True),
     )  # fmt: skip
@@ -168,8 +167,7 @@ def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "replay").write_text("in the way")
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    keep_steps(ReplayLog(tmp_path, store, 2, Bounds()), [1.0, 2.0])
+    keep_steps(ReplayLog(tmp_path, 2), [1.0, 2.0])
     [said] = [record.getMessage() for record in caplog.records]
     assert "step 1 and others cannot be replayed" in said
 
@@ -266,7 +264,7 @@ def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: 
         # Responses with small shares are not taken apart; of the others every token is there.
         assert linked in ([], list(range(sampled)))
         taken_apart += bool(linked)
-    assert len(kept) == 3 and "tokens of the first 4 responses" in told and taken_apart == 4
+    assert len(kept) == 1 and "tokens of the first 4 responses" in told and taken_apart
     others = set(re.findall(r"#step=7&group=(\d+)", told)) - {str(each.group_id) for each in kept}
     assert not others and f"groups={len(read_rollouts(out / 'rollouts.jsonl'))} writes" in told
 
@@ -292,17 +290,16 @@ def keep_steps(log: ReplayLog, norms: list[float]) -> None:
         log.trained(step, {"train/grad_norm": norm}, NO_PRINTS, 1)
 
 
-def test_a_step_above_the_threshold_stays_with_what_it_needs(tmp_path: Path) -> None:
+def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     save(store, 2)
-    keep_steps(ReplayLog(tmp_path, store, 2, Bounds(grad_norm=5.0)), [1, 1, 1, 9, 1, 1, 1, 1])
-    assert steps_in(tmp_path / "replay") == [3, 4, 7, 8]
-    save(store, 6)
+    keep_steps(ReplayLog(tmp_path, 2), [1, 1, 1, 1])
+    assert steps_in(tmp_path / "replay") == [3, 4]
     kept = KeptSteps(tmp_path)
     start = kept.start_of(4)
-    assert start is not None and start.step == 2 and (start.path / "file").read_text() == "2"
+    assert start is not None and start.step == 2
     assert [each.group_id for each in kept.groups(4)] == [4]
-    with pytest.raises(ConfigError, match="These can: 3, 4, 7, 8"):
+    with pytest.raises(ConfigError, match="These can: 3, 4"):
         kept.start_of(5)
 
 
@@ -315,8 +312,7 @@ def test_checkpoints_stay_as_long_as_a_step_begins_from_them(tmp_path: Path) -> 
 
 
 def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    log = ReplayLog(tmp_path, store, 1, Bounds())
+    log = ReplayLog(tmp_path, 1)
     show(log, 1)  # was not finite
     show(log, 2)
     log.trained(2, {}, NO_PRINTS, 1)
@@ -325,7 +321,7 @@ def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
     kept = KeptSteps(tmp_path)
     assert kept.steps == [1, 3] and kept.outcome(1) is None
     assert kept.outcome(3) == {
-        "step": 3, "metrics": {}, "stays": False, "workers": 2, **NO_PRINTS
+        "step": 3, "metrics": {}, "workers": 2, **NO_PRINTS
     }  # fmt: skip
 
 
@@ -337,12 +333,8 @@ def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"replay_keep": 3}, "checkpoint_every=10"),
-        ({"replay_keep": -1}, "replay_keep=-1"),
-        ({"replay_if": 5.0}, "replay_keep"),
-        ({"replay_keep": 10, "replay_if": 0.0}, "replay_if=0.0"),
-        ({"replay_if_kl": 1.0}, "replay_keep"),
-        ({"replay_keep": 10, "replay_if_kl": -1.0}, "replay_if_kl=-1.0"),
+        ({"keep": 3}, "checkpoint_every=10"),
+        ({"keep": 0}, "keep=0"),
         ({"rollouts": "e", "eval_every": 2}, "eval_every=2"),
     ],
 )
@@ -351,15 +343,6 @@ def test_settings_that_keep_what_is_of_no_use_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         OpdConfig(student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings)
-
-
-def test_a_jump_of_the_kl_stays(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    log = ReplayLog(tmp_path, store, 1, Bounds(kl_jump=0.5))
-    for step, kl in ((1, 2.0), (2, 2.4), (3, 3.0), (4, 1.0), (5, 1.2)):
-        show(log, step)
-        log.trained(step, {"opd/reverse_kl": kl}, NO_PRINTS, 1)
-    assert steps_in(tmp_path / "replay") == [3, 5], "3 jumped by 0.6; 5 is the newest"
 
 
 def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
@@ -382,7 +365,7 @@ def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, to
 def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    made = kept_run(tiny_pair, tmp_path / "made", replay_keep=3)
+    made = kept_run(tiny_pair, tmp_path / "made", keep=3)
     kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"), steps=2)
     assert not (tmp_path / "alone" / "ledger.jsonl").exists(), "there is no queue"
     alone = kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"))

@@ -39,7 +39,7 @@ from tests.samples import keep_step
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {
     "student": "models/small", "teacher": "http://teacher:30000", "temperature": 0.7, "steps": 40,
-    "prompts_per_step": 8, "group_size": 2, "keep_rollouts_every": 5,
+    "prompts_per_step": 8, "group_size": 2, "keep": "sample",
 }  # fmt: skip
 SUMMARY = {
     "status": "finished",
@@ -528,9 +528,8 @@ def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "recipe", "said"),
     [
-        ({"keep_rollouts_every": 0}, "opd", "keep_rollouts_every=0. The same command resumes"),
-        ({"keep_rollouts": "none"}, "opd", "keep_rollouts=none. The same command resumes"),
-        ({"keep_rollouts_every": 10}, "rl", "keeps the first group of every Nth step"),
+        ({"keep": "none"}, "opd", "keep=none. The same command resumes"),
+        ({"keep": "sample"}, "rl", "keeps the first group of every 10th step"),
         ({}, "sft", "recipe=sft samples nothing"),
     ],
 )

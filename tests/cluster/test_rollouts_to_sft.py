@@ -61,7 +61,7 @@ GROUPS = [
 
 def write_run(out: Path, student: str, groups: list[TrajectoryGroup] = GROUPS) -> Path:
     out.mkdir()
-    settings = {"student": student, "keep_rollouts_every": 1}
+    settings = {"student": student, "keep": "all"}
     (out / "config.json").write_text(json.dumps({"recipe": "rl", "settings": settings}))
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     log = RolloutLog(out / "rollouts.jsonl", 1)

@@ -34,8 +34,7 @@ NewOpd = Callable[..., OpdConfig]
 # Another valid value of every setting that may differ when a run is resumed.
 MAY_CHANGE = {
     "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
-    "notify": "https://example.org/hook", "replay_keep": 10, "replay_if": 9.0,
-    "replay_if_kl": 9.0, "rehearse": True,
+    "notify": "https://example.org/hook", "keep": 10, "rehearse": True,
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
@@ -45,7 +44,7 @@ MAY_CHANGE = {
     "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
     "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0,
     "engines_sleep": False, "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
-    "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
+    "track": "tensorboard", "reward_timeout_s": 9.0,
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
     "canary_every": 3,
     "max_running_requests": 8, "packing": True,
@@ -205,7 +204,7 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
     assert RunDirectory("opd", opd(local=True)).check() is None
     assert RunDirectory("opd", opd(dry_run=True)).check() is None
-    assert RunDirectory("opd", opd(keep_rollouts="all")).check() is None
+    assert RunDirectory("opd", opd(keep="all")).check() is None
 
 
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
@@ -222,7 +221,7 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     # where nothing is rehearsed; teacher_samples_url where there is one; meter_share where the
     # learner has a copy of the teacher.
     others = {
-        *("out", "engine", "liger", "local", "keep_rollouts", "dry_run", "teacher_samples_url"),
+        *("out", "engine", "liger", "local", "dry_run", "teacher_samples_url"),
         "meter_share",
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others | REFUSED

@@ -307,5 +307,3 @@ def test_kept_rollouts_are_all_or_the_first(
         path = tmp_path / f"{whole}.jsonl"
         keep_step(RolloutLog(path, 1, whole=whole), 1, groups, rows)
         assert [json.loads(line)["group_id"] for line in path.read_text().splitlines()] == kept
-    with pytest.raises(ConfigError, match="keep_rollouts_every=3 changes nothing with keep_rollou"):
-        opd(keep_rollouts="all", keep_rollouts_every=3)

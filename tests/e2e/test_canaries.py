@@ -84,7 +84,7 @@ def train(pair: TinyPair, out: Path, **settings: object) -> int:
         eval_size=0,
         steps=10,
         canary_every=2,
-        keep_rollouts="all",
+        keep="all",
         **{"local": True} | settings,
     )
     return main(["recipe=opd", *given])

@@ -105,7 +105,7 @@ def test_after_a_warm_up_the_student_samples_as_of_its_last_step(
 ) -> None:
     out = distil(
         tiny_pair, tmp_path / "run", warmup=2, teacher_samples=0.25, steps=4, eval_size=0,
-        max_staleness=0, keep_rollouts="all",
+        max_staleness=0, keep="all",
     )  # fmt: skip
     steps = metrics(out)
     assert [step["teacher_samples/share"] for step in steps] == [1, 1, 0.25, 0.25]

@@ -43,7 +43,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
         "student": pair.student, "teacher": "policy", "out": str(out), "temperature": T,
         "steps": 12, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8, "lr": 1e-3,
         "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
-        "estimator": "sampled", "keep_rollouts_every": 1, "local": True, **settings,
+        "estimator": "sampled", "keep": "all", "local": True, **settings,
     }  # fmt: skip
     run_on_policy(OpdConfig(**given), Console(quiet=True))
     return metrics(out)
@@ -86,11 +86,12 @@ def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, An
 
 
 def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
-    """Each kept group of `hinted` prompts is scored by the weights that its teacher's version has
-    by the checkpoints of the run. Returns these versions."""
+    """The first group of each step, of `hinted` prompts, is scored by the weights that its teacher's
+    version has by the checkpoints of the run. Returns these versions."""
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
-    for group in objects(out / "rollouts.jsonl"):
+    groups = reversed(objects(out / "rollouts.jsonl"))
+    for group in {group["step"]: group for group in groups}.values():
         model = AutoModelForCausalLM.from_pretrained(pair.student)
         [segment] = group["trajectories"][0]["segments"]
         version: int = segment["teacher_version"]
@@ -102,7 +103,7 @@ def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set
 
 
 def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> None:
-    """The divergence of each step is that of all that it trained on (kept with keep_rollouts=all),
+    """The divergence of each step is that of all that it trained on (kept with keep=all),
     between the weights that it began with and those that its teacher had by then."""
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     student, teacher = (AutoModelForCausalLM.from_pretrained(pair.student) for _ in range(2))
@@ -186,7 +187,7 @@ def test_a_policy_teaches_itself_by_what_became_of_each_answer(
         outcome = "right" if trajectory["reward"] >= 1 else "wrong"
         expect_scored(student, tokenizer.encode(f"e{outcome}{prompt}"), segment)
     versions = [group["trajectories"][0]["segments"][0]["teacher_version"] for group in kept]
-    assert versions == list(range(12))
+    assert sorted(set(versions)) == list(range(12))
     expect_no_canaries(out)
 
 
@@ -199,7 +200,7 @@ def test_right_answers_earn_what_the_hint_makes_of_them(
     steps = opd(
         tiny_pair, out, prompts=prompts(tmp_path / "prompts.jsonl", *rows), reward="matches",
         teacher_feedback="{answer}!{prompt}", kl_coef=0.0, hint_bonus_coef=0.1, group_size=8,
-        keep_rollouts="all", keep_rollouts_every=10, steps=3, estimator="auto",
+        keep="all", steps=3, estimator="auto",
     )  # fmt: skip
     right = wrong = 0
     for group in objects(out / "rollouts.jsonl"):
@@ -252,7 +253,7 @@ def test_a_mixture_teaches_itself(tmp_path: Path, rule: dict[str, Any]) -> None:
     out = tmp_path / "run"
     steps = opd(
         pair, out, prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, steps=4,
-        keep_checkpoints=8, keep_rollouts="all", keep_rollouts_every=10, prove_every=1,
+        keep_checkpoints=8, keep="all", prove_every=1,
         estimator="auto", prompts_per_step=4, router_aux_coef=0.01, **rule,
     )  # fmt: skip
     assert all(step["train/routing_mismatch"] < 0.01 for step in steps), "not replayed, or wrong"
@@ -271,7 +272,7 @@ def test_a_teacher_follows_on_ray_across_deaths(
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, teacher="policy", prompts=hinted(tmp_path / "prompts.jsonl"), steps=14,
-        checkpoint_every=1, keep_checkpoints=20, keep_rollouts_every=1, prove_every=1, **rule,
+        checkpoint_every=1, keep_checkpoints=20, keep="all", prove_every=1, **rule,
     )  # fmt: skip
     process = start("cluster.train", "recipe=opd", *arguments)
     for step, victim in ((2, "teacher engine 0"), (6, "learner")):
@@ -297,7 +298,7 @@ def test_a_policy_teaches_itself_on_sglang_servers(
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", teacher="policy", max_staleness=0, steps=4,
         prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_checkpoints=8,
-        keep_rollouts="all", prove_every=1, estimator="full", **rule,
+        keep="all", prove_every=1, estimator="full", **rule,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0
     followed = {"teacher_lag": 1} | rule  # the live one is at each version what the student is

@@ -95,7 +95,6 @@ def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
         out = tmp_path / str(share)
         made = opd(
             tiny_pair, out, estimator="full", meter_share=share, steps=4, prompts_per_step=4,
-            keep_rollouts_every=1,
         )  # fmt: skip
         shown[share], learnt[share] = made, weights(out / "final")
         for step in made:

@@ -47,7 +47,7 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
         "out": str(out), "temperature": 0.7, "steps": 5, "prompts_per_step": 8, "group_size": 2,
         "max_new_tokens": 8, "lr": 3e-3, "eval_size": 0, "checkpoint_every": 100,
         "engine": "embedded", "local": True, "estimator": "sampled", "max_staleness": 0,
-        "keep_rollouts": "all", "warmup": 3, "teacher_samples_url": server.url,
+        "keep": "all", "warmup": 3, "teacher_samples_url": server.url,
         "teacher_samples_name": MODEL, **settings,
     }  # fmt: skip
     run_on_policy(OpdConfig(**given), Console(quiet=True))

@@ -139,9 +139,7 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, steps=20, eval_size=1, learner_workers=2, replay_keep=4
-    )
+    arguments = opd_arguments(tiny_pair, out, steps=20, eval_size=1, learner_workers=2, keep=4)
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 5, process)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -9,7 +9,7 @@ serve=8080 it is served instead, to this machine alone, and follows a running ru
     the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
     the comparison  against=DIR: another run's curves and evaluations beside this one's, and the
                     settings in which the two differ
-    the rollouts    that the run kept (keep_rollouts_every): what was observed and what was
+    the rollouts    that the run kept (keep): what was observed and what was
                     sampled, each token coloured by how far student and teacher are apart on it, or
                     by its advantage, log-prob, bonus or weight version
 """

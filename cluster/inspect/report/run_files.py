@@ -171,14 +171,12 @@ def why_no_rollouts(run: Run) -> str:
     """Explanation for a reader why there are no rollouts."""
     if run.recipe in ("sft", "dpo"):
         return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."
-    settings = run.settings
-    if settings.get("keep_rollouts_every") == 0 or settings.get("keep_rollouts") == "none":
-        name = "keep_rollouts" if settings.get("keep_rollouts") == "none" else "keep_rollouts_every"
+    if run.settings.get("keep") == "none":
         return (
-            f"This run kept no rollouts: {name}={settings[name]}. The same command resumes a run "
-            "with another value."
+            "This run kept no rollouts: keep=none. The same command resumes a run with another "
+            "value."
         )
     return (
         "This run kept no rollouts: there is no rollouts.jsonl in its directory, or nothing in it. "
-        "A run with keep_rollouts_every=N keeps the first group of every Nth step that trains."
+        "A run with keep=sample keeps the first group of every 10th step that trains."
     )
