@@ -97,8 +97,10 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     needed = student.bytes // config.learner_workers + copied
     needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
-        needed = needed * config.learner_workers + config.teacher_engines * copied
-        needed += config.policy_engines * student.parameters * copy.bytes_per_parameter
+        teacher_engines = config.pool("teacher_engines").smallest
+        policy_engines = config.pool("policy_engines").smallest
+        needed = needed * config.learner_workers + teacher_engines * copied
+        needed += policy_engines * student.parameters * copy.bytes_per_parameter
     if (there := _memory(config, device)) is None:
         return "no GPU answers here (gpu_memory_gib= says what one has)"
     free = int(there * _SHARE)

@@ -272,11 +272,13 @@ class RolloutConfig(
 
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for settings that need Ray, in a run with local=True."""
-        for name in ("policy_engines_max", "teacher_engines_max", "rollout_workers_max"):
-            if getattr(self, name, None) is not None:
+        for name in ("policy_engines", "teacher_engines", "rollout_workers"):
+            size = self.pool(name) if hasattr(self, name) else None
+            if size is not None and size.largest > size.smallest:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with local=True: pools grow on a Ray cluster "
-                    "only; leave one of them out"
+                    f"only; use {name}={size.smallest}",
+                    field=name,
                 )
         if self.weights in ("object_store", "group"):
             raise ConfigError(
@@ -322,10 +324,10 @@ class RolloutConfig(
                     f"{name}={flags} with local=True: this process is on one node; leave --nnodes "
                     "or local out"
                 )
-            if nodes > 1 and self.colocate and name == "policy_server_flags":
+            if nodes > 1 and self.colocate != "no" and name == "policy_server_flags":
                 raise ConfigError(
-                    f"{name}={flags} with colocate=True: an engine over {nodes} nodes has no place "
-                    "beside a learner worker; leave colocate out"
+                    f"{name}={flags} with colocate={self.colocate}: an engine over {nodes} nodes "
+                    "has no place beside a learner worker; leave colocate out"
                 )
 
     def _check_shared_gpus(self) -> None:
@@ -335,31 +337,40 @@ class RolloutConfig(
             return
         if workers % gpus:
             raise ConfigError(
-                f"learner_workers={workers} with colocate=True policy_server_flags="
+                f"learner_workers={workers} with colocate={self.colocate} policy_server_flags="
                 f"{self.policy_server_flags}: each engine shares the GPUs of {gpus} workers; use a "
                 f"multiple of {gpus}"
             )
         engines = workers // gpus
-        given = (self.gpus_per_actor, self.policy_engines, self.policy_engines_max or engines)
-        if given != (0.5, engines, engines):
+        if (self.gpus_per_actor, *self.pool("policy_engines")) != (0.5, engines, engines):
             raise ConfigError(
-                f"policy_server_flags={self.policy_server_flags} with colocate=True "
+                f"policy_server_flags={self.policy_server_flags} with colocate={self.colocate} "
                 f"learner_workers={workers}: each engine shares the GPUs of {gpus} workers; use "
-                f"gpus_per_actor=0.5 policy_engines={engines}, without policy_engines_max"
+                f"gpus_per_actor=0.5 policy_engines={engines}"
             )
 
     def _check_sleep(self) -> None:
         """Raises ConfigError if engines are set to sleep and cannot."""
-        shares = self.engines_sleep_on("cpu" if self.device == "cpu" else "cuda")
-        if self.engines_sleep and self.engine == "embedded":
+        if not self.engines_sleep:
+            return
+        if self.engine == "embedded":
             raise ConfigError(
-                "engines_sleep=True needs engine=sglang: the embedded engine keeps its memory; "
-                "leave it out"
+                "colocate=sleep needs engine=sglang: the embedded engine keeps its memory; use "
+                "colocate=share",
+                field="colocate",
             )
-        if shares and self.in_flight == "in_place":
+        if self.device == "cuda" and self.gpus_per_actor >= 1:
             raise ConfigError(
-                "in_flight=in_place with engines that sleep (engines_sleep, colocate): samples "
-                "under way would need the cache that sleep releases; use in_flight=continue"
+                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
+                "have GPUs of their own, so sleep frees no memory for the other; use "
+                "gpus_per_actor=0.5, or colocate=share to place them on one node",
+                field="colocate",
+            )
+        if self.in_flight == "in_place":
+            raise ConfigError(
+                "in_flight=in_place with colocate=sleep: samples under way would need the cache "
+                "that sleep releases; use in_flight=continue",
+                field="in_flight",
             )
 
     def _check_whole_steps(self) -> None:
@@ -382,7 +393,7 @@ class RolloutConfig(
         """Raises ConfigError for settings that need engines, in a run with rollouts=."""
         if self.rollouts is None:
             return
-        for name, value in (("eval_every", 0), ("eval_engines", 0), ("engines_sleep", None)):
+        for name, value in (("eval_every", 0), ("eval_engines", 0)):
             if (given := getattr(self, name)) != value:
                 raise ConfigError(
                     f"{name}={given} with rollouts={self.rollouts}: such a run has no engines; "
@@ -400,7 +411,6 @@ class RolloutConfig(
             "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
             "merged, the final/ of a run with lora_rank",
             "eval_every": "nothing is evaluated; python -m cluster.evaluate does it",
-            "engines_sleep": "there is no learner that needs their memory",
             "trace_step": "there is no learner to trace",
         }
         fields = chz.chz_fields(type(self))
@@ -532,7 +542,7 @@ class RolloutConfig(
         engine = chz.replace(engine, routed_experts=self.replays_routing())
         if self.shares_gpus(device):
             engine = chz.replace(engine, gpu_share=self.gpus_per_actor)
-        if not self.engines_sleep_on(device):
+        if not self.engines_sleep:
             return engine
         beside = 0
         if device.startswith("cuda"):
@@ -559,17 +569,14 @@ class RolloutConfig(
         )
         return chz.replace(made, shadow=self.teacher_rule)
 
-    def engines_sleep_on(self, device: str) -> bool:
+    @property
+    def engines_sleep(self) -> bool:
         """True if policy engines release their memory while the learner computes."""
-        if self.only_keeps:
-            return False
-        if self.engines_sleep is not None:
-            return self.engines_sleep
-        return self.shares_gpus(device) and choose_engine(self.engine, device) == "sglang"
+        return self.colocate == "sleep" and not self.only_keeps
 
     def shares_gpus(self, device: str) -> bool:
         """True if policy engines are on the GPUs of the learner's workers."""
-        shares = self.colocate and not self.only_keeps and self.gpus_per_actor < 1
+        shares = self.colocate != "no" and not self.only_keeps and self.gpus_per_actor < 1
         return shares and device.startswith("cuda")
 
     def lends_weights(self, device: str) -> bool:
@@ -579,7 +586,7 @@ class RolloutConfig(
         """
         if self.weights != "auto":
             return self.weights == "ipc"
-        gpus = self.policy_engines * parallelism(self.policy_server_flags).gpus
+        gpus = self.pool("policy_engines").smallest * parallelism(self.policy_server_flags).gpus
         shares = self.shares_gpus(device) and gpus <= self.learner_workers
         return shares and choose_engine(self.engine, device) == "sglang"
 
@@ -592,12 +599,13 @@ class RolloutConfig(
         dtype = getattr(torch, choose_dtype(self.dtype, device))
         return largest_bucket(self.student, dtype)
 
-    def pushes_overlap(self, device: str) -> bool:
+    @property
+    def pushes_overlap(self) -> bool:
         """True if a push by copy can overlap the learner's next step.
 
         With max_staleness=0, that step has no groups before the push has ended.
         """
-        return self.max_staleness > 0 and not self.engines_sleep_on(device)
+        return self.max_staleness > 0 and not self.engines_sleep
 
     def _learner_resting(self) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""
@@ -606,8 +614,9 @@ class RolloutConfig(
         estimate = estimate_memory(self.student)
         if estimate is None:
             raise ConfigError(
-                f"student={self.student} with colocate=True: its files are not on this machine, so "
-                "it cannot be worked out what the engines leave to the learner; give a directory"
+                f"student={self.student} with colocate={self.colocate}: its files are not on this "
+                "machine, so it cannot be worked out what the engines leave to the learner; give a "
+                "directory"
             )
         memory = WorkerMemory.of(
             estimate.parameters,
@@ -656,13 +665,10 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         doc="further flags of SGLang for teacher servers",
         metadata=MAY_CHANGE,
     )
-    teacher_engines: int = chz.field(
-        default=1, doc="engines (actors) of each teacher", metadata=MAY_CHANGE
-    )
-    teacher_engines_max: int | None = chz.field(
-        default=None,
-        doc="largest size of the pool of each teacher's engines, which grows when scoring is too "
-        "slow; default: the size is fixed",
+    teacher_engines: int | str = chz.field(
+        default=1,
+        doc="engines (actors) of each teacher: a number, or 2..8 for a pool that begins with 2 and "
+        "grows up to 8 while scoring is too slow",
         metadata=MAY_CHANGE,
     )
     meter_share: float | None = chz.field(
@@ -676,9 +682,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     @chz.validate
     def _opd_in_range(self) -> None:
         self._check_meter()
-        if self.teacher_engines < 1:
-            raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
-        self.require_bounds("teacher_engines")
+        self.pool("teacher_engines")
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         require_advantages(self)
@@ -762,7 +766,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         if self.teacher_rule is not None:
             check_pushed("teacher_server_flags", self.teacher_server_flags)
             return
-        for name in ("teacher_engines", "teacher_engines_max", "teacher_server_flags"):
+        for name in ("teacher_engines", "teacher_server_flags"):
             value, default = getattr(self, name), chz.chz_fields(type(self))[name]._default
             if value != default:
                 raise ConfigError(

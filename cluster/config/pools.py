@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import chz
 
@@ -11,6 +11,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
+Colocation = Literal["no", "share", "sleep"]
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group", "ipc"]
 
 # Why the embedded engine, which is no server, takes no weights so.
@@ -92,24 +93,52 @@ class PolicySettings(EngineChoices, ServerSettings):
         return 1 if device.startswith("cuda") else 16
 
 
+class PoolSize(NamedTuple):
+    """Number of actors that a pool begins with, and the largest number that it grows to."""
+
+    smallest: int
+    largest: int
+
+    @classmethod
+    def parse(cls, name: str, text: int | str) -> PoolSize:
+        """Parse a number, or a range such as 2..8.
+
+        Raises:
+            ConfigError: it is neither, or the smallest size is below 1 or above the largest.
+        """
+        first, _, last = str(text).partition("..")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise ConfigError(
+                f"{name}={text} is not a number of actors; write 2, or 2..8 for a pool that grows",
+                field=name,
+                value=text,
+            )
+        size = cls(int(first), int(last or first))
+        if not 1 <= size.smallest <= size.largest:
+            raise ConfigError(
+                f"{name}={text} must be at least 1, and the largest size not below the smallest",
+                field=name,
+                value=text,
+            )
+        return size
+
+
 @chz.chz
 class PoolSettings:
     """Number of actors of each kind, and their place."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    policy_engines: int = chz.field(default=1, doc="policy engines (actors)", metadata=MAY_CHANGE)
-    policy_engines_max: int | None = chz.field(
-        default=None,
-        doc="largest size of the pool of policy engines, which grows when rollouts are too slow; "
-        "default: the size is fixed",
+    policy_engines: int | str = chz.field(
+        default=1,
+        doc="policy engines (actors): a number, or 2..8 for a pool that begins with 2 and grows up "
+        "to 8 while rollouts are too slow",
         metadata=MAY_CHANGE,
     )
-    rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)", metadata=MAY_CHANGE)
-    rollout_workers_max: int | None = chz.field(
-        default=None,
-        doc="largest size of the pool of rollout workers, which grows when environments and "
-        "rewards are too slow; default: the size is fixed",
+    rollout_workers: int | str = chz.field(
+        default=1,
+        doc="rollout workers (actors): a number, or 2..8 for a pool that begins with 2 and grows "
+        "up to 8 while environments and rewards are too slow",
         metadata=MAY_CHANGE,
     )
     rollout_cpus: float = chz.field(
@@ -117,37 +146,24 @@ class PoolSettings:
         doc="CPUs that each rollout worker reserves; 0: none reserved",
         metadata=MAY_CHANGE,
     )
-    colocate: bool = chz.field(
-        default=False,
-        doc="place learner worker i and policy engine i together: they share GPUs "
-        "(gpus_per_actor=0.5) and shared memory",
-        metadata=MAY_CHANGE,
-    )
-    engines_sleep: bool | None = chz.field(
-        default=None,
-        doc="release the GPU memory of policy engines while the learner computes a step (SGLang's "
-        "--enable-memory-saver); default: if colocate=True lets them share GPUs",
+    colocate: Colocation = chz.field(
+        default="no",
+        doc="place learner worker i and policy engine i together: they share memory, and with "
+        "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
+        "theirs while the learner computes a step (--enable-memory-saver)",
         metadata=MAY_CHANGE,
     )
 
     @chz.validate
     def _pools_in_range(self) -> None:
-        for name in ("policy_engines", "rollout_workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        self.require_bounds("policy_engines", "rollout_workers")
+        self.pool("policy_engines")
+        self.pool("rollout_workers")
         if not self.rollout_cpus >= 0:
             raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
 
-    def require_bounds(self, *pools: str) -> None:
-        """Raises ConfigError if a pool's largest size is below its smallest."""
-        for name in pools:
-            smallest, largest = getattr(self, name), getattr(self, f"{name}_max")
-            if largest is not None and largest < smallest:
-                raise ConfigError(
-                    f"{name}_max={largest} is below {name}={smallest}, the pool's smallest size; "
-                    "give a larger one, or leave it out"
-                )
+    def pool(self, name: str) -> PoolSize:
+        """Size of the pool that the setting `name` describes. Raises as `PoolSize.parse`."""
+        return PoolSize.parse(name, getattr(self, name))
 
 
 @chz.chz

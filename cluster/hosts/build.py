@@ -117,7 +117,7 @@ class RolloutCast:
     @property
     def engines_sleep(self) -> bool:
         """True if policy engines release their memory while the learner computes."""
-        return self._config.engines_sleep_on(self._device)
+        return self._config.engines_sleep
 
     @property
     def evaluates(self) -> bool:
@@ -362,7 +362,7 @@ class RolloutCast:
             gpus=parallelism(config.policy_server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
-        if device.startswith("cuda") and config.engines_sleep_on(device):
+        if device.startswith("cuda") and config.engines_sleep:
             learner_config = chz.replace(
                 learner_config, offload_optimizer=True, gpu_taken=ASLEEP_BYTES
             )
@@ -375,9 +375,7 @@ class RolloutCast:
             resume_from,
             attempt,
             source=queue,
-            publish=partial(
-                publisher_to, policies, teachers, queue, push, config.pushes_overlap(device)
-            ),
+            publish=partial(publisher_to, policies, teachers, queue, push, config.pushes_overlap),
         )
 
     def _keeper(

@@ -287,7 +287,7 @@ def policy_loop(
     loss = policy_loss_of(losses)
     publisher = publish(learner)
     sleep = None  # set only if engines sleep while the learner computes
-    if isinstance(publisher, Publisher) and config.engines_sleep_on(learner_config.device):
+    if isinstance(publisher, Publisher) and config.engines_sleep:
         sleep = publisher.sleep
     return PolicyLoop(
         learner=learner,

@@ -104,16 +104,16 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
     workers, share = config.learner_workers, config.gpus_per_actor
     if workers == 1 or share >= 1 or config.only_keeps:
         return
-    if isinstance(config, RolloutConfig) and config.colocate:
+    if isinstance(config, RolloutConfig) and config.colocate != "no":
         gpus = parallelism(config.policy_server_flags).gpus
-        if share == 0.5 and config.policy_engines * gpus == workers:
+        if share == 0.5 and config.pool("policy_engines").smallest * gpus == workers:
             return
         raise ConfigError(
-            f"colocate=True gpus_per_actor={share} learner_workers={workers} policy_engines="
-            f"{config.policy_engines}: two workers could meet on one GPU, which NCCL refuses; use "
-            f"gpus_per_actor=0.5 and policy_engines={workers // gpus}"
+            f"colocate={config.colocate} gpus_per_actor={share} learner_workers={workers} "
+            f"policy_engines={config.policy_engines}: two workers could meet on one GPU, which "
+            f"NCCL refuses; use gpus_per_actor=0.5 and policy_engines={workers // gpus}"
         )
     raise ConfigError(
         f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
-        "each worker; use gpus_per_actor=1, or colocate=True with as many policy engines"
+        "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines"
     )

@@ -102,7 +102,7 @@ class GpuPlan:
         )
         if memory is None:
             return _UNKNOWN
-        sleeps = isinstance(config, RolloutConfig) and config.engines_sleep_on(self._device)
+        sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         offloads = config.offload_optimizer or sleeps
         states = memory.states(config.learner_workers, offloads=offloads)
         line = (

@@ -18,7 +18,11 @@ from learner.memory import estimate_memory
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
     dtype = choose_dtype(config.dtype, device)
-    size = push_line(estimate_memory(config.student), dtype, config.policy_engines)
+    size = push_line(
+        estimate_memory(config.student),
+        dtype,
+        config.pool("policy_engines").smallest,
+    )
     return f"{size}; {_way(config, device)}{_to_teacher(config)}"
 
 
@@ -29,9 +33,10 @@ def _to_teacher(config: RolloutConfig) -> str:
     """
     if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
         return ""
-    several = "s" * (config.teacher_engines != 1)
+    engines = config.pool("teacher_engines").smallest
+    several = "s" * (engines != 1)
     often = f"every {rule.every} steps" if rule.every else "each step"
-    return f"; as much to {config.teacher_engines} teacher engine{several} after {often}"
+    return f"; as much to {engines} teacher engine{several} after {often}"
 
 
 def _way(config: RolloutConfig, device: str) -> str:
@@ -66,5 +71,5 @@ def require_lenders(config: RolloutConfig) -> None:
         )
         raise ConfigError(
             f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "
-            "learner worker is; use colocate=True gpus_per_actor=0.5, or weights=auto"
+            "learner worker is; use colocate=sleep gpus_per_actor=0.5, or weights=auto"
         )

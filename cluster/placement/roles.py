@@ -74,9 +74,7 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
         roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
     if config.rollout_cpus:
         resources = {"CPU": config.rollout_cpus}
-        roles.append(
-            ResourceDemand(name=ROLLOUT, count=config.rollout_workers, resources=resources)
-        )
+        roles.append(ResourceDemand(name=ROLLOUT, count=bounds[ROLLOUT][0], resources=resources))
     return roles
 
 
@@ -97,19 +95,18 @@ def colocated(config: CommonConfig) -> tuple[str, ...]:
     """Roles whose actors are placed pairwise: the i-th of one beside the i-th of the other."""
     if not isinstance(config, RolloutConfig) or config.only_keeps or config.rollouts is not None:
         return ()
-    return (LEARNER, POLICY) if config.colocate else ()
+    return (LEARNER, POLICY) if config.colocate != "no" else ()
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
     """Smallest and largest size of each pool, by role."""
-    bounds = {
-        POLICY: (config.policy_engines, config.policy_engines_max or config.policy_engines),
-        ROLLOUT: (config.rollout_workers, config.rollout_workers_max or config.rollout_workers),
+    bounds: dict[str, tuple[int, int]] = {
+        POLICY: config.pool("policy_engines"),
+        ROLLOUT: config.pool("rollout_workers"),
     }
     if isinstance(config, OpdConfig):
-        largest = config.teacher_engines_max or config.teacher_engines
         for role in served_teachers(config).values():
-            bounds[role] = (config.teacher_engines, largest)
+            bounds[role] = config.pool("teacher_engines")
     if config.eval_engines:
         bounds[EVALUATION] = (config.eval_engines, config.eval_engines)
     return bounds

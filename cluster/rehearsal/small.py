@@ -17,16 +17,17 @@ from distill.rewards.model_reward import PREFIX
 # Upper limits of sizes in the small run.
 _MOST = {
     "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval_max_new_tokens": 24,
-    "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "policy_engines": 2,
-    "teacher_engines": 2, "rollout_workers": 2, "eval_engines": 1, "num_substeps": 4,
+    "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "eval_engines": 1, "num_substeps": 4,
     "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
     "warmup": 1, "teacher_lag": 2,
 }  # fmt: skip
+_POOLS = ("policy_engines", "teacher_engines", "rollout_workers")
+_MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
-    "gpus_per_actor", "gpu_memory_gib", "colocate", "engines_sleep", "offload_optimizer", "liger",
+    "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
-    "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus",
+    "rollout_cpus",
     "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step",
     "keep_every", "keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
@@ -78,6 +79,9 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     for name, most in _MOST.items():
         if name in defaults and (value := getattr(config, name)) is not None:
             changes[name] = min(value, most)
+    for name in _POOLS:
+        if name in defaults:
+            changes[name] = min(config.pool(name).smallest, _MOST_ACTORS)
     if config.lora_adapter is not None:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {

@@ -373,7 +373,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "rows of the groups: fetching them (a part of `time/wait`) and making them (a part of "
             "`time/learn`)",
         ),
-        Metric("time/sleep", "s", "wait until the engines sleep (`engines_sleep=`)"),
+        Metric("time/sleep", "s", "wait until the engines sleep (`colocate=sleep`)"),
         Metric("time/reference", "s", "scoring by the reference in the learner"),
         Metric("time/learn", "s", "training; forward, backward and optimizer are its parts"),
         Metric("time/forward", "s", "forward passes"),

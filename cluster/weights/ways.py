@@ -143,7 +143,7 @@ def _is_lent(engine: Place, lenders: Sequence[LenderPlace]) -> bool:
 def _not_lent(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"weights=ipc, but {name} {why}: it reads weights where a worker of the learner has them. "
-        "Use weights=auto, or place them together (colocate=True gpus_per_actor=0.5)"
+        "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)"
     )
 
 

@@ -94,10 +94,13 @@ def test_this_machine_decides_for_a_run_that_starts_here(
     [
         ({"policy_engines": 4}, "use gpus_per_actor=0.5 and policy_engines=8"),
         ({"gpus_per_actor": 0.25}, "use gpus_per_actor=0.5 and policy_engines=8"),
-        ({"colocate": False}, "use gpus_per_actor=1, or colocate=True"),
-        ({"weights": "ipc", "gpus_per_actor": 1.0}, "weights=ipc with gpus_per_actor=1: policy"),
+        ({"colocate": "no"}, "use gpus_per_actor=1, or colocate=sleep"),
         (
-            {"weights": "ipc", "engines_sleep": False, "policy_server_flags": "--tp-size 2"},
+            {"weights": "ipc", "colocate": "share", "gpus_per_actor": 1.0},
+            "weights=ipc with gpus_per_actor=1: policy",
+        ),
+        (
+            {"weights": "ipc", "colocate": "share", "policy_server_flags": "--tp-size 2"},
             "policy_server_flags=--tp-size 2 .* use gpus_per_actor=0.5 policy_engines=4",
         ),
     ],
@@ -107,7 +110,7 @@ def test_actors_that_cannot_share_gpus_are_refused(
 ) -> None:
     join(8, False)
     shared = {
-        "learner_workers": 8, "policy_engines": 8, "gpus_per_actor": 0.5, "colocate": True,
+        "learner_workers": 8, "policy_engines": 8, "gpus_per_actor": 0.5, "colocate": "sleep",
         "prompts_per_step": 8, "engine": "sglang",
     }  # fmt: skip
     assert with_device(opd(**shared))[0].device == "cuda"

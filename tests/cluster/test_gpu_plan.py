@@ -78,7 +78,7 @@ def eight(opd: Opd, pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Op
             **pair
             | {
                 "device": "cuda", "gpu_memory_gib": 79.0, "engine": "sglang", "learner_workers": 8,
-                "policy_engines": 8, "colocate": True, "gpus_per_actor": 0.5,
+                "policy_engines": 8, "colocate": "sleep", "gpus_per_actor": 0.5,
                 "teacher_server_flags": "--tp-size 4",
             }
             | changes
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, message: str) -
 
 def test_the_longest_row_is_planned_for(eight: Opd) -> None:
     assert "passes 14.2 (16384 tokens recomputed)" in line(eight(), "learner")
-    alone = eight(colocate=False, gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
+    alone = eight(colocate="no", gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
     describe_layout(alone, longest_rows=8192)
     with pytest.raises(ConfigError, match=r"max_new_tokens .*32768 .*offload_optimizer=True"):
         describe_layout(alone, longest_rows=32_768)
@@ -187,14 +187,15 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
     [
         ({"policy_server_flags": "--tp-size 2"}, "gpus_per_actor=0.5 policy_engines=4"),
         (
-            {"policy_server_flags": "--tp-size 2", "policy_engines": 4, "policy_engines_max": 5},
-            "policy_engines_max",
+            {"policy_server_flags": "--tp-size 2", "policy_engines": "4..5"},
+            "policy_engines=4",
         ),
         ({"policy_server_flags": "--tp-size 3", "policy_engines": 2}, "learner_workers=8"),
         ({"in_flight": "in_place"}, "use in_flight=continue"),
         ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
         ({"teacher_server_flags": "--nnodes 2"}, "1 GPUs .* are not as many on each node"),
-        ({"engine": "embedded", "engines_sleep": True}, "engines_sleep=True needs engine=sglang"),
+        ({"engine": "embedded"}, "colocate=sleep needs engine=sglang"),
+        ({"gpus_per_actor": 1.0}, "colocate=share"),
     ],
 )
 def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict, message: str) -> None:

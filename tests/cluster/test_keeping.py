@@ -197,7 +197,6 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         ({"lora_adapter": "elsewhere"}, "merged"),
         ({"keep": 10}, "every step is kept"),
         ({"eval_every": 2}, "cluster.evaluate"),
-        ({"engines_sleep": False}, "no learner"),
         ({"trace_step": 1}, "no learner to trace"),
     ],
 )
@@ -210,6 +209,8 @@ def test_what_only_a_learner_can_do_is_refused(
 
 
 def test_no_room_is_taken_for_a_learner(settings: Settings, tmp_path: Path) -> None:
-    config = settings(tmp_path, local=False, learner_workers=2, colocate=True, gpus_per_actor=0.5)
+    config = settings(
+        tmp_path, local=False, learner_workers=2, colocate="sleep", gpus_per_actor=0.5
+    )
     assert [role.name for role in placed_roles(config, "cuda")] == [POLICY, "teacher"]
-    assert LEARNER not in model_paths(config) and not config.engines_sleep_on("cuda")
+    assert LEARNER not in model_paths(config) and not config.engines_sleep

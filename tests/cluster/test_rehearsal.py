@@ -33,8 +33,8 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     opd: Opd, tmp_path: Path
 ) -> None:
     given = opd(
-        loss="ppo", prompts_per_step=64, group_size=8, max_staleness=2, policy_engines=3,
-        policy_engines_max=6, colocate=True, gpus_per_actor=0.5, wandb="offline", compile=True,
+        loss="ppo", prompts_per_step=64, group_size=8, max_staleness=2, policy_engines="3..6",
+        colocate="share", gpus_per_actor=0.5, wandb="offline", compile=True,
         policy_server_flags="--log-level debug", learner_workers=3, teacher=None,
         teachers={
             "near": TeacherConfig(model=str(opd().teacher), weight=2.0),
@@ -53,7 +53,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
     assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
     assert {
-        "policy_engines_max", "colocate", "gpus_per_actor", "wandb", "compile",
+        "colocate", "gpus_per_actor", "wandb", "compile",
         "policy_server_flags",
     } == set(small.left_out)  # fmt: skip
 

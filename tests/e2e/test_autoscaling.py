@@ -53,7 +53,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
         "reward": "tests.e2e.slow_reward:reward", "temperature": 1.0, "engine": "embedded",
         "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
         "sft_data": replies, "sft_batch_size": 640, "checkpoint_every": 100,
-        "rollout_cpus": 1, "rollout_workers": 1, "rollout_workers_max": 3,
+        "rollout_cpus": 1, "rollout_workers": "1..3",
     }  # fmt: skip
     types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}
     with scaling_cluster(types, head_cpus=2, idle_s=3) as cluster:
@@ -102,7 +102,7 @@ def test_engines_that_come_and_go_lose_nothing(
     monkeypatch.setenv(NUMBERS, json.dumps({"up_after_s": 2, "down_after_s": 2}))
     arguments = opd_arguments(
         tiny_pair, out, steps=100_000, lr=1e-4, checkpoint_every=100_000, group_size=4,
-        max_new_tokens=48, policy_engines_max=2, teacher_engines_max=2,
+        max_new_tokens=48, policy_engines="1..2", teacher_engines="1..2",
     )  # fmt: skip
     process = harness.start("tests.e2e.scripted_scaling", "recipe=opd", *arguments)
 

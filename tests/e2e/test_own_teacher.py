@@ -86,8 +86,8 @@ def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, An
 
 
 def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
-    """The first group of each step, of `hinted` prompts, is scored by the weights that its teacher's
-    version has by the checkpoints of the run. Returns these versions."""
+    """The first group of each step, of `hinted` prompts, is scored by the weights that its
+    teacher's version has by the checkpoints of the run. Returns these versions."""
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
     groups = reversed(objects(out / "rollouts.jsonl"))

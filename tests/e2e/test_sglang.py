@@ -172,7 +172,7 @@ def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path:
     """On real SGLang, samples under way among others; the server's own log has the order."""
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", engines_sleep=True, max_staleness=1, steps=5,
+        tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=1, steps=5,
         prove_every=1, eval_every=2, max_new_tokens=16,
         policy_server_flags="--log-level-http info",
     )  # fmt: skip
