@@ -417,6 +417,11 @@ class RolloutConfig(
         for name, why in remedies.items():
             if (given := getattr(self, name)) != fields[name]._default:
                 raise ConfigError(f"{name}={given} with train=False: {why}. Leave one of them out")
+        if self.whole_steps:
+            raise ConfigError(
+                f"keep={self.keep} with train=False: every step is kept; leave keep out",
+                field="keep",
+            )
 
     def _check_env(self) -> None:
         """Raises ConfigError for settings that the environment does not use."""
