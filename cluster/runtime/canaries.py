@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.base.outcomes import ActorLost, LearnerLost, RunFailed
+from cluster.base.outcomes import ActorLost, LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
