@@ -24,17 +24,18 @@ from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
-from cluster.run_files.rollouts import read_rollouts
+from cluster.run_files.rollouts import RolloutLog, read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from distill.delivery import TrainedGroups
 from distill.errors import ConfigError
-from distill.objective.settings import Normalisation
+from distill.objective.rows import policy_rows
+from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.fingerprints import Fingerprints
 from tests.conftest import TinyPair
-from tests.samples import group
+from tests.samples import group, keep_step
 
 Printed = Callable[..., tuple[int, str]]
 
@@ -250,10 +251,17 @@ def test_groups_that_the_report_does_not_show_have_no_links(
     assert "none of these groups is on the page of cluster.report" in told
 
 
-def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: Printed) -> None:
-    code, told = printed(f"out={out}", "step=7", "blame=99")
+def test_who_is_to_blame_is_found_on_the_page_of_the_report(
+    out: Path, tmp_path: Path, printed: Printed
+) -> None:
+    copy, groups_P = tmp_path / "run", KeptSteps(out).groups(7)
+    shutil.copytree(out, copy)
+    (copy / "rollouts.jsonl").unlink()
+    rows_D = policy_rows(groups_P, ObjectiveConfig(estimator="top_k"))
+    keep_step(RolloutLog(copy / "rollouts.jsonl", 1, whole=True), 7, groups_P, rows_D)
+    code, told = printed(f"out={copy}", "step=7", "blame=99")
     assert code == 0, told
-    kept = [group for group in read_rollouts(out / "rollouts.jsonl") if group.step == 7]
+    kept = read_rollouts(copy / "rollouts.jsonl")
     taken_apart = 0
     for shown, member in itertools.product(kept, range(2)):
         place = f"step=7&group={shown.group_id}&member={member}"
@@ -264,9 +272,9 @@ def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: 
         # Responses with small shares are not taken apart; of the others every token is there.
         assert linked in ([], list(range(sampled)))
         taken_apart += bool(linked)
-    assert len(kept) == 1 and "tokens of the first 4 responses" in told and taken_apart
+    assert len(kept) == 3 and "tokens of the first 4 responses" in told and taken_apart == 4
     others = set(re.findall(r"#step=7&group=(\d+)", told)) - {str(each.group_id) for each in kept}
-    assert not others and f"groups={len(read_rollouts(out / 'rollouts.jsonl'))} writes" in told
+    assert not others and f"groups={len(kept)} writes" in told
 
 
 def save(store: CheckpointStore, step: int) -> None:
