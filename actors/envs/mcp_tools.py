@@ -225,7 +225,7 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
             f"the MCP server cannot be asked for its tools: {_causes(error)}. Does "
             "env.mcp_command run in a shell, or env.mcp_url answer? Variables that it needs are "
             "named by env.mcp_environment",
-            field="env.mcp_command",
+            field="env.mcp_url" if server.url else "env.mcp_command",
         ) from error
 
 

@@ -14,8 +14,9 @@ from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.parallelism import Parallelism
-from actors.sglang.start import _environment
+from actors.sglang.start import server_environment
 from distill.errors import ConfigError
+from tests.refusals import refuses
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -33,7 +34,7 @@ def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
     if installed:
         assert choose_engine("sglang", "cpu") == "sglang"
     else:
-        with pytest.raises(ConfigError, match="engine=sglang but SGLang is not installed here"):
+        with refuses(ConfigError, "engine"):
             choose_engine("sglang", "cpu")
 
 
@@ -91,22 +92,22 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
 ) -> None:
     name = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
     monkeypatch.delenv(name, raising=False)
-    assert _environment("cuda", 1, Parallelism())[name] == "false"
+    assert server_environment("cuda", 1, Parallelism())[name] == "false"
     monkeypatch.setenv(name, "true")
-    assert _environment("cuda", 1, Parallelism())[name] == "true"
-    assert name not in _environment("cpu", 1, Parallelism())
+    assert server_environment("cuda", 1, Parallelism())[name] == "true"
+    assert name not in server_environment("cpu", 1, Parallelism())
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "field"),
     [
-        ({"max_running_requests": 0}, "max_running_requests=0 must be at least 1"),
-        ({"start_deadline_s": 0}, "start_deadline_s=0 must be above 0"),
-        ({"server_flags": "tp 2"}, "'tp' belongs to no flag"),
-        ({"model": "http://host?x=1"}, "write http://host:port"),
-        ({"model": "http://host/v1"}, "answers in text"),
+        ({"max_running_requests": 0}, "max_running_requests"),
+        ({"start_deadline_s": 0}, "start_deadline_s"),
+        ({"server_flags": "tp 2"}, None),
+        ({"model": "http://host?x=1"}, "teacher"),
+        ({"model": "http://host/v1"}, "teacher"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_work(settings: dict, field: str | None) -> None:
+    with refuses(ConfigError, field):
         EngineConfig(**{"kind": "sglang", "model": "m"} | settings)

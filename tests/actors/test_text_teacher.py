@@ -30,6 +30,7 @@ from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
+from tests.refusals import refuses
 from tests.samples import ids
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
@@ -72,7 +73,7 @@ def test_chats_and_texts_are_asked_at_the_run_s_temperature(server: TextServer) 
     assert server.chats == [
         given | {"messages": each} for _ in range(4) for each in ([plain], CHAT)
     ]
-    with pytest.raises(DataError, match="goes on from texts, and a prompt is a chat"):
+    with pytest.raises(DataError):
         ask(address(f"{server.url}/completions"), CHAT)
 
 
@@ -102,19 +103,17 @@ def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) 
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    "said",
     [
-        (Says(""), r"without a text \(finish_reason=stop\)"),
-        (Says(" \n", "length"), r"finish_reason=length\), asked 4 times.*max_new_tokens"),
-        (Says(None, "tool_calls"), "without a text"),
-        (Says("I can", "content_filter"), "finish_reason=content_filter"),
+        Says(""),
+        Says(" \n", "length"),
+        Says(None, "tool_calls"),
+        Says("I can", "content_filter"),
     ],
 )
-def test_answers_that_are_none_end_it_in_the_end(
-    server: TextServer, said: Says, words: str
-) -> None:
+def test_answers_that_are_none_end_it_in_the_end(server: TextServer, said: Says) -> None:
     server.script = lambda body: said
-    with pytest.raises(UselessAnswer, match=words):
+    with pytest.raises(UselessAnswer):
         ask(address(server.url))
     assert len(server.chats) == 4
 
@@ -122,7 +121,7 @@ def test_answers_that_are_none_end_it_in_the_end(
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_prompt_that_it_refuses_is_asked_once(server: TextServer, status: int) -> None:
     server.failures = [status]
-    with pytest.raises(EndpointRefused, match=r"refuses the request.*on purpose") as caught:
+    with pytest.raises(EndpointRefused) as caught:
         ask(address(server.url))
     assert API_KEY not in str(caught.value) and len(server.chats) == 1
 
@@ -134,57 +133,57 @@ def test_a_model_that_takes_the_newer_limit_gets_it(server: TextServer) -> None:
         (True, None), (False, 12),
     ]  # fmt: skip
     server.limit = "max_output"
-    with pytest.raises(EndpointRefused, match="Use 'max_output' instead"):
+    with pytest.raises(EndpointRefused):
         ask(address(server.url))
 
 
 def test_a_wrong_key_a_wrong_path_and_a_wrong_name_are_told_apart_without_the_key(
     server: TextServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(EndpointRefused, match="no such path") as path:
+    with pytest.raises(EndpointRefused) as path:
         ask(address(f"{server.url}/other"))
-    with pytest.raises(EndpointRefused, match="no teacher_samples_name=another") as name:
+    with pytest.raises(EndpointRefused) as name:
         ask(address(server.url, "another"))
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "my-own-secret")
-    with pytest.raises(EndpointRefused, match="ISOTHERM_ENDPOINT_API_KEY is set") as key:
+    with pytest.raises(EndpointRefused) as key:
         ask(address(server.url))
     monkeypatch.delenv("ISOTHERM_ENDPOINT_API_KEY")
-    with pytest.raises(EndpointRefused, match="ISOTHERM_ENDPOINT_API_KEY is not set"):
+    with pytest.raises(EndpointRefused):
         ask(address(server.url))
     for caught in (path, name, key):
         told = f"{caught.value!r} {caught.value.__cause__!r}"
         assert "secret" not in told and API_KEY not in told and "teacher_samples_url=" in told
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "two\nlines")
-    with pytest.raises(ConfigError, match="characters that no key has") as odd:
+    with refuses(ConfigError, "ISOTHERM_ENDPOINT_API_KEY") as odd:
         ask(address(server.url))
     assert "lines" not in str(odd.value)
 
 
 def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
     server.script = lambda body: 503
-    with pytest.raises(EngineError, match=r"within 1\.2 s.*status 503 on purpose, key \*\*\*"):
+    with pytest.raises(EngineError, match=r"key \*\*\*"):  # which the server repeats
         ask(address(server.url), patience=Patience(attempt_s=1.0, all_s=1.2))
     server.script = lambda body: 60.0
-    with pytest.raises(EngineError, match=r"within 0\.3 s"):
+    with pytest.raises(EngineError):
         ask(address(server.url), patience=Patience(attempt_s=0.3, all_s=20.0, attempts=2))
-    with pytest.raises(EngineError, match="does not answer"):
+    with pytest.raises(EngineError):
         ask(address("http://127.0.0.1:9/v1"), patience=Patience(attempt_s=9, all_s=9, attempts=1))
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    "url",
     [
-        ("http://me:secret@h:1/v1", "holds a user, a password or a query"),
-        ("http://h:1/v1?key=secret", "holds a user, a password or a query"),
-        ("ftp://h:1/v1", "is not an address"),
-        ("http://h:none/v1", "is not an address"),
+        "http://me:secret@h:1/v1",
+        "http://h:1/v1?key=secret",
+        "ftp://h:1/v1",
+        "http://h:none/v1",
     ],
 )
-def test_an_address_that_is_none_is_refused_unseen(url: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"teacher_samples_url.*{words}") as caught:
+def test_an_address_that_is_none_is_refused_unseen(url: str) -> None:
+    with refuses(ConfigError, "teacher_samples_url") as caught:
         address(url)
     assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="teacher_samples_name is blank"):
+    with refuses(ConfigError, "teacher_samples_name"):
         address("http://h:1/v1", " ")
 
 

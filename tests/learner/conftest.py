@@ -155,7 +155,7 @@ class Watched:
         self.updates: list[tuple[Part, ...]] = []
         self.scored: list[list[np.ndarray]] = []
         self.rows: list[list[TrainingRow]] = []
-        self._step, self._worker = learner.step, learner._worker
+        self._step, self._worker = learner.step, learner.worker
         self._logprobs = self._worker.logprobs
         self._skip_update = learner.skip_update
         monkeypatch.setattr(learner, "skip_update", self._on_skip_update)
@@ -258,7 +258,7 @@ def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingR
 
 def trainer_state(learner: Learner) -> dict[str, Any]:
     """What a learner alone keeps besides its weights."""
-    worker = learner._worker
+    worker = learner.worker
     return {
         "schedule": worker.schedule.state_dict(),
         "moments": {

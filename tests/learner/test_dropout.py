@@ -162,12 +162,12 @@ def test_sft_may_train_with_the_noise_of_the_checkpoint(noisy: str) -> None:
 def test_an_adapter_has_the_dropout_that_it_is_given(tmp_path: Path) -> None:
     model = checkpoint(NOISY["llama"], tmp_path / "llama")
     learner = learner_of(model, lora_rank=4, lora_dropout=0.5)
-    for module in learner._worker.lora.modules():
+    for module in learner.worker.lora.modules():
         if hasattr(module, "lora_B") and module.lora_B:
             torch.nn.init.normal_(module.lora_B["default"].weight)
     batch = collate(ROWS)
     with torch.no_grad():
-        made = [learner._worker._forward(batch).logprobs_N for _ in range(2)]
+        made = [learner.worker._forward(batch).logprobs_N for _ in range(2)]
     assert not torch.equal(*made)
     scored = [np.concatenate(learner.logprobs(ROWS)) for _ in range(2)]
     np.testing.assert_array_equal(*scored)

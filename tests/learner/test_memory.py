@@ -37,6 +37,7 @@ from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.families import FAMILIES
+from tests.refusals import refuses
 from tests.samples import training_row
 
 LENGTH = 192
@@ -180,20 +181,18 @@ def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked, message",
+    ("asked", "field"),
     [
         (
             {"token_budget": 16_384, "gradient_checkpointing": False},
-            r"token_budget=16384 .*gradient_checkpointing=True.*learner_workers=",
+            "token_budget",
         ),
-        ({"token_budget": 1 << 19}, r"token_budget=524288 .*token_budget=\d+"),
-        ({"longest_rows": 1 << 19}, r"max_new_tokens .*524288 .*rows of at most \d+ tokens"),
+        ({"token_budget": 1 << 19}, "token_budget"),
+        ({"longest_rows": 1 << 19}, "max_new_tokens"),
     ],
 )
-def test_what_was_asked_for_and_does_not_fit_is_refused(
-    asked: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_was_asked_for_and_does_not_fit_is_refused(asked: dict[str, Any], field: str) -> None:
+    with refuses(ConfigError, field):
         plan(4, 80 * GIB, **asked)
 
 
@@ -237,7 +236,7 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     passes = memory.passes(workers)
     assert passes is not None
     assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.01)
-    with pytest.raises(ConfigError, match=rf"max_new_tokens .*{rows} tokens") as refused:
+    with refuses(ConfigError, "max_new_tokens") as refused:
         memory.plan(ROOM, asked, workers=workers, offloads=False)
     proposed = str(refused.value).partition(" Use ")[2].split(", or ")
     assert remedies <= set(proposed)
@@ -283,7 +282,7 @@ def test_an_update_leaves_some_of_a_gpu_free() -> None:
     )
     assert six.updating / GIB == pytest.approx(76.8, abs=0.2)
     eight.require_room(ROOM, "30B-A3B")
-    with pytest.raises(ConfigError, match="learner_workers"):
+    with pytest.raises(ConfigError):
         six.require_room(ROOM, "30B-A3B")
 
 
@@ -304,7 +303,7 @@ def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
     assert kept > 23 * 2 * GIB / 2, "two tensors of half a GiB of every layer but one"
     plan = memory.plan(ROOM, PassRequest(longest_rows=4096), workers=8, offloads=False)
     assert plan is not None and plan.gradient_checkpointing and plan.token_budget == 8192
-    with pytest.raises(ConfigError, match=r"max_new_tokens .*16384 tokens .*attention scores"):
+    with refuses(ConfigError, "max_new_tokens"):
         memory.plan(ROOM, PassRequest(longest_rows=16_384), workers=8, offloads=True)
     assert memory_of(QWEN3_8B, "bfloat16", 2).scores == 0
     capped = memory_of(FAMILIES["gemma2"].config(), "bfloat16", 2)
@@ -326,7 +325,7 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     rows = [training_row(5, 40, seed=seed) for seed in range(4)]
     config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
     plenty = Learner(config, str(tmp_path))
-    passes = plenty._worker.passes
+    passes = plenty.worker.passes
     assert passes == PassPlan(4096, gradient_checkpointing=False)
     memory = estimate_pass(tiny_pair.teacher, dtype="float32", device="cpu", workers=1)
     states = estimate_memory(tiny_pair.teacher)
@@ -334,13 +333,13 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     room = memory.bytes(2048, checkpointing=True)
     monkeypatch.setattr("learner.memory.free_bytes", lambda device: states.bytes + room)
     short = Learner(config, str(tmp_path))
-    assert short._worker.passes == PassPlan(2048, gradient_checkpointing=True)
+    assert short.worker.passes == PassPlan(2048, gradient_checkpointing=True)
     assert any(getattr(m, "gradient_checkpointing", False) for m in short.model.modules())
     loss = PolicyObjectiveLoss(objective=ObjectiveConfig())
     ours, theirs = (made.step(Part(rows_D=rows, loss=loss)) for made in (short, plenty))
     for name in ("train/loss", "train/grad_norm"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
-    with pytest.raises(ConfigError, match="token_budget=4096 needs"):
+    with refuses(ConfigError, "token_budget"):
         Learner(chz.replace(config, token_budget=4096), str(tmp_path))
 
 

