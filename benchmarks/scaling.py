@@ -274,7 +274,7 @@ class _Leader:
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
     def held_bytes(self) -> int:
-        return _held_bytes(self._learner._worker)
+        return _held_bytes(self._learner.worker)
 
     def first(self, temperature: float) -> dict[str, Any]:
         """A step on so few tokens that what it leaves behind is gradients and moments."""

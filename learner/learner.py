@@ -101,14 +101,14 @@ class Learner:
         """
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._ordering = threading.RLock()
-        self._worker = LearnerWorker(config, losses, self._group)
-        self._token_budget = self._worker.passes.token_budget
+        self.worker = LearnerWorker(config, losses, self._group)
+        self._token_budget = self.worker.passes.token_budget
         self._dump_dir = Path(dump_dir)
         self._flops = ModelFlops.of(self.model)
 
     @property
     def device(self) -> str:
-        return self._worker.device
+        return self.worker.device
 
     @property
     def workers(self) -> int:
@@ -117,12 +117,12 @@ class Learner:
     @property
     def progress(self) -> Progress:
         """Progress counter of the worker in this process."""
-        return self._worker.progress
+        return self.worker.progress
 
     @property
     def model(self) -> PreTrainedModel:
         """The model in this process: whole, or sharded."""
-        return self._worker.model
+        return self.worker.model
 
     def step(self, *parts: Part) -> dict[str, float]:
         """One optimizer step over all rows, accumulated in micro-batches under the token budget.
@@ -148,7 +148,7 @@ class Learner:
             seconds = sum(made[name] for name in shares[0].seconds)
             made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
         shapes = (
-            BatchShape.of(rows_B, self._worker.packs)
+            BatchShape.of(rows_B, self.worker.packs)
             for part in parts
             for mine in part.dealt or ()
             for rows_B, counted in mine
@@ -224,7 +224,7 @@ class Learner:
         """The part, with its micro-batches assigned to workers as in a step."""
         if part.dealt is not None:
             return part
-        return replace(part, dealt=self._dealt(self._split(part.rows_D, part.rows_per_unit)))
+        return replace(part, dealt=self._dealt(self.split(part.rows_D, part.rows_per_unit)))
 
     def _micro_batches(self, part: Part) -> list[list[MicroBatch]]:
         """The part's micro-batches, by worker."""
@@ -248,15 +248,15 @@ class Learner:
         ]
 
     def _dealt(self, batches: Sequence[list[Row]]) -> list[list[tuple[list[Row], bool]]]:
-        return deal(batches, self._group.size, self._worker.most_mask, self._worker.packs)
+        return deal(batches, self._group.size, self.worker.most_mask, self.worker.packs)
 
-    def _split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
+    def split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
         """Split rows into micro-batches under the token budget.
 
         With several workers, smaller budgets are tried as well. The one with the fewest tokens on
         the workers' critical path is used, which keeps all workers busy.
         """
-        workers, most_mask, packs = self._group.size, self._worker.most_mask, self._worker.packs
+        workers, most_mask, packs = self._group.size, self.worker.most_mask, self.worker.packs
 
         def split(budget: int) -> list[list[Row]]:
             return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask, packs))
@@ -270,7 +270,7 @@ class Learner:
         return min(ways, key=lambda batches: tokens_in_step(batches, workers, most_mask, packs))
 
     def _number_of(self, loss: LossFunction) -> int:
-        losses = self._worker.losses
+        losses = self.worker.losses
         if loss not in losses:
             assert self._group.size == 1, f"the other workers do not know {loss}"
             losses.append(loss)
@@ -283,7 +283,7 @@ class Learner:
         """
         with self._ordering:
             self._group.send([Order(method, argument) for argument in arguments])
-            return self._group.collect(self._worker.carry_out(method, arguments[0]))
+            return self._group.collect(self.worker.carry_out(method, arguments[0]))
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
         """Call a method on every worker with the same argument; return the results by rank."""
@@ -294,7 +294,7 @@ class Learner:
 
         Other workers get theirs where they are constructed.
         """
-        self._worker.take_rollouts_from(source, loss)
+        self.worker.take_rollouts_from(source, loss)
 
     def fetch_ahead(self, shares: Sequence[Shares]) -> None:
         """Make each worker prefetch its shares, concurrently with its orders.
@@ -302,7 +302,7 @@ class Learner:
         Returns once the leader has fetched its own. Call it in a thread.
         """
         self._group.send_ahead(shares)
-        self._worker.fetch_ahead(shares[0])
+        self.worker.fetch_ahead(shares[0])
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the current weights, one array per row."""
@@ -321,7 +321,7 @@ class Learner:
         return self.on_all("canary", question)
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        dealt = self._dealt(self._split(rows_D, 1))
+        dealt = self._dealt(self.split(rows_D, 1))
         answers = self.on_each(method, [[rows for rows, _ in mine] for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):
@@ -343,7 +343,7 @@ class Learner:
     @property
     def own_teacher(self) -> ShadowRule | None:
         """Update rule of the EMA or lagged teacher (`learner.shadow`), or None without one."""
-        return self._worker.own_teacher
+        return self.worker.own_teacher
 
     def follow(self, version: int) -> None:
         """Update the EMA or lagged teacher. Call it after each step, with the new version."""
@@ -363,7 +363,7 @@ class Learner:
     def lost_share(self) -> float | None:
         """Fraction of an adapter's change that was lost to rounding in the last gathered weights
         (`learner.lora.RoundedUpdate`); None without an adapter."""
-        return None if self._worker.lora is None else self._worker.rounded.lost_share
+        return None if self.worker.lora is None else self.worker.rounded.lost_share
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a checkpoint of the weights and the training state.
@@ -375,8 +375,8 @@ class Learner:
             CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
         """
         self.export(path / "model", tokenizer)
-        if self._worker.lora is not None:
-            save_adapter(path / "adapter", self._worker.lora, self._adapter())
+        if self.worker.lora is not None:
+            save_adapter(path / "adapter", self.worker.lora, self._adapter())
         self.on_all("save_optimizer", str(path / "optimizer"))
         write_trainer(path, self._trainer_state())
 
@@ -387,7 +387,7 @@ class Learner:
         4 of weights, on the leader. It must be written or dropped before the next copy.
         """
         write_adapter = None
-        if (lora := self._worker.lora) is not None:
+        if (lora := self.worker.lora) is not None:
             write_adapter = partial(save_adapter, lora=lora, tensors=copied(self._adapter()))
         return StateCopy(
             weights=copied_weights(self.weights()),
@@ -410,7 +410,7 @@ class Learner:
 
     def _trainer_state(self) -> TrainerState:
         return TrainerState(
-            schedule=self._worker.schedule.state_dict(), rng=self.on_all("rng_state")
+            schedule=self.worker.schedule.state_dict(), rng=self.on_all("rng_state")
         )
 
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -426,8 +426,8 @@ class Learner:
         self, tokenizer: PreTrainedTokenizerBase, model_dir: Path, weights: Weights
     ) -> None:
         model_dir.mkdir()
-        self._worker.files.write(model_dir, tokenizer)
-        save_weights(model_dir, joined(weights, self._worker.carried_over()))
+        self.worker.files.write(model_dir, tokenizer)
+        save_weights(model_dir, joined(weights, self.worker.carried_over()))
 
     def load_trainer_state(self, path: Path) -> None:
         """Restore the state that `save` wrote to `path`, except for the weights.
@@ -504,7 +504,7 @@ class _LearnerWeights:
 
     def __init__(self, learner: Learner, dtype: torch.dtype | None) -> None:
         self._learner, self._dtype = learner, dtype
-        weights = learner._worker.weights.values()
+        weights = learner.worker.weights.values()
         self.layouts: list[TensorLayout] = [weight.layout_in(dtype) for weight in weights]
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

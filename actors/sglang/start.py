@@ -91,7 +91,7 @@ def start_server(
         routed_experts=routed_experts,
         extra=flags,
     )
-    variables = _environment(device, threads, parallelism(flags))
+    variables = server_environment(device, threads, parallelism(flags))
     if sleeps and device != "cpu":  # or captured graphs stay on the GPU
         variables[_GRAPHS_SLEEP] = os.environ.get(_GRAPHS_SLEEP, "true")
     variables |= environment or {}
@@ -139,7 +139,7 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
     return memory.tokens_in(engine_room(total, share, beside), what, least)
 
 
-def _environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:
+def server_environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:
     shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if device != "cpu":
         # It compiles kernels of every batch size for minutes before a server is ready.

@@ -166,9 +166,14 @@ class WeightSession:
             await self._open.wait()
         self._check_whole()
 
+    @property
+    def torn(self) -> str | None:
+        """Reason why the server's weights are not those of a single version; None if they are."""
+        return self._loads.torn
+
     def _check_whole(self) -> None:
-        if self._loads.torn is not None:
-            raise EngineLost(self._loads.torn)
+        if self.torn is not None:
+            raise EngineLost(self.torn)
 
     async def ranks(self, layout: Sequence[TensorLayout]) -> int:
         """The server's tensor parallelism. Raises EngineError if these are not its tensors."""

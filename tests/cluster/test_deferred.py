@@ -85,7 +85,7 @@ def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: Ti
         LocalActor(EmbeddedEngine, **settings),
     ]
     for handle in handles:
-        with pytest.raises(DataError, match=r"ScoreRequest\.tokens_T"):
+        with pytest.raises(DataError):
             calls.get(handle.score.remote([unknown]))
     [served], [alone] = (calls.get(handle.score.remote([request])) for handle in handles)
     np.testing.assert_array_equal(served.logprobs_by_temperature, alone.logprobs_by_temperature)

