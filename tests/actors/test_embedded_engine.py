@@ -38,10 +38,9 @@ from distill.errors import ConfigError, EngineError
 from distill.models.loading import read_weights
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
-from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.weights.tensors import PackedTensors
 from tests.refusals import refuses
-from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.tiny import VOCAB_SIZE, tiny_model_dir
 
 
 @pytest.fixture
@@ -162,17 +161,6 @@ def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None
             await task
 
     asyncio.run(abort_soon())
-
-
-def test_info_tells_what_the_checkpoint_says(tmp_path: Path) -> None:
-    model_dir = tiny_model_dir(tmp_path, seed=1, eos_token_id=7)
-    assert asyncio.run(start(model_dir).info()).tokenizer is None
-    save_tokenizer(model_dir)
-    info = asyncio.run(start(model_dir).info())
-    assert info.tokenizer == probe_tokenizer(load_tokenizer(model_dir))
-    assert info.tokenizer is not None and info.tokenizer.chat is not None
-    assert info.eos_token_ids == (7,)
-    assert info.temperature_scaling == "in the engine"
 
 
 def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None:
@@ -402,25 +390,6 @@ def test_the_likeliest_do_not_depend_on_how_positions_are_cut(
         assert one.top is not None and other.top is not None
         np.testing.assert_array_equal(one.top.ids_NK, other.top.ids_NK)
         np.testing.assert_allclose(one.top.logprobs_NK, other.top.logprobs_NK, atol=1e-5)
-
-
-def test_the_likeliest_are_looked_for_only_where_they_are_wanted(
-    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_at: list[int] = []
-    listed = scoring._listed
-
-    def counting(logits_NV: torch.Tensor, *arguments: Any) -> Any:
-        looked_at.append(len(logits_NV))
-        return listed(logits_NV, *arguments)
-
-    monkeypatch.setattr(scoring, "_listed", counting)
-    requests = top_requests()
-    asyncio.run(engine.score(requests))
-    assert sum(looked_at) == sum(len(r.tokens_T) - r.start for r in requests if r.top_k)
-    looked_at.clear()
-    asyncio.run(engine.score([request for request in requests if not request.top_k]))
-    assert not looked_at
 
 
 def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:

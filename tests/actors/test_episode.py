@@ -220,15 +220,6 @@ def test_feedback_of_a_chat_is_what_the_user_says_last(
         )  # fmt: skip
 
 
-def test_bonuses_reach_the_tokens_of_their_turn() -> None:
-    env = ScriptedEnv([ids(5), ids(5, 40, 50, 6)], bonuses=[None, [0.5, -1.0]])
-    [made] = rollout(ScriptedBuilder(envs=[env])).segments()
-    assert made.bonuses_T is not None
-    assert made.bonuses_T.tolist() == [0, 0, 0, 0, 0.5, -1.0]
-    [plain] = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])])).segments()
-    assert plain.bonuses_T is None
-
-
 def test_a_group_may_be_rewarded_by_comparison_and_lets_go_of_its_environments() -> None:
     closed = []
 
@@ -273,16 +264,6 @@ def test_environments_are_let_go_of_when_one_fails() -> None:
     with pytest.raises(RuntimeError):
         rollout(ScriptedBuilder(envs=[Fails([ids(5)]), Fails([ids(6)])]))
     assert len(closed) == 2
-
-
-def test_a_turn_that_is_not_trained_is_context() -> None:
-    class Watches(ScriptedEnv):
-        async def step(self, sample: Sample) -> StepResult:
-            return replace(await super().step(sample), trained=self.turn > 1)
-
-    builder = ScriptedBuilder(envs=[Watches([ids(5), ids(5, 40, 50, 6)])])
-    [made] = rollout(builder).segments()
-    assert made.action_mask_T.tolist() == [False] * 4 + [True, True]
 
 
 def test_environments_may_ask_the_models_of_the_run() -> None:

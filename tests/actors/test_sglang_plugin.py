@@ -826,32 +826,6 @@ def test_scoring_beside_decoding(served: Served) -> None:
             assert inputs <= TOLERANCE and outputs <= TOLERANCE
 
 
-@needs_sglang
-def test_a_cached_prefix_changes_nothing(served: Served) -> None:
-    rng = random.Random(3)
-    prefix = _prompt(rng, 90, 90)
-    served.generate([Ask(prefix, 1.0, start=-1)])
-    asks = [Ask([*prefix, *_prompt(rng, 5, 60)], t, start=90) for t in TEMPERATURES]
-    for ask, meta in zip(asks, served.generate(asks), strict=True):
-        assert meta["cached_tokens"] > 0, "the prefix cache was not used: nothing was tested"
-        assert max(served.gaps(ask, meta)) <= TOLERANCE
-
-
-@needs_sglang
-def test_unscaled_logprobs_come_along_on_request(served: Served) -> None:
-    rng = random.Random(4)
-    ways = [(t, n) for t in (0.5, 0.7, 1.5) for n in (0, 1)]
-    asks = [Ask(_prompt(rng), t, new_tokens=n, sampling=UNSCALED) for t, n in ways]
-    others = [Ask(_prompt(rng), 0.7), Ask(_prompt(rng), 1.0, sampling=UNSCALED)]
-    metas = served.generate([*asks, *others])
-    for ask, meta in zip(asks, metas[: len(asks)], strict=True):
-        assert len(meta[plugin.UNSCALED_KEY][0]) == len(ask.prompt) - 1
-        assert served.unscaled_gap(ask, meta) <= TOLERANCE
-        assert served.gaps(ask, meta)[0] <= TOLERANCE
-    for meta in metas[len(asks) :]:
-        assert meta.get(plugin.UNSCALED_KEY) in (None, [], [None])
-
-
 @pytest.mark.slow
 @needs_sglang
 def test_stock_is_off_and_does_not_say_so(served: Served, served_stock: Served) -> None:

@@ -227,7 +227,7 @@ def test_a_teacher_samples_the_groups_of_its_own_and_nobody_scores_them() -> Non
         for segment in group.segments():
             assert segment.teacher_logprobs_T is None and segment.reference_logprobs_T is None
             assert segment.policy_top_ids_NK is None and segment.teacher_top is None
-            assert segment.scored_by == (teachers[name]._salt,)
+            assert segment.scored_by == (group_id + 1,)
     for group_id in (2, 3):
         expect_scored_by(POLICY, done[group_id], "behaviour_logprobs_T")
     # What a scorer that has moved since had sampled is sampled anew.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.errors import DataError
 from distill.objective.advantages import on_actions
 from distill.objective.objectives import opd_advantages
 from distill.objective.reward_advantages import group_centred
@@ -22,7 +21,6 @@ from distill.objective.rows import (
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.tallies import outline
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
-from tests.refusals import refuses
 from tests.samples import group, ids, segment, trajectory
 
 OPD = ObjectiveConfig()
@@ -121,13 +119,6 @@ def test_without_a_weight_no_teacher_is_needed() -> None:
     rows = policy_rows(groups_of(teacher_logprobs_T=None), objective)
     assert [row.advantages_T[-1] for row in rows[:2]] == [-0.5, 0.5]
     assert all(row.teacher_coef == 0 for row in rows)
-
-
-def test_what_is_missing_is_named() -> None:
-    with refuses(DataError, "teacher_logprobs_T"):
-        policy_rows([group(teacher_logprobs_T=None)], OPD)
-    with refuses(DataError, "teacher_top"):
-        policy_rows([group()], ObjectiveConfig(estimator="top_k", tail="sampled"))
 
 
 def test_policy_rows_share_the_segment_s_arrays() -> None:

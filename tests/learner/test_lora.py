@@ -322,43 +322,28 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("field", "fields"),
     [
-        ({"lora_alpha": 4.0}, ["rank is not set", "adapter="]),
-        ({"lora_rank": 0}, ["rank=0", "at least 1"]),
-        ({"lora_rank": 4, "lora_alpha": 0.0}, ["alpha=0.0", "above 0"]),
-        ({"lora_rank": 4, "lora_alpha": float("nan")}, ["alpha=nan"]),
-        ({"lora_rank": 4, "lora_dropout": 1.0}, ["dropout=1.0", "[0, 1)"]),
-        ({"lora_rank": 4, "lora_targets": "q_proj,,v_proj"}, ["targets='q_proj,,v_proj'", "empty"]),
-        ({"lora_rank": 4, "lora_targets": ""}, ["targets=''", "empty"]),
-        ({"lora_adapter": "there", "lora_rank": 4}, ["rank=4", "adapter=there", "its own rank"]),
-        ({"lora_adapter": "there", "lora_alpha": 4.0}, ["alpha=4.0", "its own alpha"]),
-        (
-            {"lora_adapter": "there", "lora_targets": "q_proj"},
-            ["targets=q_proj", "own targets"],
-        ),
+        ("lora_rank", {"lora_alpha": 4.0}),
+        ("lora_rank", {"lora_rank": 0}),
+        ("lora_alpha", {"lora_rank": 4, "lora_alpha": float("nan")}),
+        ("lora_dropout", {"lora_rank": 4, "lora_dropout": 1.0}),
+        ("lora_targets", {"lora_rank": 4, "lora_targets": "q_proj,,v_proj"}),
+        ("lora_rank", {"lora_adapter": "there", "lora_rank": 4}),  # it has its own
+        ("lora_alpha", {"lora_adapter": "there", "lora_alpha": 4.0}),
+        ("lora_targets", {"lora_adapter": "there", "lora_targets": "q_proj"}),
     ],
 )
-def test_settings_that_cannot_be_meant(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_settings_that_cannot_be_meant(field: str, fields: dict[str, Any]) -> None:
+    with refuses(ConfigError, field):
         LoraSettings(**fields)
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize(
-    ("targets", "words"),
-    [
-        ("q_proj,qproj", ["'qproj'", "down_proj, gate_proj"]),
-        ("embed_tokens", ["'embed_tokens'"]),
-        ("_proj", ["'_proj'"]),
-        ("q_proj,lm_head", ["lm_head", "tied"]),
-    ],
-)
-def test_targets_that_the_model_cannot_have(base: str, targets: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+@pytest.mark.parametrize("targets", ["q_proj,qproj", "embed_tokens", "_proj", "q_proj,lm_head"])
+def test_targets_that_the_model_cannot_have(base: str, targets: str) -> None:
+    with refuses(ConfigError, "lora_targets"):
         check_lora(LoraSettings(lora_rank=2, lora_targets=targets), base)
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_a_model_without_linears(tmp_path: Path) -> None:
@@ -382,16 +367,8 @@ def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
     state = torch.get_rng_state()
     check_lora(LoraSettings(lora_adapter=saved), base)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ConfigError) as refused:
+    with refuses(ConfigError, "lora_adapter", match=r"layers\.0\.self_attn\.q_proj\.lora_A"):
         check_lora(LoraSettings(lora_adapter=saved), tiny_pair.student)
-    words = (
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
-        "(3, 64)",  # in the adapter
-        "(3, 32)",  # in the student
-        repr(base),
-        repr(tiny_pair.student),
-    )
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def edit_config(saved: str, **changes: object) -> None:
@@ -420,41 +397,35 @@ Spoil = Callable[[str], object]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error", "words"),
+    ("spoil", "error"),
     [
-        (lambda s: Path(s, "adapter_config.json").unlink(), CheckpointError, ["cannot read"]),
-        (lambda s: Path(s, "adapter_config.json").write_text("{"), CheckpointError, ["cannot"]),
-        (lambda s: Path(s, "adapter_config.json").write_text("[]"), CheckpointError, ["cannot"]),
-        (shutil.rmtree, CheckpointError, ["adapter_config.json", "cannot read"]),
-        (cut_short, CheckpointError, ["adapter_model.safetensors", "cut short"]),
-        (pickled_alone, CheckpointError, ["no adapter_model.safetensors", "save it again"]),
-        (of_another_method, ConfigError, ["peft_type='IA3'"]),
-        (lambda s: edit_config(s, use_dora=True), ConfigError, ["use_dora=True", "plain LoRA"]),
-        (lambda s: edit_config(s, bias="all"), ConfigError, ["bias='all'"]),
-        (lambda s: edit_config(s, init_lora_weights="pissa"), ConfigError, ["'pissa'"]),
-        (lambda s: edit_config(s, modules_to_save=["lm_head"]), ConfigError, ["modules_to_save"]),
-        (lambda s: edit_config(s, of_tomorrow=2), ConfigError, ["of_tomorrow=2"]),
-        (lambda s: edit_config(s, r=2), ConfigError, ["(3, 64)", "(2, 64)"]),
-        (lambda s: edit_config(s, r="three"), ConfigError, ["does not fit"]),
-        (lambda s: edit_config(s, target_modules=["query"]), ConfigError, ["query", "made for"]),
-        (lambda s: edit_config(s, target_modules=["q_proj"]), ConfigError, ["none in the model"]),
-        (
-            lambda s: edit_config(s, target_modules=["embed_tokens"]),
-            ConfigError,
-            ["model.embed_tokens", "type Embedding"],
-        ),
+        (lambda s: Path(s, "adapter_config.json").unlink(), CheckpointError),
+        (lambda s: Path(s, "adapter_config.json").write_text("[]"), CheckpointError),
+        (shutil.rmtree, CheckpointError),
+        (cut_short, CheckpointError),
+        (pickled_alone, CheckpointError),
+        (of_another_method, ConfigError),
+        (lambda s: edit_config(s, use_dora=True), ConfigError),
+        (lambda s: edit_config(s, bias="all"), ConfigError),
+        (lambda s: edit_config(s, init_lora_weights="pissa"), ConfigError),
+        (lambda s: edit_config(s, modules_to_save=["lm_head"]), ConfigError),
+        (lambda s: edit_config(s, of_tomorrow=2), ConfigError),
+        (lambda s: edit_config(s, r=2), ConfigError),
+        (lambda s: edit_config(s, r="three"), ConfigError),
+        (lambda s: edit_config(s, target_modules=["query"]), ConfigError),
+        (lambda s: edit_config(s, target_modules=["q_proj"]), ConfigError),
+        (lambda s: edit_config(s, target_modules=["embed_tokens"]), ConfigError),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 def test_adapters_that_are_refused(
-    saved: str, base: str, spoil: Spoil, error: type[Exception], words: list[str]
+    saved: str, base: str, spoil: Spoil, error: type[Exception]
 ) -> None:
     spoil(saved)
     settings = LoraSettings(lora_adapter=saved)
     for attempt in (lambda: check_lora(settings, base), lambda: add_lora(load(base), settings)):
-        with pytest.raises(error) as refused:
+        with pytest.raises(error):
             attempt()
-        assert all(word in str(refused.value) for word in words), refused.value
 
 
 @pytest.fixture

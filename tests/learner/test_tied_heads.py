@@ -105,6 +105,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow  # two more processes; tests/learner/test_sharding.py has them always
 def test_two_workers_train_it(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path / "model")
     given = {"final": str(tmp_path / "final"), "tokenizer": path}
