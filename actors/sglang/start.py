@@ -132,7 +132,7 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
         raise ConfigError(
             "nvidia-smi does not say how large the GPU is that this engine shares; install the "
             "driver's tools, or use gpus_per_actor=1 without colocate",
-            field="gpus_per_engine",
+            field="gpus_per_actor",
         )
     from actors.sglang.memory import engine_room
 

@@ -197,7 +197,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     # Two layers of one head of 64, twice, in bfloat16; (80 - 4) / 2 and 80 - 4 - 50 GiB.
     assert tokens[0] - tokens[1] == pytest.approx(12 * GIB / (2 * 2 * 64 * 2), abs=1)
     monkeypatch.setattr(start, "gpu_bytes", lambda: None)
-    with refuses(ConfigError, "gpus_per_engine"):
+    with refuses(ConfigError, "gpus_per_actor"):
         HostedSglangEngine(**shared, gpu_share=0.5)
 
 
