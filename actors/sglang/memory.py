@@ -26,7 +26,7 @@ _WORKSPACE_BYTES = 512 << 20
 # What a sleeping server keeps of a GPU: its context; workspaces; NCCL's buffers of its ranks and of
 # the group that pushes weights (0.5 GiB); what the driver keeps of captured graphs outside their
 # pool (8 MiB each by SGLang's own count, 37 graphs); and blocks of torch's allocator that hold
-# some small tensor. An estimate: no GPU has measured it.
+# some small tensor. An estimate: a small model's server kept 1.03 GiB (docs/gpu-results.md).
 ASLEEP_BYTES = 3 * GIB
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a captured decode graph, by batch size: as SGLang reserves (arg_groups/memory_hook.py).
