@@ -1,4 +1,7 @@
-"""Rollout data: Segment -> Trajectory -> TrajectoryGroup, validated at construction.
+"""Rollout data: Segment -> Trajectory -> TrajectoryGroup.
+
+Constructors check nothing. A rollout worker checks a whole group once, before it is delivered
+(`distill.group_check`).
 
 Legend of shape suffixes, the same letters everywhere in this project:
 
@@ -8,14 +11,13 @@ Legend of shape suffixes, the same letters everywhere in this project:
     _L  layers (or, of what is packed end to end, tokens)
 
 `tokens_P_G_T[p][g][t]` is one token. All log-probs are natural logarithms (nats). Arrays are numpy,
-read-only after construction, so a group is a handful of buffers on the wire.
+and never changed in place.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
@@ -24,9 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.errors import DataError
-from distill.privileged import check_context
 from distill.routing import ExpertArray
-from distill.sampling import check_temperature
 
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -57,15 +57,6 @@ class StopReason(StrEnum):
     TIME = "time"  # the environment's limit on seconds
 
 
-def first_true(mask_T: BoolArray) -> int:
-    """Index of the first True of a mask that has one.
-
-    `np.argmax` gives the same, but lets go of the interpreter for it: a process whose other threads
-    compute gets it back up to 5 ms later.
-    """
-    return mask_T.tobytes().index(True)
-
-
 def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1:
@@ -80,27 +71,6 @@ def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.nda
         array = array.copy()
         array.flags.writeable = False
     return array
-
-
-def _frozen_experts(experts_TLK: ExpertArray) -> ExpertArray:
-    if experts_TLK.ndim != 3 or experts_TLK.dtype not in (np.uint8, np.uint16):
-        raise DataError(
-            f"experts_TLK has shape {experts_TLK.shape} and dtype {experts_TLK.dtype}; it must be "
-            "(tokens, layers, experts of a token) in uint8 or uint16"
-        )
-    flat = _freeze("experts_TLK", experts_TLK.reshape(-1), experts_TLK.dtype.type)
-    return flat.reshape(experts_TLK.shape)
-
-
-def _check_logprobs(name: str, logprobs_T: FloatArray, mask_T: BoolArray) -> None:
-    on_action_N = logprobs_T[mask_T]
-    bad_N = ~np.isfinite(on_action_N) | (on_action_N > LOGPROB_SLACK)
-    if bad_N.any():
-        where = int(np.flatnonzero(mask_T)[np.argmax(bad_N)])
-        raise DataError(
-            f"{name}[{where}] = {logprobs_T[where]} on an action token: a log-prob must be finite "
-            f"and at most 0 ({int(bad_N.sum())} of {len(on_action_N)} are not)"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,17 +126,6 @@ class TopLogprobs:
             ids_NK=self.ids_NK[positions_M], logprobs_NK=self.logprobs_NK[positions_M]
         )
 
-    def __setstate__(self, state: list[Any]) -> None:
-        _restore_read_only(self, state)
-
-
-def _restore_read_only(instance: Any, state: list[Any]) -> None:
-    """Unpickling: pickle protocols below 5 forget that an array was read-only."""
-    for attribute, value in zip(fields(instance), state, strict=True):
-        if isinstance(value, np.ndarray):
-            value.flags.writeable = False
-        object.__setattr__(instance, attribute.name, value)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
@@ -178,6 +137,7 @@ class Segment:
         behaviour_logprobs_T: float32 log p_T(y_t | y_<t) of the sampling engine; 0 elsewhere.
         versions_T: int32 weight version that sampled the token; -1 elsewhere.
         temperature: the T of both log-prob arrays, and of the loss. Its only home in the data.
+        first_action: index of the first action token, at least 1.
         teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
         teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
             only; no loss touches it. None where it was not asked for.
@@ -198,9 +158,6 @@ class Segment:
             policy itself as it trains; None: its weights never change.
         scored_by: the engines that gave the teacher's and the reference's log-probs, by the numbers
             of their lives (`Score.scored_by`); of what a teacher sampled, its own.
-
-    Raises:
-        DataError: names the field that breaks a rule.
     """
 
     tokens_T: TokenArray
@@ -208,6 +165,7 @@ class Segment:
     behaviour_logprobs_T: FloatArray
     versions_T: TokenArray
     temperature: float
+    first_action: int
     teacher_logprobs_T: FloatArray | None = None
     teacher_logprobs_q1_T: FloatArray | None = None
     policy_top_ids_NK: TokenArray | None = None
@@ -220,79 +178,12 @@ class Segment:
     teacher_version: int | None = None
     scored_by: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        set_ = object.__setattr__
-        check_temperature(self.temperature, "Segment.temperature")
-        set_(self, "temperature", float(self.temperature))
-        set_(self, "tokens_T", _freeze("tokens_T", self.tokens_T, np.int32))
-        mask_T = _freeze("action_mask_T", self.action_mask_T, np.bool_)
-        set_(self, "action_mask_T", mask_T)
-        set_(self, "versions_T", _freeze("versions_T", self.versions_T, np.int32))
-        logprob_names = ["behaviour_logprobs_T"]
-        for name in ("teacher_logprobs_T", "teacher_logprobs_q1_T", "reference_logprobs_T"):
-            if getattr(self, name) is not None:
-                logprob_names.append(name)
-        float_names = [*logprob_names, *(["bonuses_T"] if self.bonuses_T is not None else [])]
-        for name in float_names:
-            set_(self, name, _freeze(name, getattr(self, name), np.float32))
-        if self.teacher_context_T is not None:
-            context_T = _freeze("teacher_context_T", self.teacher_context_T, np.int32)
-            set_(self, "teacher_context_T", context_T)
-        arrays = ["action_mask_T", "versions_T", *float_names]
-        if self.experts_TLK is not None:
-            set_(self, "experts_TLK", _frozen_experts(self.experts_TLK))
-            arrays.append("experts_TLK")
-        for name in arrays:
-            if len(getattr(self, name)) != len(self.tokens_T):
-                raise DataError(
-                    f"{name} has {len(getattr(self, name))} entries for {len(self.tokens_T)} tokens"
-                )
-        self._check_values(logprob_names)
-
-    def _check_values(self, logprob_names: list[str]) -> None:
-        if len(self.tokens_T) == 0:
-            raise DataError("tokens_T is empty")
-        if self.tokens_T.min() < 0:
-            raise DataError(f"tokens_T holds a negative id, {self.tokens_T.min()}")
-        if self.action_mask_T[0]:
-            raise DataError(
-                "action_mask_T[0] is True: the first token has no context to sample from"
-            )
-        if not self.action_mask_T.any():
-            raise DataError("action_mask_T is False everywhere: there is nothing to train on")
-        if self.versions_T[self.action_mask_T].min() < 0:
-            raise DataError("versions_T is negative on an action token")
-        for name in logprob_names:
-            _check_logprobs(name, getattr(self, name), self.action_mask_T)
-        if self.bonuses_T is not None and not np.isfinite(self.bonuses_T).all():
-            raise DataError("bonuses_T is not finite")
-        check_context(
-            self.teacher_context_T, self.teacher_replaces, self.first_action, "teacher_replaces"
-        )
-        if self.teacher_top is not None and len(self.teacher_top) != self.num_actions:
-            raise DataError(
-                f"teacher_top has {len(self.teacher_top)} rows for {self.num_actions} action tokens"
-            )
-        top_ids_NK = self.policy_top_ids_NK
-        if top_ids_NK is not None and len(top_ids_NK) != self.num_actions:
-            raise DataError(
-                f"policy_top_ids_NK has {len(top_ids_NK)} rows for {self.num_actions} action tokens"
-            )
-
-    def __setstate__(self, state: list[Any]) -> None:
-        _restore_read_only(self, state)
-
     def __len__(self) -> int:
         return len(self.tokens_T)
 
     @property
     def num_actions(self) -> int:
-        return int(self.action_mask_T.sum())
-
-    @property
-    def first_action(self) -> int:
-        """Index of the first action token, at least 1."""
-        return first_true(self.action_mask_T)
+        return int(np.count_nonzero(self.action_mask_T))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,9 +191,6 @@ class Trajectory:
     """One episode: its segments in order, its reward, and why it ended.
 
     `reward_counts` is False where the reward says nothing, as of an episode that was cut off.
-
-    Raises:
-        DataError: no segments, segments at different temperatures, or a non-finite reward.
     """
 
     segments: tuple[Segment, ...]
@@ -310,19 +198,6 @@ class Trajectory:
     stop_reason: StopReason
     metrics: Mapping[str, float] = field(default_factory=dict)
     reward_counts: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", tuple(self.segments))
-        if not self.segments:
-            raise DataError("Trajectory.segments is empty")
-        temperatures = {segment.temperature for segment in self.segments}
-        if len(temperatures) > 1:
-            raise DataError(f"Trajectory.segments mixes temperatures {sorted(temperatures)}")
-        if not math.isfinite(self.reward):
-            raise DataError(f"Trajectory.reward = {self.reward} is not finite")
-        for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise DataError(f"Trajectory.metrics[{name!r}] = {value} is not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -338,9 +213,6 @@ class TrajectoryGroup:
     group that the teacher sampled instead of the policy: its behaviour log-probs are log q_T, and
     it is trained on by cross-entropy (`distill.teacher_samples`). `as_text` is True of one of those
     that an endpoint wrote as text: nobody knows its log q_T, and its behaviour log-probs are 0.
-
-    Raises:
-        DataError: a negative id, no trajectories, or mixed temperatures.
     """
 
     group_id: int
@@ -352,16 +224,6 @@ class TrajectoryGroup:
     answer: str | None = None
     by_teacher: bool = False
     as_text: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))
-        if self.group_id < 0:
-            raise DataError(f"TrajectoryGroup.group_id = {self.group_id} is negative")
-        if not self.trajectories_G:
-            raise DataError(f"group {self.group_id} has no trajectories")
-        temperatures = {segment.temperature for segment in self.segments()}
-        if len(temperatures) > 1:
-            raise DataError(f"group {self.group_id} mixes temperatures {sorted(temperatures)}")
 
     def segments(self) -> Iterator[Segment]:
         for trajectory in self.trajectories_G:

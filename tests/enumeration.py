@@ -28,7 +28,7 @@ from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.teachers import LocalTeachers
-from tests.samples import trajectory
+from tests.samples import segment_of, trajectory
 
 VOCAB, HORIZON, EOS = 5, 3, 1
 PROMPT = (3, 0, 2)
@@ -371,7 +371,7 @@ class World:
         columns = [*outcomes(self.stops), *range(VOCAB, self.teacher.config.vocab_size)]
         top_ids_NK = torch.tensor(columns)[top_NK]
         observed = len(PROMPT)
-        return Segment(
+        return segment_of(
             tokens_T=np.array([*PROMPT, *response]),
             action_mask_T=np.arange(observed + len(response)) >= observed,
             behaviour_logprobs_T=np.array([0.0] * observed + behaviour),

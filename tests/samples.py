@@ -42,10 +42,21 @@ def segment_fields(
     }
 
 
+def segment_of(**fields: Any) -> Segment:
+    """A segment of lists or arrays of any type, with its `first_action`."""
+    for name, value in fields.items():
+        if name.endswith("_T") and value is not None:
+            dtype = np.bool_ if name == "action_mask_T" else np.float32
+            ints = ("tokens_T", "versions_T", "teacher_context_T")
+            fields[name] = np.array(value, np.int32 if name in ints else dtype)
+    actions_N = np.flatnonzero(fields["action_mask_T"])
+    return Segment(**{"first_action": int(actions_N[0]) if len(actions_N) else 0, **fields})
+
+
 def segment(prompt: int = 3, actions: int = 4, *, seed: int = 0, version: int = 0, **changes: Any):
     if changes.get("teacher_context_T") is not None:
         changes = {"teacher_replaces": prompt} | changes
-    return Segment(**segment_fields(prompt, actions, seed=seed, version=version) | changes)
+    return segment_of(**segment_fields(prompt, actions, seed=seed, version=version) | changes)
 
 
 def trajectory(

@@ -44,8 +44,9 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
-        "stops", "group_share", "teacher_samples", "json_values", "model_paths", "libraries",
+        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "group_check",
+        "outlines", "stops", "group_share", "teacher_samples", "json_values", "model_paths",
+        "libraries",
         "json_schemas", "delivery", "tokenizer", "gpu", "main_memory", "weights", "engine",
         "sandbox", "chat",
         "text", "models", "objective", "data", "rewards", "tools", "envs", "envs/games",

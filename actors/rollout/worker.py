@@ -32,6 +32,7 @@ from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
+from distill.group_check import check_group
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
@@ -250,6 +251,7 @@ class RolloutWorker:
         """Produce a group and deliver it, or report its failure."""
         try:
             made = await self._produce(group)
+            check_group(made)
         except BdbQuit:
             raise  # the user quit the debugger, which ends the run
         except Exception as error:  # a bad rollout is data: any error is reported

@@ -10,16 +10,15 @@ views, so a process reads only the trajectories that it uses from a part in shar
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill.objective.tallies import outline
 from distill.types import Segment, TopLogprobs, Trajectory, TrajectoryGroup
-
-Made = TypeVar("Made")
 
 # Least size of a part's arrays, if the group is that large: Ray would copy objects below 100 kB
 # into the memory of the queue's process.
@@ -105,18 +104,15 @@ def pack_part(trajectories: Sequence[Trajectory]) -> Part:
 
 
 def unpack(part: Part) -> list[Trajectory]:
-    """Trajectories of a part.
-
-    Skips the validation of their constructors: the values were checked before they were packed.
-    """
+    """Trajectories of a part."""
     count = sum(state["segments"] for state in part.states)
     values = {name: _unpack_column(column, count) for name, column in part.segments.items()}
     segments = (
-        _make(Segment, dict(zip(values, of_segment, strict=True)))
+        Segment(**dict(zip(values, of_segment, strict=True)))
         for of_segment in zip(*values.values(), strict=True)
     )
     return [
-        _make(Trajectory, {**state, "segments": _next(segments, state["segments"])})
+        Trajectory(**{**state, "segments": tuple(islice(segments, state["segments"]))})
         for state in part.states
     ]
 
@@ -146,14 +142,3 @@ def _unpack_column(column: tuple[list[int] | None, Any], num_segments: int) -> S
         made.append(values[start : start + length] if length >= 0 else None)
         start += max(length, 0)
     return made
-
-
-def _next(segments: Iterator[Segment], count: int) -> tuple[Segment, ...]:
-    return tuple(next(segments) for _ in range(count))
-
-
-def _make(kind: type[Made], state: Mapping[str, Any]) -> Made:
-    instance = object.__new__(kind)
-    for name, value in state.items():
-        object.__setattr__(instance, name, value)
-    return instance

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from distill.engine import Sample
 from distill.errors import DataError
+from distill.privileged import check_context
 from distill.routing import ExpertArray, merged_experts
 from distill.types import FloatArray, Segment, TokenArray
 
 
 class _Chain:
-    """The parts of one segment: for each turn what was newly observed, then what was sampled."""
+    """The tokens of one segment so far, and its turns, each with the place of its sample."""
 
     def __init__(self) -> None:
         self.tokens: list[TokenArray] = []
-        self.mask: list[np.ndarray] = []
-        self.logprobs: list[FloatArray] = []
-        self.versions: list[TokenArray] = []
-        self.bonuses: list[FloatArray] = []
-        self.top_ids: list[TokenArray | None] = []
+        self.length = 0
+        self.trained: list[tuple[int, Sample, FloatArray | None]] = []
         self.experts: list[tuple[int, ExpertArray]] = []  # with the position of the first
 
     def seen_T(self) -> TokenArray:
-        return np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
+        return np.concatenate(self.tokens, dtype=np.int32)
 
-    @property
-    def is_trained(self) -> bool:
-        return any(mask.any() for mask in self.mask)
+    def append(
+        self, new_T: TokenArray, sample: Sample, bonuses_T: FloatArray | None, trained: bool
+    ) -> None:
+        self.tokens += [new_T, sample.tokens_T]
+        start = self.length + len(new_T)
+        self.length = start + len(sample.tokens_T)
+        if trained:
+            self.trained.append((start, sample, bonuses_T))
+        if (experts_NLK := sample.experts_NLK) is not None:
+            self.experts.append((self.length - 1 - len(experts_NLK), experts_NLK))
 
     def begins_with(self, observation_T: TokenArray) -> bool:
         """True if the first observation of the chain begins with all of this one."""
@@ -43,23 +46,34 @@ class _Chain:
         teacher_context_T: TokenArray | None,
         teacher_replaces: int,
     ) -> Segment:
-        tokens_T = np.concatenate(self.tokens)
+        mask_T = np.zeros(self.length, np.bool_)
+        logprobs_T = np.zeros(self.length, np.float32)
+        versions_T = np.full(self.length, -1, np.int32)
+        bonuses_T = np.zeros(self.length, np.float32) if with_bonuses else None
+        for start, sample, paid_T in self.trained:
+            sampled = slice(start, start + len(sample.tokens_T))
+            mask_T[sampled] = True
+            logprobs_T[sampled] = sample.logprobs_T
+            versions_T[sampled] = sample.versions_T
+            if bonuses_T is not None and paid_T is not None:
+                bonuses_T[sampled] = paid_T
         return Segment(
-            tokens_T=tokens_T,
-            action_mask_T=np.concatenate(self.mask),
-            behaviour_logprobs_T=np.concatenate(self.logprobs),
-            versions_T=np.concatenate(self.versions),
+            tokens_T=self.seen_T(),
+            action_mask_T=mask_T,
+            behaviour_logprobs_T=logprobs_T,
+            versions_T=versions_T,
             temperature=temperature,
+            first_action=self.trained[0][0],
             policy_top_ids_NK=self._top_ids_NK(),
             teacher_context_T=teacher_context_T,
             teacher_replaces=teacher_replaces,
-            bonuses_T=np.concatenate(self.bonuses) if with_bonuses else None,
-            experts_TLK=merged_experts(len(tokens_T), self.experts),
+            bonuses_T=bonuses_T,
+            experts_TLK=merged_experts(self.length, self.experts),
         )
 
     def _top_ids_NK(self) -> TokenArray | None:
-        known = [ids_TK for ids_TK in self.top_ids if ids_TK is not None]
-        return np.concatenate(known) if known and len(known) == len(self.top_ids) else None
+        known = [ids for _, sample, _ in self.trained if (ids := sample.top_ids_TK) is not None]
+        return np.concatenate(known) if known and len(known) == len(self.trained) else None
 
 
 class SegmentBuilder:
@@ -93,58 +107,56 @@ class SegmentBuilder:
         segments of the episode do, 0 elsewhere. A turn that is not trained is context alone.
 
         Raises:
-            DataError: bonuses for another number of tokens.
+            DataError: log-probs, versions or bonuses for another number of tokens; an empty
+                observation.
         """
+        self._with_bonuses = self._with_bonuses or bonuses_T is not None
         sampled = len(sample.tokens_T)
-        if bonuses_T is None:
-            bonuses_T = np.zeros(sampled, np.float32)
-        else:
-            self._with_bonuses = True
-        if len(bonuses_T) != sampled:
+        for name, values_T in (
+            ("logprobs_T", sample.logprobs_T),
+            ("versions_T", sample.versions_T),
+            ("bonuses_T", bonuses_T),
+        ):
+            if values_T is not None and len(values_T) != sampled:
+                raise DataError(
+                    f"{name} has {len(values_T)} entries for {sampled} sampled tokens", field=name
+                )
+        if len(observation_T) == 0:
             raise DataError(
-                f"bonuses_T has {len(bonuses_T)} entries for {sampled} sampled tokens",
-                field="bonuses_T",
+                "observation_T is empty: the first sampled token has no context",
+                field="observation_T",
             )
-        seen_T = self._chains[-1].seen_T() if self._chains else np.empty(0, np.int32)
-        if not self._chains or not np.array_equal(observation_T[: len(seen_T)], seen_T):
-            self._chains.append(_Chain())
-            seen_T = seen_T[:0]
-        chain = self._chains[-1]
-        new = len(observation_T) - len(seen_T)
-        chain.tokens += [np.asarray(observation_T[len(seen_T) :], np.int32), sample.tokens_T]
-        chain.mask += [np.zeros(new, np.bool_), np.full(sampled, trained)]
-        if not trained:
-            sample = replace(
-                sample,
-                logprobs_T=np.zeros(sampled, np.float32),
-                versions_T=np.full(sampled, -1, np.int32),
-            )
-            bonuses_T = np.zeros(sampled, np.float32)
-        chain.logprobs += [np.zeros(new, np.float32), sample.logprobs_T]
-        chain.versions += [np.full(new, -1, np.int32), sample.versions_T]
-        if trained:
-            chain.top_ids.append(sample.top_ids_TK)
-        chain.bonuses += [np.zeros(new, np.float32), np.asarray(bonuses_T, np.float32)]
-        if (experts_NLK := sample.experts_NLK) is not None:
-            end = len(observation_T) + sampled - 1
-            chain.experts.append((end - len(experts_NLK), experts_NLK))
+        if self._chains:
+            seen_T = self._chains[-1].seen_T()
+            if np.array_equal(observation_T[: len(seen_T)], seen_T):
+                new_T = np.asarray(observation_T[len(seen_T) :], np.int32)
+                self._chains[-1].append(new_T, sample, bonuses_T, trained)
+                return
+        self._chains.append(_Chain())
+        self._chains[-1].append(np.asarray(observation_T, np.int32), sample, bonuses_T, trained)
 
     def build(self) -> tuple[Segment, ...]:
         """The episode's segments, in order, but for those of which nothing is trained.
 
         Raises:
-            DataError: as of `Segment`; no turn is trained.
+            DataError: no turn is trained; the teacher's context is empty.
         """
-        if not any(chain.is_trained for chain in self._chains):
+        segments = tuple(self._segment(chain) for chain in self._chains if chain.trained)
+        if not segments:
             raise DataError("no turn of the episode is trained: there is nothing to learn from")
-        return tuple(self._segment(chain) for chain in self._chains if chain.is_trained)
+        return segments
 
     def _segment(self, chain: _Chain) -> Segment:
+        told = self._teacher_context_T
         first_T = self._chains[0].tokens[0]
-        told = self._teacher_context_T is not None and chain.begins_with(first_T)
-        return chain.segment(
+        if told is not None and not chain.begins_with(first_T):
+            told = None
+        replaces = 0 if told is None else len(first_T)
+        segment = chain.segment(
             self._temperature,
             with_bonuses=self._with_bonuses,
-            teacher_context_T=self._teacher_context_T if told else None,
-            teacher_replaces=len(first_T) if told else 0,
+            teacher_context_T=told,
+            teacher_replaces=replaces,
         )
+        check_context(told, replaces, segment.first_action, "teacher_replaces")
+        return segment

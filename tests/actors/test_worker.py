@@ -402,6 +402,32 @@ def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:
         assert re.search(r"'odd'.*even, maths.*, in problem \d", reason)
 
 
+class BadBonuses(OneTurn):
+    async def step(self, sample: Sample) -> StepResult:
+        return StepResult(bonuses_T=np.full(len(sample.tokens_T), np.nan, np.float32))
+
+
+class BadBonusesDataset(Dataset):
+    """Problem 2 pays bonuses that are no numbers."""
+
+    def builder(self, group_id: int) -> EnvGroupBuilder:
+        kind = BadBonusPairs if group_id == 1 else Pairs
+        return kind(prompt_T=ids(3, 4, 5 + group_id))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadBonusPairs(Pairs):
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [BadBonuses(self.prompt_T), OneTurn(self.prompt_T)]
+
+
+def test_bad_data_of_an_environment_is_not_delivered() -> None:
+    sink = Sink(groups=3)
+    run(sink, teachers={}, dataset=BadBonusesDataset())
+    assert {group.group_id for group in sink.done} == {0, 2} and sink.failed.keys() == {1}
+    assert "bonuses_T" in sink.failed[1] and "problem 2" in sink.failed[1]
+
+
 class FailingTeacher(PrefixEngine):
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         raise EngineError("the teacher fell over")

@@ -34,7 +34,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
-from tests.samples import keep_step
+from tests.samples import keep_step, segment_of
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {
@@ -54,7 +54,7 @@ def turns(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool], version:
     encoded = [(tokenizer(text)["input_ids"], sampled) for text, sampled in parts]
     mask_T = np.array([sampled for ids, sampled in encoded for _ in ids])
     logprobs_T = np.where(mask_T, -np.arange(1, len(mask_T) + 1) / 8, 0)
-    return Segment(
+    return segment_of(
         tokens_T=np.array([token for ids, _ in encoded for token in ids], np.int32),
         action_mask_T=mask_T,
         behaviour_logprobs_T=logprobs_T,

@@ -23,8 +23,8 @@ from cluster.run_files.trackers import Trackers, check_trackers
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
-from tests.samples import keep_step
+from distill.types import StopReason, Trajectory, TrajectoryGroup
+from tests.samples import keep_step, segment_of
 
 NewOpd = Callable[..., OpdConfig]
 NAMES = {"step": 3, "opd/reverse_kl": 0.5, "eval/pass@4": 0.25, "reward/mean/source=a.jsonl": 1.0}
@@ -33,7 +33,7 @@ NAMES = {"step": 3, "opd/reverse_kl": 0.5, "eval/pass@4": 0.25, "reward/mean/sou
 def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
     prompt, answer = (tokenizer.encode(text) for text in ("1+1=", "2"))
     mask_T = np.arange(len(prompt) + len(answer)) >= len(prompt)
-    segment = Segment(
+    segment = segment_of(
         tokens_T=np.array(prompt + answer, np.int32),
         action_mask_T=mask_T,
         behaviour_logprobs_T=np.where(mask_T, -0.5, 0),

@@ -23,7 +23,7 @@ from distill.objective.reward_advantages import (
 from distill.objective.settings import Baseline, ObjectiveConfig
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.refusals import refuses
-from tests.samples import segment, segment_fields, trajectory
+from tests.samples import segment, segment_fields, segment_of, trajectory
 
 numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20)
 
@@ -144,7 +144,7 @@ def test_opd_advantages_written_out(
     behaviour, teacher = fields["behaviour_logprobs_T"], fields["teacher_logprobs_T"]
     behaviour[~np.array(mask)] = np.nan  # what was only observed must not be read
     fields["action_mask_T"] = mask
-    made = Segment(**fields)
+    made = segment_of(**fields)
     [advantages] = opd_advantages([made], coefficient, discount)
     actions = [t for t in range(len(mask)) if mask[t]]
     for t in range(len(mask)):

@@ -116,8 +116,9 @@ def test_a_turn_that_is_not_trained_is_context() -> None:
 
 
 def test_nothing_to_see_before_the_first_sample_is_refused() -> None:
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as raised:
         build((ids(), sample(7)))
+    assert raised.value.field == "observation_T"
 
 
 def row(*bonuses: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.enumeration import error
 from tests.learner.conftest import NewLearner
-from tests.samples import trajectory
+from tests.samples import segment_of, trajectory
 from tests.tiny import VOCAB_SIZE
 
 TOP_K, KL_COEF, JSD_BETA = 5, 0.7, 0.3
@@ -83,13 +83,13 @@ def make_segment(
         "temperature": T, "teacher_context_T": None if hint is None else np.array(hint),
         "teacher_replaces": 0 if hint is None else len(prompt),
     }  # fmt: skip
-    log_q = teacher_logprobs(teacher, Segment(**bare))
+    log_q = teacher_logprobs(teacher, segment_of(**bare))
     scored_T = np.zeros(len(tokens), np.float32)
     scored_T[mask_T] = [
         log_q_V[tokens[t]].item() for t, log_q_V in zip(np.flatnonzero(mask_T), log_q, strict=True)
     ]
     top = torch.stack(log_q).topk(TOP_K)
-    return Segment(
+    return segment_of(
         **bare,
         teacher_logprobs_T=scored_T,
         teacher_top=TopLogprobs(
