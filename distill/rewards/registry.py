@@ -8,13 +8,14 @@ import re
 import time
 from bdb import BdbQuit
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,8 +42,9 @@ REWARD_TIMEOUT_S = 120.0
 ANSWERS_TIME_S = 20.0
 # Beyond, the squares of rewards are no finite float32.
 LARGEST_REWARD = 1e9
-# One thread: see `judge`.
-_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+# The reward thread returns quick results together, because waking the event loop costs more than
+# they do: at a batch's end, and after each call that ends so many seconds after the last return.
+_RETURN_EVERY_S = 0.01
 
 # A sign that is no minus between two operands; digits with or without commas between thousands; a
 # decimal part; an exponent. A dollar may stand before the digits; a dot after them only ends the
@@ -57,7 +59,8 @@ _NUMBER = re.compile(
 async def judge(reward: RewardFunction, response: Response | str, answer: str) -> float:
     """`reward(response, answer)`, in the one thread that this process has for rewards.
 
-    Of a `Response` the reward is given its `judged_text`.
+    Of a `Response` the reward is given its `judged_text`. Rewards that are requested in one pass of
+    the event loop, such as those of a group, go to the thread and back together.
 
     A reward may take long and need not be thread-safe, and what else the process does goes on
     meanwhile. Those that only compare texts (`_AT_ONCE`) take no thread. Each of the others has a
@@ -73,8 +76,7 @@ async def verdict(reward: RewardFunction, response: Response | str, answer: str)
     text = response if isinstance(response, str) else judged_text(reward, response)
     if reward in _AT_ONCE:
         return _verdict(reward, text, answer)
-    call = asyncio.get_running_loop().run_in_executor
-    return await call(_THREAD, _verdict, reward, text, answer)
+    return await _thread.verdict(reward, text, answer)
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -168,6 +170,67 @@ def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
     earned = reward(response, answer)
     expected = _EXPECTED.get(reward)
     return Verdict(reward=earned) if expected is None else against(earned, expected.format(answer))
+
+
+class _Asked(NamedTuple):
+    """A requested verdict."""
+
+    reward: RewardFunction
+    response: str
+    answer: str
+    future: asyncio.Future[Verdict]
+
+
+class _RewardThread:
+    """The thread of this process that computes rewards, one at a time."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        # By event loop: with local=True each actor of this process has its own.
+        self._batches: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = (
+            WeakKeyDictionary()
+        )
+
+    async def verdict(self, reward: RewardFunction, response: str, answer: str) -> Verdict:
+        loop = asyncio.get_running_loop()
+        asked = _Asked(reward, response, answer, loop.create_future())
+        batch = self._batches.setdefault(loop, [])
+        batch.append(asked)
+        if len(batch) == 1:
+            loop.call_soon(self._send, loop)
+        return await asked.future
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._executor.submit(self._compute, loop, self._batches.pop(loop))
+
+    def _compute(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Asked]) -> None:
+        results: list[tuple[_Asked, Verdict | BaseException]] = []
+        returned = time.monotonic()
+        for asked in batch:
+            if asked.future.cancelled():
+                continue
+            try:
+                result = _verdict(asked.reward, asked.response, asked.answer)
+            except BaseException as error:  # it is raised where the reward was requested
+                result = error
+            results.append((asked, result))
+            if time.monotonic() - returned > _RETURN_EVERY_S:
+                loop.call_soon_threadsafe(_return, results)
+                results, returned = [], time.monotonic()
+        loop.call_soon_threadsafe(_return, results)
+
+
+def _return(results: Sequence[tuple[_Asked, Verdict | BaseException]]) -> None:
+    for asked, result in results:
+        if asked.future.done():
+            continue  # cancelled
+        if isinstance(result, BaseException):
+            asked.future.set_exception(result)
+        else:
+            asked.future.set_result(result)
+
+
+_thread = _RewardThread()
 
 
 def _require_number(answer: str) -> None:
