@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import chz
 
 from actors.sglang.address import check_url, is_url
-from actors.sglang.flags import InFlight, parse_flags
+from actors.sglang.flags import OnWeightUpdate, parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
@@ -85,29 +85,7 @@ def checkpoint_bytes(model: str) -> int:
 
 
 @chz.chz
-class DecodingSettings:
-    """Decoding of many sequences at the same time."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
-    max_running_requests: int = chz.field(
-        default=256,
-        doc="largest number of sequences that an engine decodes at the same time; further ones "
-        "wait",
-        metadata=MAY_CHANGE,
-    )
-
-    @chz.validate
-    def _running_in_range(self) -> None:
-        if self.max_running_requests < 1:
-            raise ConfigError(
-                f"max_running_requests={self.max_running_requests} must be at least 1",
-                field="max_running_requests",
-            )
-
-
-@chz.chz
-class EngineChoices(DecodingSettings):
+class EngineChoices:
     """Kind and precision of the engines."""
 
     section: ClassVar[Section] = Section.ENGINES
@@ -143,7 +121,7 @@ class ServerSettings:
 
     section: ClassVar[Section] = Section.ENGINES
 
-    in_flight: InFlight = chz.field(
+    on_weight_update: OnWeightUpdate = chz.field(
         default="continue",
         doc="samples in progress when weights are pushed to an SGLang server. continue: under the "
         "new weights (each token's version is recorded); restart: from their prompts; finish: "
@@ -182,7 +160,7 @@ class StartSettings:
 
 
 @chz.chz
-class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings, StartSettings):
+class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
     """Settings of one engine. They contain no temperature: it is a field of every request."""
 
     kind: EngineKind = chz.field(
@@ -194,6 +172,9 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
     )
     dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
+    max_running_requests: int = chz.field(
+        default=256, doc="most sequences that are decoded at the same time; further ones wait"
+    )
     score_token_budget: int = chz.field(
         default=16384, doc="embedded: padded tokens per scoring forward"
     )
@@ -215,11 +196,9 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
     @chz.validate
     def _in_range(self) -> None:
-        if self.score_token_budget < 1:
-            raise ConfigError(
-                f"score_token_budget={self.score_token_budget} must be at least 1",
-                field="score_token_budget",
-            )
+        for name in ("max_running_requests", "score_token_budget"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
         if self.external:
             check_url(self.model)
         elif self.server_flags and self.kind == "embedded":
@@ -281,7 +260,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
             return self._model_arguments | {"stops": self.stops} | budget
         return self.server_arguments() | {
             "stops": self.stops,
-            "in_flight": self.in_flight,
+            "on_weight_update": self.on_weight_update,
             "request_deadline_s": self.request_deadline_s,
         }
 

@@ -70,11 +70,10 @@ def contestants(substeps: int) -> dict[str, dict[str, Any]]:
     many updates a step, and what it takes where the teacher is served."""
     full = {"estimator": "full"}
     several = full | {"num_substeps": substeps}
-    lean = several | {"meter_share": 0.25, "threads": 2}
     return {
         "estimator=full (auto)": full,
         f"estimator=full, num_substeps={substeps}": several,
-        f"estimator=full, num_substeps={substeps}, meter_share=0.25, threads=2": lean,
+        f"estimator=full, num_substeps={substeps}, threads=2": several | {"threads": 2},
         "estimator=top_k, of the student": {"estimator": "top_k"},
         "estimator=sampled": {"estimator": "sampled"},
     }

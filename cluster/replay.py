@@ -164,10 +164,9 @@ class StepReplay:
     def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:
         """Raise RunFailed if gradient or weights after `step` differ from those of the run."""
         was = self._kept.outcome(step)
-        why = self._why_not_compared(step, was)
-        if why or was is None:
+        if was is None:
             if final:
-                self._say(why)
+                self._say(f"step {step} never ended in the run; here it does")
             return
         workers = was["workers"]
         largest = differing = 0.0
@@ -188,14 +187,6 @@ class StepReplay:
                 largest = max(largest, gap)
         if final:
             self._say(_agreement(step, len(was["weights"]), workers, int(differing), largest))
-
-    def _why_not_compared(self, step: int, was: Mapping[str, Any] | None) -> str:
-        """Reason why the step cannot be compared with the run's; "" if it can."""
-        if was is None:
-            return f"step {step} never ended in the run; here it does"
-        if was["workers"] > 1 and self.config.lora_dropout:
-            return "dropout draws otherwise on one worker than on several: compare the metrics"
-        return ""
 
     def _what_if(
         self, config: RolloutConfig, before: Any, scratch: str, metrics: Mapping[str, float]

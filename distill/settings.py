@@ -15,6 +15,7 @@ that stands with that part; the classes of commands inherit it, and so do the pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from enum import StrEnum
 from typing import Any, ClassVar, Final
@@ -72,6 +73,18 @@ def with_default(part: type, name: str, default: Any) -> Any:
 def values_of(part: type, settings: object) -> dict[str, Any]:
     """The settings that `part` declares or inherits, as an object that has them all holds them."""
     return {name: getattr(settings, name) for name in chz.chz_fields(part)}
+
+
+def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:
+    """Flag of a setting of which a resumed run must keep `identity(value)` alone."""
+    return {"identity": identity}
+
+
+def identity_of(kind: type, name: str, value: Any) -> Any:
+    """The part of a setting's value that a resumed run must keep; by default all of it."""
+    field = chz.chz_fields(kind).get(name)
+    identity = field and (field.metadata or {}).get("identity")
+    return identity(value) if identity else value
 
 
 def declarer_of(kind: type, name: str) -> type:

@@ -52,21 +52,12 @@ class LoraSettings:
         doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
         "vocabulary projection",
     )
-    lora_dropout: float | None = chz.field(
-        default=None,
-        doc="dropout of the adapter's inputs in training; in opd, rl and dpo it adds noise to the "
-        "ratios too; default: none",
-    )
     lora_adapter: str | None = chz.field(
         default=None, doc="peft adapter (safetensors) to start from, instead of lora_rank"
     )
 
     @chz.validate
     def _lora_in_range(self) -> None:
-        if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
-            raise ConfigError(
-                f"lora_dropout={self.lora_dropout} must be in [0, 1)", field="lora_dropout"
-            )
         if self.lora_adapter is not None:
             for name in ("rank", "alpha", "targets"):
                 if (value := getattr(self, f"lora_{name}")) is not None:
@@ -78,9 +69,7 @@ class LoraSettings:
                     )
         elif self.lora_rank is not None:
             self._check_fresh(self.lora_rank)
-        elif any(
-            value is not None for value in (self.lora_alpha, self.lora_targets, self.lora_dropout)
-        ):
+        elif self.lora_alpha is not None or self.lora_targets is not None:
             raise ConfigError(
                 "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter=",
                 field="lora_rank",
@@ -251,23 +240,8 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
 
 
 @chz.chz
-class DropoutSettings:
-    """Dropout in training."""
-
-    section: ClassVar[Section] = Section.OPTIMIZER
-
-    dropout: bool = chz.field(
-        default=False,
-        doc="train with the dropout and the router noise of the checkpoint's config.json",
-    )
-
-
-@chz.chz
-class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
-    """Configuration of a learner: `LearnerSettings` with a model and a device.
-
-    With dropout, a loss must not compare log-probs with those of a sampler or a reference.
-    """
+class LearnerConfig(LearnerSettings, OptimizerConfig):
+    """Configuration of a learner: `LearnerSettings` with a model and a device."""
 
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
     origin: str | None = chz.field(

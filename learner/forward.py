@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -20,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import ConfigError
 from distill.models.attention_probe import shares_prefixes
 from distill.models.autocast import cast_grouped_products
-from distill.models.loading import rope_length, silence, train_time_noise
+from distill.models.loading import rope_length, silence
 from distill.models.logprobs import (
     DivergenceOf,
     Event,
@@ -49,7 +48,6 @@ class Forward:
         *,
         dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
-        dropout: bool = False,
         root: Root | None = None,
         shares: bool | None = None,
         packs: bool = False,
@@ -63,8 +61,6 @@ class Forward:
                 float32 in any case.
             gradient_checkpointing: layers keep only their inputs, and run again in the backward
                 pass.
-            dropout: train with the dropout and the router noise of the model's config. By default
-                there is none, so that log-probs are those of the policy that sampled.
             root: FSDP root of a sharded model; the model is used inside its forward.
             shares: result of `shares_prefixes` before the model was sharded: inside FSDP, a forward
                 pass that raises would leave a layer unsharded. None: probe here.
@@ -84,9 +80,7 @@ class Forward:
         if self._score is None:
             self._head = self._run(lambda: VocabularyHead(model, event))
         shares = shares_prefixes(model) if shares is None else shares
-        # `SharedPrefixModel` has no attention dropout; models trained with noise keep their own.
-        noisy = dropout and train_time_noise(model.config)
-        self._model = SharedPrefixModel(model) if shares and not noisy else PlainModel(model)
+        self._model = SharedPrefixModel(model) if shares else PlainModel(model)
         if packs and isinstance(self._model, PlainModel):
             raise ConfigError(
                 f"packing=True: {type(model).__name__} runs with its own attention, which would "
@@ -97,7 +91,7 @@ class Forward:
         # Mask of the last pass's tokens that are not padding, in the order of the layers' inputs.
         # None: there is no padding.
         self.real_tokens: Tensor | None = None
-        self._causal_lm, self._dropout = model, dropout
+        self._causal_lm = model
         mixed = dtype not in (None, model.dtype)
         self._autocast = partial(torch.autocast, model.device.type, dtype=dtype, enabled=mixed)
         if mixed:
@@ -109,14 +103,12 @@ class Forward:
     def training_mode(self) -> None:
         """Set the modules' mode for a training step.
 
-        Without `dropout` this is evaluation mode, except for adapters' dropout, which has its own
-        setting, and for layers with gradient checkpointing, which need training mode.
+        This is evaluation mode, without dropout and router noise: log-probs are those of the policy
+        that sampled. Only layers with gradient checkpointing need training mode.
         """
-        self._causal_lm.train(self._dropout)
-        for module in () if self._dropout else self._causal_lm.modules():
-            if isinstance(module, LoraLayer):
-                module.lora_dropout.train()
-            elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+        self._causal_lm.eval()
+        for module in self._causal_lm.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 silence(module)
                 module.training = True
 

@@ -263,9 +263,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         source = f"lora_adapter={settings.lora_adapter}"
         fields, made_for = _adapter_fields(settings.lora_adapter)
     try:
-        config = LoraConfig(
-            lora_dropout=settings.lora_dropout or 0.0, task_type="CAUSAL_LM", **fields
-        )
+        config = LoraConfig(lora_dropout=0.0, task_type="CAUSAL_LM", **fields)
         lora = get_peft_model(
             model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
         )

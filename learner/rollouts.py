@@ -75,7 +75,7 @@ class Rollouts:
     def plan(self, groups_P: Sequence[GroupOutline]) -> StepPlan:
         """Deals the rows of the groups, but for those that are filtered out."""
         objective = self._objective
-        if objective.remove_constant_reward_groups:
+        if objective.constant_groups == "drop":
             groups_P = [group for group in groups_P if group.constant_reward is None]
         updates = []
         for part_M in np.array_split(np.arange(len(groups_P)), objective.num_substeps):

@@ -135,7 +135,6 @@ class LearnerWorker:
             self.model,
             dtype=compute_dtype,
             gradient_checkpointing=self.passes.gradient_checkpointing,
-            dropout=config.dropout,
             root=self._root,
             shares=shares,
             packs=config.packing,
@@ -560,7 +559,7 @@ class LearnerWorker:
             put_away(self.optimizer)
 
     def rng_state(self, _: None) -> dict[str, Tensor]:
-        """States of this worker's random generators (used by dropout), by device type."""
+        """States of this worker's random generators, by device type."""
         states = {"cpu": torch.get_rng_state()}
         if self.device.startswith("cuda"):
             states["cuda"] = torch.cuda.get_rng_state(self.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.models.logprobs import TokenStats
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import StepCounts
-from distill.objective.settings import CLIP, DRO_BETA, DUAL_CLIP, PolicyObjective
+from distill.objective.settings import PolicyObjective
 from tests.samples import training_row
 
 
@@ -81,11 +81,8 @@ class Twin(NamedTuple):
 
 
 def bounds(how: PolicyObjective) -> tuple[float, float]:
-    low, high = CLIP.get(how.loss, (0.0, 0.0))
-    return (
-        1 - (low if how.clip_low is None else how.clip_low),
-        1 + (high if how.clip_high is None else how.clip_high),
-    )
+    low, high = how.clip_bounds
+    return 1 - low, 1 + high
 
 
 def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence: float) -> Twin:
@@ -95,7 +92,7 @@ def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence
     if how.loss == "importance_sampling":
         return Twin(-ratio * A, -ratio * A, 0)
     if how.loss == "dro":
-        beta = DRO_BETA if how.dro_beta is None else how.dro_beta
+        beta = 0.05
         gap = log_pi - log_old
         return Twin(-(A * log_pi - beta / 2 * gap**2), -(A - beta * gap), 0)
     of_ratio = -1 if ratio < 1 else 1
@@ -107,7 +104,7 @@ def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence
     if clipped_ratio * A < value:
         value, clipped = clipped_ratio * A, True
     if how.loss == "ppo" and A < 0:
-        least = (DUAL_CLIP if how.dual_clip is None else how.dual_clip) * A
+        least = 3.0 * A
         if value < least:
             value, clipped = least, True
     return Twin(-value, 0.0 if clipped else -ratio * A, of_ratio if clipped else 0)

@@ -90,6 +90,20 @@ class EndpointAddress:
     url_setting: str
     name_setting: str
 
+    @staticmethod
+    def of(setting: str, text: str) -> EndpointAddress:
+        """The endpoint of a setting that holds `NAME@http://host/v1`."""
+        name, at, rest = text.partition("@http")
+        if not at or not name.strip():
+            raise ConfigError(
+                f"{setting} must be NAME@http://host/v1: the model's name at the endpoint, and the "
+                "endpoint's address",
+                field=setting,
+            )
+        return EndpointAddress(
+            url=f"http{rest}", name=name, url_setting=setting, name_setting=setting
+        )
+
     def __post_init__(self) -> None:
         check_url(self.url_setting, self.url, API_KEY_VARIABLE)
         if not self.name.strip():
@@ -351,8 +365,8 @@ class TextEndpoint:
             )
         if status == 404:
             return EndpointRefused(
-                f"{self._address}: there is no such path, or no {self._address.name_setting}="
-                f"{self._address.name} (HTTP 404): {said}"
+                f"{self._address}: there is no such path, or no model {self._address.name} "
+                f"(HTTP 404): {said}"
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
             return EndpointRefused(f"{self._address} refuses the request: {said}")

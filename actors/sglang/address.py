@@ -29,7 +29,7 @@ def check_url(url: str) -> None:
             f"teacher={url} is the address of an OpenAI-compatible endpoint, which answers in "
             "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
             "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
-            "samples of warmup= and teacher_samples= (teacher_samples_url=), and for SFT alone "
+            "samples of sft_steps= and sample_share= (samples_from=), and for SFT alone "
             "there are cluster.sample_to_sft and recipe=sft",
             field="teacher",
         )

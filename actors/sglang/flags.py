@@ -22,13 +22,12 @@ _OURS = {
     "--node-rank": "give --nnodes, and the run numbers the nodes",
     "--dist-init-addr": "give --nnodes, and the run says where the nodes meet",
     "--nccl-init-addr": "give --nnodes, and the run says where the nodes meet",
-    "--max-running-requests": "set max_running_requests=",
     "--custom-weight-loader": "weights are pushed through isotherm's own",
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }
 
 # What a weight push does to the samples under way (actors/sglang/weights.py).
-InFlight = Literal["continue", "restart", "finish", "in_place"]
+OnWeightUpdate = Literal["continue", "restart", "finish", "in_place"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 

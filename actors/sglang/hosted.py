@@ -7,7 +7,7 @@ from functools import partial
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
-from actors.sglang.flags import InFlight
+from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.nodes import MeetingPoint, RanksStore
 from actors.sglang.parallelism import parallelism
 from actors.sglang.server import SglangServer
@@ -34,7 +34,7 @@ class HostedSglangEngine(SglangEngine):
         threads: threads of the server's kernels on the CPU.
         max_running_requests: maximum number of sequences decoded concurrently; others are queued.
         flags: additional SGLang flags; they override the flags that this class sets.
-        in_flight: effect of a weight push on samples in progress (actors/sglang/weights.py).
+        on_weight_update: effect of a weight push on samples in progress (actors/sglang/weights.py).
         push_bucket_bytes: maximum size of the portions in which a rank receives pushed weights.
         gpu_share: fraction of a GPU that the server may fill.
         gpu_beside: bytes of that fraction which another process uses.
@@ -64,7 +64,7 @@ class HostedSglangEngine(SglangEngine):
         threads: int = 1,
         max_running_requests: int = 256,
         flags: str = "",
-        in_flight: InFlight = "continue",
+        on_weight_update: OnWeightUpdate = "continue",
         push_bucket_bytes: int = BUCKET_BYTES,
         gpu_share: float = 1,
         gpu_beside: int = 0,
@@ -126,7 +126,7 @@ class HostedSglangEngine(SglangEngine):
             stops=StopTokens.of([stop_token_ids(model_path)]) if stops is None else stops,
             weights=WeightSession(
                 client,
-                in_flight,
+                on_weight_update,
                 partial(pushed_shapes, model_path),
                 bucket_bytes=push_bucket_bytes,
                 handle_key=server.handle_key,

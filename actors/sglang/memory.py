@@ -96,7 +96,7 @@ class ServerMemory:
         Args:
             config: of the checkpoint.
             weights: bytes of all of them.
-            max_running: requests that are decoded together, at most.
+            max_running: requests that are decoded together, at most; a flag may say otherwise.
             flags: as they stand on SGLang's command line.
         """
         given, spread = parse_flags(flags), parallelism(flags)
@@ -109,7 +109,11 @@ class ServerMemory:
             * (8 * text.hidden_size + 3 * mlp // spread.tensor)
         )
         logits = _LOGPROB_ROWS * vocab_size(config) * 4 * _PER_LOGIT
-        graphs = 0 if "--disable-cuda-graph" in given else _GRAPH_BYTES * max_running
+        graphs = (
+            0
+            if "--disable-cuda-graph" in given
+            else _GRAPH_BYTES * _int_flag(given, "--max-running-requests", max_running)
+        )
         number = 1 if "fp8" in "".join(given.get("--kv-cache-dtype", [])) else _BYTES[dtype]
         fixed = _int_flag(given, "--max-total-tokens", 0)
         latent = getattr(text, "kv_lora_rank", None)

@@ -3,7 +3,7 @@
     check -> pause -> begin -> load, bucket by bucket -> end -> continue
                                with the last: drop the prefix cache, new version
 
-What becomes of samples under way is `in_flight`:
+What becomes of samples under way is `on_weight_update`:
 
     continue   they go on: SGLang takes them off the batch and computes their context again under
                the new weights. Each token's version tells which weights sampled it.
@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from actors.sglang.client import SglangClient
-from actors.sglang.flags import InFlight
+from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.weight_checks import ServerFacts, Shapes
 from actors.sglang.weight_loads import WeightLoads
 from distill.engine import Sample, WeightSource
@@ -53,7 +53,7 @@ from distill.weights.model_weights import BUCKET_BYTES
 from distill.weights.tensors import TensorLayout
 
 # SGLang's words for what becomes of samples under way.
-_PAUSES: Mapping[InFlight, str] = {
+_PAUSES: Mapping[OnWeightUpdate, str] = {
     "continue": "retract",
     "restart": "abort",
     "finish": "retract",
@@ -94,7 +94,7 @@ class WeightSession:
     def __init__(
         self,
         client: SglangClient,
-        in_flight: InFlight,
+        on_weight_update: OnWeightUpdate,
         shapes: Callable[[], Shapes],
         *,
         bucket_bytes: int = BUCKET_BYTES,
@@ -108,7 +108,7 @@ class WeightSession:
                 have none, and get nothing.
         """
         self._client = client
-        self._in_flight: InFlight = in_flight
+        self._on_weight_update: OnWeightUpdate = on_weight_update
         self._server: ServerFacts | None = None
         # Of the weights that were loaded last; None: those it started with.
         self.version: int | None = None
@@ -117,7 +117,7 @@ class WeightSession:
             self._facts,
             shapes,
             bucket_bytes=bucket_bytes,
-            flushes=in_flight != "in_place",
+            flushes=on_weight_update != "in_place",
             handle_key=handle_key or secrets.token_bytes(32),
         )
         self._loading = asyncio.Lock()
@@ -131,7 +131,7 @@ class WeightSession:
     @property
     def cache_namespace(self) -> dict[str, str]:
         """Fields of a request that keep it from prefixes which older weights have cached."""
-        return {"extra_key": f"load-{self._count}"} if self._in_flight == "in_place" else {}
+        return {"extra_key": f"load-{self._count}"} if self._on_weight_update == "in_place" else {}
 
     @property
     def loading(self) -> bool:
@@ -152,7 +152,7 @@ class WeightSession:
                 samples = await send()
             self._check_whole()
             cut = any(sample.stop_reason is StopReason.ABORTED for sample in samples)
-            if not (cut and self._in_flight == "restart" and self._count != loads):
+            if not (cut and self._on_weight_update == "restart" and self._count != loads):
                 return samples
 
     async def score(self, send: Callable[[], Awaitable[_T]]) -> _T:
@@ -247,7 +247,7 @@ class WeightSession:
     async def _quiet(self) -> None:
         """Waits for the requests under way that no load interrupts."""
         await self._scorings.ended()
-        if self._in_flight == "finish":
+        if self._on_weight_update == "finish":
             await self._generations.ended()
         self._count += 1
 
@@ -256,7 +256,7 @@ class WeightSession:
         if self._released:
             return
         self._still_since = time.perf_counter()
-        await self._order("/pause_generation", {"mode": _PAUSES[self._in_flight]})
+        await self._order("/pause_generation", {"mode": _PAUSES[self._on_weight_update]})
 
     async def _release(self) -> None:
         try:

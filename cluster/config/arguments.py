@@ -25,7 +25,23 @@ Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
 # A whole number in decimal or scientific notation: 1e3, 1_000.0.
 _DECIMAL = re.compile(r"[+-]?\d[\d_]*(\.\d*)?(e\+?\d)?", re.IGNORECASE)
-_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    tuple[float, float]: "two numbers",
+    bool: "True or False",
+    str: "a text",
+}
+
+
+# Names of settings of other systems, and what they are here.
+_ELSEWHERE = {
+    "prompt_key": "columns.prompt",
+    "answer_key": "columns.answer",
+    "clip_ratio_low": "clip",
+    "clip_ratio_high": "clip",
+    "epsilon_high": "clip",
+}
 
 
 class HelpAsked(Exception):
@@ -154,6 +170,8 @@ def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
 
 def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
     near = get_close_matches(key, list(_names(kind, given)), n=1)
+    if key in _ELSEWHERE:
+        near = [_ELSEWHERE[key]]
     if not near:  # search the docs for a name that other libraries use: learning_rate
         fields, words = chz.chz_fields(kind), key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]

@@ -73,7 +73,6 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
             dtype=choose_dtype(self.dtype, self.device),
             device=self.device,
             threads=self.threads,
-            max_running_requests=self.max_running_requests,
             server_flags=self.server_flags,
             stops=stops,
         )
@@ -311,16 +310,11 @@ class CommonConfig(
             total_steps=self.steps * updates_per_step,
             device=device,
             dtype=choose_dtype(self.learner_dtype, device),
-            dropout=self.with_dropout(),
             replays_routing=self.replays_routing(),
             stops=stops,
             **values_of(LearnerSettings, self),
         )
         return learner if resume_from is None else learner.resumed(resume_from)
-
-    def with_dropout(self) -> bool:
-        """True if the model trains with the dropout of its config; never for policies."""
-        return False
 
     def replays_routing(self) -> bool:
         """True if training rows include the routed experts of their tokens; only for policies."""

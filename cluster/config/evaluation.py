@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import chz
 
-from cluster.config.rows import ROWS
+from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
@@ -63,8 +63,8 @@ class DecoderSettings(LengthSettings):
 
 
 @chz.chz
-class IntervalSettings:
-    """Interval between a run's evaluations of its policy."""
+class HeldOutSettings:
+    """Held-out problems or rows of a run, and the interval between their evaluations."""
 
     section: ClassVar[Section] = Section.EVALUATION
 
@@ -74,28 +74,39 @@ class IntervalSettings:
         metadata=MAY_CHANGE,
     )
 
+    eval_source: str | None = chz.field(
+        default=None,
+        doc="held-out problems (rows, pairs): sources in the format of prompts= (data=), without "
+        "weights; default: eval_size of those are held out",
+        metadata=ROWS,
+    )
+    eval_size: float = chz.field(
+        default=64,
+        doc="problems (rows, pairs) to hold out, by a seeded choice of prompts: a number, or their "
+        "share below 1, for example 0.05; 0: none. For rollouts, a number is at most a tenth of "
+        "all, and with eval_source so many of it are evaluated",
+    )
+
     @chz.validate
-    def _interval_in_range(self) -> None:
+    def _held_out_in_range(self) -> None:
+        size = self.eval_size
+        if size < 0 or not (size < 1 or float(size).is_integer()):
+            raise ConfigError(
+                f"eval_size={size:g} must be a whole number, 0 or above, or a share below 1",
+                field="eval_size",
+            )
+        if self.eval_source is not None:
+            unweighted_sources("eval_source", self.eval_source)
         if self.eval_every < 0:
             raise ConfigError(f"eval_every={self.eval_every} must not be negative")
 
 
 @chz.chz
-class EvaluationSettings(DecoderSettings, IntervalSettings):
+class EvaluationSettings(DecoderSettings, HeldOutSettings):
     """A run's evaluations of its own policy."""
 
     section: ClassVar[Section] = Section.EVALUATION
 
-    eval_prompts: str | None = chz.field(
-        default=None,
-        doc="held-out prompts, in the format of prompts=; default: eval_size problems are held out",
-        metadata=ROWS,
-    )
-    eval_size: int = chz.field(
-        default=64,
-        doc="problems in an evaluation; without eval_prompts at most a tenth of all is held out; "
-        "0: none",
-    )
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluations, in tokens; default: max_new_tokens"
     )
@@ -109,9 +120,7 @@ class EvaluationSettings(DecoderSettings, IntervalSettings):
 
     @chz.validate
     def _evaluation_in_range(self) -> None:
-        if self.eval_size < 0:
-            raise ConfigError(f"eval_size={self.eval_size} must not be negative")
-        idle = {"eval_every": self.eval_every, "eval_prompts": self.eval_prompts}
+        idle = {"eval_every": self.eval_every, "eval_source": self.eval_source}
         if self.eval_size == 0 and (without := [name for name, value in idle.items() if value]):
             raise ConfigError(
                 f"{without[0]}={idle[without[0]]} changes nothing with eval_size=0, which runs "

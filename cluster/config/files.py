@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import chz
 import yaml
@@ -94,7 +94,11 @@ def _texts(
             elif field is not None and field._default is not None:
                 yield path, "None"
         elif field is not None and get_origin(field.x_type) is Mapping:
+            of_objects = chz.is_chz(get_args(field.x_type)[1])
             for key, each in value.items():
+                if not of_objects:
+                    yield f"{path}.{key}", _text(each)
+                    continue
                 if not isinstance(each, Mapping):
                     raise ConfigError(
                         f"{path}.{key}={_text(each)} is no mapping of settings; write "

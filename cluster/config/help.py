@@ -62,6 +62,8 @@ def type_text(field: Field) -> str:
 def _kind_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return ",".join(map(_kind_text, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
         texts = [_kind_text(option) for option in get_args(kind) if option is not NoneType]
         return "|".join(texts) if all(texts) else ""

@@ -17,7 +17,7 @@ from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
-from cluster.config.rows import ROWS, unweighted_sources
+from cluster.config.rows import ROWS
 from cluster.config.teachers import (
     TeacherConfig,
     TeacherSampleSettings,
@@ -32,9 +32,11 @@ from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
     AUTO,
-    DEFAULT_OVERLONG_PENALTY,
+    ConstantGroupSettings,
     ObjectiveConfig,
     PolicyObjective,
+    TeacherObjective,
+    is_own,
     require_advantages,
     require_comparison,
     require_reward,
@@ -50,9 +52,11 @@ from learner.config import LearnerConfig
 if TYPE_CHECKING:  # imports torch, which --help does not need
     from learner.checkpoint import Checkpoint
 
-# Default of meter_share with estimator=full: this share of groups, and at least so many per step.
+# With estimator=full the teacher's engine scores this share of groups, and at least so many a step.
 # The seed makes their choice independent of the choice of the groups that the teacher samples.
 METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
+# constant_groups=replace: most groups that a step passes over, in multiples of prompts_per_step.
+MOST_REPLACED = 3
 
 Keep = int | Literal["sample", "all", "none"]
 
@@ -86,11 +90,9 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         doc="supervised rows, in the format of recipe=sft, that every update trains on too",
         metadata=ROWS,
     )
-    sft_batch_size: int | None = chz.field(
-        default=None, doc="rows of sft_data per optimizer update; default: 8"
-    )
     sft_coef: float | None = chz.field(
-        default=None, doc="weight of the cross-entropy of sft_data; default: 0.1"
+        default=None,
+        doc="weight of the cross-entropy of sft_data, of which an update has 8 rows; default: 0.1",
     )
     try_first: bool = chz.field(
         default=True,
@@ -101,15 +103,17 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
     @chz.validate
     def _data_in_range(self) -> None:
-        for name in ("sft_batch_size", "sft_coef"):
-            value = getattr(self, name)
-            if value is not None and self.sft_data is None:
-                raise ConfigError(f"{name}={value} changes nothing without sft_data; leave it out")
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(
-                    f"{name}={value} must be above 0, and finite; leave sft_data out to train on "
-                    "rollouts alone"
-                )
+        if self.sft_coef is not None and self.sft_data is None:
+            raise ConfigError(
+                f"sft_coef={self.sft_coef} changes nothing without sft_data; leave it out",
+                field="sft_coef",
+            )
+        if self.sft_coef is not None and not 0 < self.sft_coef < float("inf"):
+            raise ConfigError(
+                f"sft_coef={self.sft_coef} must be above 0, and finite; leave sft_data out to "
+                "train on rollouts alone",
+                field="sft_coef",
+            )
         if self.prompts is not None and not self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(f"prompts={self.prompts} changes nothing: env={name} reads no file")
@@ -121,7 +125,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         if self.sft_data is not None:
             parse_sources("sft_data", self.sft_data)
         for name in chz.chz_fields(PromptColumns):
-            if getattr(self, name) is not None and not self.env.reads_prompts:
+            if getattr(self, name) and not self.env.reads_prompts:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} changes nothing: env="
                     f"{type(self.env).__name__} reads no file"
@@ -366,11 +370,11 @@ class RolloutConfig(
                 "gpus_per_actor=0.5, or colocate=share to place them on one node",
                 field="colocate",
             )
-        if self.in_flight == "in_place":
+        if self.on_weight_update == "in_place":
             raise ConfigError(
-                "in_flight=in_place with colocate=sleep: samples under way would need the cache "
-                "that sleep releases; use in_flight=continue",
-                field="in_flight",
+                "on_weight_update=in_place with colocate=sleep: samples under way would need the "
+                "cache that sleep releases; use on_weight_update=continue",
+                field="on_weight_update",
             )
 
     def _check_whole_steps(self) -> None:
@@ -432,13 +436,11 @@ class RolloutConfig(
                     f"env.{field}={getattr(self.env, field)} changes nothing with bonus_coef=0; "
                     "give a coefficient, or leave it out"
                 )
-        if self.eval_prompts is not None and not self.env.reads_prompts:
+        if self.eval_source is not None and not self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(
-                f"eval_prompts={self.eval_prompts} changes nothing: env={name} reads no file"
+                f"eval_source={self.eval_source} changes nothing: env={name} reads no file"
             )
-        if self.eval_prompts is not None:
-            unweighted_sources("eval_prompts", self.eval_prompts)
 
     @property
     def only_keeps(self) -> bool:
@@ -466,12 +468,10 @@ class RolloutConfig(
         objective = self.objective()
         if not objective.mask_truncated and not objective.overlong_buffer:
             return None
-        penalty = objective.overlong_penalty
         return LengthRules(
             max_new_tokens=self.max_new_tokens,
             mask_truncated=objective.mask_truncated,
             overlong_buffer=objective.overlong_buffer,
-            overlong_penalty=DEFAULT_OVERLONG_PENALTY if penalty is None else penalty,
         )
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
@@ -647,9 +647,8 @@ class RolloutConfig(
             dtype=choose_dtype(self.dtype, device),
             device=device,
             threads=self.threads,
-            max_running_requests=self.max_running_requests,
             server_flags=server_flags,
-            in_flight=self.in_flight,
+            on_weight_update=self.on_weight_update,
             gpu_share=min(1.0, self.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,
@@ -659,12 +658,12 @@ class RolloutConfig(
 
 
 @chz.chz
-class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, ObjectiveConfig):
+class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherObjective):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    estimator: str = with_default(ObjectiveConfig, "estimator", AUTO)
+    estimator: str = with_default(TeacherObjective, "estimator", AUTO)
     teacher_server_flags: str = chz.field(
         default="",
         doc="further flags of SGLang for teacher servers",
@@ -676,17 +675,9 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         "grows up to 8 while scoring is too slow",
         metadata=MAY_CHANGE,
     )
-    meter_share: float | None = chz.field(
-        default=None,
-        doc="estimator=full: share of the groups that the teacher's engine scores too, for the "
-        "metrics opd/*, the bias meter and the kept rollouts; the loss uses the learner's own "
-        "copy. Default: a quarter, and at least 8 groups a step",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _opd_in_range(self) -> None:
-        self._check_meter()
         self.pool("teacher_engines")
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
@@ -712,7 +703,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         return "opd"
 
     def objective(self) -> ObjectiveConfig:
-        return ObjectiveConfig(**values_of(ObjectiveConfig, self))
+        return ObjectiveConfig(**values_of(TeacherObjective, self))
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
@@ -721,8 +712,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         return {
             "": TeacherConfig(
                 model=self.student if self.teacher_moves else self.teacher,
-                samples_url=self.teacher_samples_url,
-                samples_name=self.teacher_samples_name,
+                samples_from=self.samples_from,
             )
         }
 
@@ -732,7 +722,9 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     def feedback_template(self) -> FeedbackTemplate | None:
         if self.teacher_feedback is None:
             return None
-        return FeedbackTemplate(text=self.teacher_feedback, right_from=self.least_right)
+        return FeedbackTemplate(
+            text=self.teacher_feedback, correct_reward_threshold=self.correct_threshold
+        )
 
     def _check_feedback(self) -> None:
         if self.teacher_feedback == "{prompt}":
@@ -742,10 +734,10 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
             )
         template = self.feedback_template()
         tells = template is not None and "outcome" in template.placeholders
-        if self.right_from is not None and not (tells or self.hint_bonus_coef):
+        if self.correct_reward_threshold is not None and not (tells or self.hint_bonus_coef):
             raise ConfigError(
-                f"right_from={self.right_from} changes nothing without {{outcome}} in "
-                "teacher_feedback, or hint_bonus_coef; leave it out"
+                f"correct_reward_threshold={self.correct_reward_threshold} changes nothing without "
+                "{outcome} in teacher_feedback, or hint_bonus_coef; leave it out"
             )
         if self.hint_bonus_coef and not self.teacher_moves:
             raise ConfigError(
@@ -756,12 +748,12 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
 
     def _check_own_teacher(self) -> None:
         """Raises ConfigError for settings that conflict with teacher=policy."""
-        for name in ("warmup", "teacher_samples"):
-            if getattr(self, name) and self.teacher_samples_url is None:
+        for name in ("sft_steps", "sample_share"):
+            if getattr(self, name) and self.samples_from is None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with teacher={OWN}: the student would learn to "
                     "say what it says; leave one of them out, or have another model write the "
-                    "samples (teacher_samples_url=)"
+                    "samples (samples_from=)"
                 )
         if self.teacher_rule is not None and self.only_keeps:
             raise ConfigError(
@@ -786,53 +778,32 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     def scored_by_teacher(self) -> GroupShare:
         if self._scores_are_trained_on:
             return EVERY_GROUP
-        enough = max(METERED_SHARE, METERED_GROUPS / self.prompts_per_step)
         return GroupShare(
-            share=min(1.0, enough) if self.meter_share is None else self.meter_share,
+            share=min(1.0, max(METERED_SHARE, METERED_GROUPS / self.prompts_per_step)),
             groups_per_step=self.prompts_per_step,
             seed=(self.seed, METERED_SEED),
         )
 
     @property
-    def _scores_are_trained_on(self) -> str:
-        """The setting that makes the loss depend on the scores of the teacher's engine.
+    def _scores_are_trained_on(self) -> bool:
+        """True if the loss depends on the scores of the teacher's engine.
 
-        Empty with estimator=full alone, where the loss uses the learner's copy of the teacher.
+        With estimator=full alone the loss uses the learner's copy of the teacher.
         """
-        if self.estimator != "full":
-            return f"estimator={self.estimator}"
-        if self.only_keeps:
-            return "train=False"
-        if self.rollouts is not None:
-            return f"rollouts={self.rollouts}"
-        for name in ("kl_clip", "advantage", "hint_bonus_coef"):
-            if value := getattr(self, name):
-                return f"{name}={value}"
-        return f"loss={self.loss}" if ":" in self.loss else ""
-
-    def _check_meter(self) -> None:
-        if self.meter_share is None:
-            return
-        if not 0 < self.meter_share <= 1:
-            raise ConfigError(
-                f"meter_share={self.meter_share} must be in (0, 1]: the share of groups that the "
-                "teacher's engine scores"
-            )
-        if self.rollouts is not None:
-            raise ConfigError(
-                f"meter_share={self.meter_share} changes nothing with rollouts={self.rollouts}: "
-                "the groups are there, with the scores that they have; leave it out"
-            )
-        if self.estimator != AUTO and (needs := self._scores_are_trained_on):
-            raise ConfigError(
-                f"meter_share={self.meter_share} with {needs}, which needs the engine's scores of "
-                "every group; leave it out"
-            )
+        return bool(
+            self.estimator != "full"
+            or self.only_keeps
+            or self.rollouts is not None
+            or self.kl_clip
+            or self.advantage
+            or self.hint_bonus_coef
+            or is_own(self.loss)
+        )
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         return TeacherSamples(
-            warmup_groups=self.warmup * self.prompts_per_step,
-            share=self.teacher_samples,
+            warmup_groups=self.sft_steps * self.prompts_per_step,
+            share=self.sample_share,
             groups_per_step=self.prompts_per_step,
             seed=self.seed,
             vocab_size=vocab_size,
@@ -846,35 +817,27 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
 
 
 @chz.chz
-class RlConfig(RolloutConfig, PolicyObjective):
+class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
     reward_coef: float = with_default(PolicyObjective, "reward_coef", 1.0)
-    dynamic_sampling: float = chz.field(
-        default=0.0,
-        doc="replace groups whose members all have the same reward by groups of further prompts, "
-        "in each step at most this many times prompts_per_step of them (usually 3); 0: off",
-    )
 
     @chz.validate
     def _rl_in_range(self) -> None:
         require_reward(self, self.group_size)
-        if not 0 <= self.dynamic_sampling < float("inf"):
+        if self.constant_groups != "train" and self.reward_coef == 0:
             raise ConfigError(
-                f"dynamic_sampling={self.dynamic_sampling} must be 0 (off) or more, and finite: "
-                "how many times prompts_per_step groups a step may pass over"
+                f"constant_groups={self.constant_groups} is for task rewards, and reward_coef=0 "
+                "trains on none; leave it out, or give a reward_coef",
+                field="constant_groups",
             )
-        if self.dynamic_sampling and self.baseline == "global":
+        if self.constant_groups != "train" and self.baseline == "global":
             raise ConfigError(
-                f"dynamic_sampling={self.dynamic_sampling} with baseline=global would throw away a "
-                "signal: a group of one reward is better or worse than the others; leave it out"
-            )
-        if self.dynamic_sampling and not self.most_replaced:
-            raise ConfigError(
-                f"dynamic_sampling={self.dynamic_sampling} x prompts_per_step="
-                f"{self.prompts_per_step} is less than one group a step; raise it, or leave it out"
+                f"constant_groups={self.constant_groups} with baseline=global would throw away a "
+                "signal: a group of one reward is better or worse than the others; leave it out",
+                field="constant_groups",
             )
         _check_reference(self, self)
 
@@ -884,10 +847,14 @@ class RlConfig(RolloutConfig, PolicyObjective):
 
     @property
     def most_replaced(self) -> int:
-        return int(self.dynamic_sampling * self.prompts_per_step)
+        return MOST_REPLACED * self.prompts_per_step if self.constant_groups == "replace" else 0
 
     def objective(self) -> ObjectiveConfig:
-        return ObjectiveConfig(kl_coef=0.0, **values_of(PolicyObjective, self))
+        return ObjectiveConfig(
+            kl_coef=0.0,
+            constant_groups=self.constant_groups,
+            **values_of(PolicyObjective, self),
+        )
 
 
 def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:

@@ -162,7 +162,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     if config.eval_engines and not len(held_out):
         raise ConfigError(
             f"eval_engines={config.eval_engines} have nothing to evaluate: no problem is held out; "
-            "give eval_prompts=, or leave it out"
+            "give eval_source=, or leave it out"
         )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
@@ -178,7 +178,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 read=read_sft,
             ),
         )
-    readers = {"prompts": read, "eval_prompts": read, "sft_data": read_sft}
+    readers = {"prompts": read, "eval_source": read, "sft_data": read_sft}
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocab_size(student),
@@ -287,17 +287,17 @@ def _load_problems(
     longest = max(config.max_new_tokens, config.longest_evaluation())
     evaluation = config.env.evaluation()
     sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
-    if config.eval_prompts is None:
+    if config.eval_source is None:
         train = load(config.env, sources, longest)
         same = evaluation is config.env
         return _hold_out(
             train, train if same else load(evaluation, sources, longest), sources, config
         )
     train = load(config.env, sources, config.max_new_tokens)
-    apart = unweighted_sources("eval_prompts", config.eval_prompts)
+    apart = unweighted_sources("eval_source", config.eval_source)
     held_out = load(evaluation, apart, longest)
     sizes = [len(problems) for problems in held_out]
-    counts = shares(sizes, min(sum(sizes), config.eval_size))
+    counts = shares(sizes, _held_out_number(config.eval_size, sum(sizes), sum(sizes)))
     taken = [each.subset(range(count)) for each, count in zip(held_out, counts, strict=True)]
     return mixture(train, sources), mixture(taken, apart)
 
@@ -318,12 +318,13 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{unjudged[0] if several else f'{config.prompts}:{unjudged[0]}'} has none "
-            "(answer_key= says which column it is)"
+            "(columns.answer= says which column it is)"
         )
     if objective.hint_bonus_coef > 0 and unjudged:
         raise ConfigError(
             f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
-            f"{config.prompts}:{unjudged[0]} has no `answer` (answer_key= says which column it is)"
+            f"{config.prompts}:{unjudged[0]} has no `answer` (columns.answer= says which column "
+            "it is)"
         )
     if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
         raise ConfigError(
@@ -382,14 +383,14 @@ def _check_feedback(
     if template.judges and unjudged:
         raise ConfigError(
             "teacher_feedback tells of the reward, and there is none without an `answer`: "
-            f"{config.prompts}:{unjudged[0]} has none (answer_key= says which column it is)"
+            f"{config.prompts}:{unjudged[0]} has none (columns.answer= says which column it is)"
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
             f"teacher_feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
-            "words come from a reward that looks at the prompt's `answer` (answer_key= says which "
-            "column it is), not from a reward_model; leave it out"
+            "words come from a reward that looks at the prompt's `answer` (columns.answer= says "
+            "which column it is), not from a reward_model; leave it out"
         )
 
 
@@ -424,15 +425,15 @@ def _hold_out(
 ) -> tuple[EnvDataset, EnvDataset]:
     """Split problems into (train, held out) by a seeded choice.
 
-    Holds out at most eval_size problems and at most a tenth of all, from each source in proportion
-    to its size. Problems with the same prompt stay on the same side.
+    Holds out `eval_size` problems, a number of them at most a tenth of all, from each source in
+    proportion to its size. Problems with the same prompt stay on the same side.
 
     Args:
         problems: problems of each source, as training uses them.
         evaluated: the same problems, as evaluations use them.
     """
     sizes = [len(each) for each in problems]
-    counts = shares(sizes, min(config.eval_size, sum(sizes) // 10))
+    counts = shares(sizes, _held_out_number(config.eval_size, sum(sizes), sum(sizes) // 10))
     chosen = choose_held_out(
         [_prompt_keys(i, each, config.group_size) for i, each in enumerate(problems)],
         [min(count, size - 1) for count, size in zip(counts, sizes, strict=True)],
@@ -443,6 +444,11 @@ def _hold_out(
         train.append(each.subset([p for p in range(len(each)) if p not in held_out]))
         apart.append(played.subset(sorted(held_out)))
     return mixture(train, sources), mixture(apart, sources)
+
+
+def _held_out_number(size: float, total: int, most: int) -> int:
+    """Number of problems that `eval_size` stands for: below 1 a share of `total`."""
+    return round(size * total) if size < 1 else min(int(size), most)
 
 
 def _prompt_keys(source: int, problems: EnvDataset, group_size: int) -> list[Hashable]:

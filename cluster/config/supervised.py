@@ -10,15 +10,14 @@ from chz.mungers import default_munger
 
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import model_field
-from cluster.config.evaluation import IntervalSettings
-from cluster.config.rows import ROWS, unweighted_sources
+from cluster.config.evaluation import HeldOutSettings
+from cluster.config.rows import ROWS
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.data.columns import CompletionColumns, PreferenceColumns
+from distill.data.columns import Columns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, with_default
 from distill.stops import StopSettings
-from learner.config import DropoutSettings
 
 _STEPS = 100
 # The steps of a run whose epochs have no length yet: its rows are to be read first.
@@ -39,47 +38,6 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
             f"steps={steps} and epochs={config.epochs:g} both say how long to train; leave one out"
         )
     return _UNREAD
-
-
-@chz.chz
-class HeldOutSettings(IntervalSettings):
-    """Rows (or pairs) that are evaluated and not trained."""
-
-    section: ClassVar[Section] = Section.EVALUATION
-
-    validation: str | None = chz.field(
-        default=None,
-        doc="held-out rows: sources in the format of data=, without weights; evaluated at the "
-        "start, at the end and every eval_every steps",
-        metadata=ROWS,
-    )
-    validation_share: float | None = chz.field(
-        default=None,
-        doc="share of the rows (pairs) of data= that is held out, by a seeded choice of prompts "
-        "(for example 0.05); instead of validation",
-    )
-
-    @property
-    def validates(self) -> bool:
-        return self.validation is not None or self.validation_share is not None
-
-    @chz.validate
-    def _held_out_in_range(self) -> None:
-        share = self.validation_share
-        if share is not None and self.validation is not None:
-            raise ConfigError(
-                f"validation_share={share:g} and validation={self.validation}: rows are held out "
-                "of data=, or come from a source of their own; leave one of them out"
-            )
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(f"validation_share={share:g} must be between 0 and 1")
-        if self.validation is not None:
-            unweighted_sources("validation", self.validation)
-        if self.eval_every and not self.validates:
-            raise ConfigError(
-                f"eval_every={self.eval_every} changes nothing without held-out rows; give "
-                "validation=FILE or validation_share=0.05"
-            )
 
 
 @chz.chz
@@ -117,6 +75,27 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
         default=None, doc="longest row, in tokens; default: the model's context"
     )
 
+    eval_size: float = with_default(HeldOutSettings, "eval_size", 0)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_source is not None or self.eval_size > 0
+
+    @chz.validate
+    def _evaluation_in_range(self) -> None:
+        if self.eval_size and self.eval_source is not None:
+            raise ConfigError(
+                f"eval_size={self.eval_size:g} and eval_source={self.eval_source}: rows are held "
+                "out of data=, or come from a source of their own; leave one of them out",
+                field="eval_size",
+            )
+        if self.eval_every and not self.evaluates:
+            raise ConfigError(
+                f"eval_every={self.eval_every} changes nothing without held-out rows; give "
+                "eval_source=FILE or eval_size=0.05",
+                field="eval_every",
+            )
+
     @chz.validate
     def _batch_in_range(self) -> None:
         self.require_evaluations(self.eval_every)
@@ -136,7 +115,7 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
 
 
 @chz.chz
-class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
+class SftConfig(Columns, SupervisedConfig):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -152,9 +131,6 @@ class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
     @chz.validate
     def _data_in_range(self) -> None:
         parse_sources("data", self.data)
-
-    def with_dropout(self) -> bool:
-        return self.dropout
 
 
 @chz.chz
@@ -176,7 +152,7 @@ class PreferenceSettings:
 
 
 @chz.chz
-class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
+class DpoConfig(Columns, SupervisedConfig, PreferenceSettings):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -199,7 +175,7 @@ class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
 
 
 @chz.chz
-class RewardModelConfig(PreferenceColumns, SupervisedConfig):
+class RewardModelConfig(Columns, SupervisedConfig):
     """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
 
     section: ClassVar[Section] = Section.MODEL

@@ -20,7 +20,7 @@ from cluster.config.model_checks import (
 )
 from cluster.config.rows import digests_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
-from distill.data.columns import CompletionColumns, PreferenceColumns
+from distill.data.columns import Columns
 from distill.data.held_out import HeldOut, Unit, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
@@ -34,7 +34,6 @@ from distill.models.loading import (
     ends_of,
     load_config,
     meta_causal_lm,
-    train_time_noise,
     vocab_size,
 )
 from distill.models.model_files import check_model_files
@@ -76,9 +75,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits, stops, tokenizer = _limits(config)
-    if config.dropout:
-        _check_dropout(config)
-    read = reader_of(CompletionColumns, config)
+    read = reader_of(Columns, config)
 
     def examples(place: str) -> list[Unit]:
         rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
@@ -86,21 +83,6 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
 
     inputs = _supervised_inputs(config, read, examples, stops, tokenizer)
     return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
-
-
-def _check_dropout(config: SftConfig) -> None:
-    """Raises ConfigError for dropout=True where it changes nothing, or cannot be."""
-    noise = train_time_noise(load_config(config.model))
-    if not noise:
-        raise ConfigError(
-            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
-            "above 0. Set attention_dropout there, or leave dropout out"
-        )
-    if config.packing:
-        raise ConfigError(
-            f"packing=True with dropout=True: a model with {', '.join(noise)} above 0 keeps its "
-            "own attention, which would let packed rows see one another; leave one of them out"
-        )
 
 
 def check_dpo(config: DpoConfig) -> SupervisedInputs:
@@ -166,13 +148,11 @@ def _supervised_inputs(
     held_out: list[HeldOut] = []
     sources = parse_sources("data", config.data)
     units_by_source = [load(source.place) for source in sources]
-    if config.validation_share is not None:
-        units_by_source, held_out = _hold_out_rows(
-            config, config.validation_share, sources, units_by_source
-        )
+    if config.eval_size:
+        units_by_source, held_out = _hold_out_rows(config, sources, units_by_source)
     overlap = 0
-    if config.validation is not None:
-        held_out, overlap = _validation_rows(config, config.validation, load, units_by_source)
+    if config.eval_source is not None:
+        held_out, overlap = _rows_apart(config, config.eval_source, load, units_by_source)
     for source, units in zip(sources, units_by_source, strict=True):
         ours = list(chain.from_iterable(units))
         rows_D += ours
@@ -185,14 +165,13 @@ def _supervised_inputs(
         parts=parts,
         held_out=held_out,
         overlap=overlap,
-        digests=digests_of(config, {"data": read, "validation": read}),
+        digests=digests_of(config, {"data": read, "eval_source": read}),
         stops=stops,
     )
 
 
 def _hold_out_rows(
     config: SupervisedConfig,
-    share: float,
     sources: Sequence[Source],
     units_by_source: Sequence[Sequence[Unit]],
 ) -> tuple[list[Sequence[Unit]], list[HeldOut]]:
@@ -203,26 +182,26 @@ def _hold_out_rows(
     """
     trained: list[Sequence[Unit]] = []
     held_out = []
-    split = hold_out(units_by_source, share, seed=config.seed)
+    split = hold_out(units_by_source, config.eval_size, seed=config.seed)
     for source, (ours, apart) in zip(sources, split, strict=True):
         if not apart:
             raise ConfigError(
-                f"validation_share={share:g} of the {len(ours)} rows of {source.place} is less "
+                f"eval_size={config.eval_size:g} of the {len(ours)} rows of {source.place} is less "
                 "than its prompt with the fewest rows has, and a prompt's rows stay together (one "
-                "in several sources is not held out); give a larger share, or validation=FILE"
+                "in several sources is not held out); give a larger one, or eval_source=FILE"
             )
         trained.append(ours)
         held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
     return trained, held_out
 
 
-def _validation_rows(
+def _rows_apart(
     config: SftConfig | DpoConfig | RewardModelConfig,
-    validation: str,
+    place: str,
     load: Callable[[str], Sequence[Unit]],
     trained_units: Sequence[Sequence[Unit]],
 ) -> tuple[list[HeldOut], int]:
-    """The rows of each source of `validation`, and how many units have a prompt that is trained.
+    """The rows of each source of `eval_source`, and how many units have a prompt that is trained.
 
     Raises:
         ConfigError: a source is trained on as well.
@@ -230,11 +209,11 @@ def _validation_rows(
     trained = {source.place for source in parse_sources("data", config.data)}
     keys = {key for units in trained_units for key in unit_keys(units)}
     held_out, overlap = [], 0
-    for source in unweighted_sources("validation", validation):
+    for source in unweighted_sources("eval_source", place):
         if source.place in trained:
             raise ConfigError(
-                f"validation={validation}: {source.place} is in data= as well, and what is trained "
-                "on is not held out; give another file, or validation_share=0.05"
+                f"eval_source={place}: {source.place} is in data= as well, and what is trained "
+                "on is not held out; give another file, or eval_size=0.05"
             )
         units = load(source.place)
         overlap += sum(key in keys for key in unit_keys(units))
@@ -267,7 +246,7 @@ def _pair_inputs(
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
     """The pairs of a dpo or reward_model run; `limits` are the loader's."""
-    read = reader_of(PreferenceColumns, config)
+    read = reader_of(Columns, config)
 
     def pairs(place: str) -> list[Unit]:
         found = load_preference_pairs(place, tokenizer, **limits, read=read)

@@ -11,7 +11,7 @@ import chz
 from actors.rollout.text_endpoint import EndpointAddress
 from cluster.config.early_checks import OWN, model_field
 from distill.errors import ConfigError
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section
+from distill.settings import ESSENTIAL, Section, may_change_but
 from learner.config import ShadowRule
 
 
@@ -31,10 +31,9 @@ class TeacherConfig:
 
     model: str = model_field(doc="checkpoint, or http://host:port of a running SGLang server")
     weight: float = chz.field(default=1.0, doc="factor of kl_coef for this teacher")
-    samples_url: str | None = chz.field(
-        default=None, doc="teacher_samples_url for the prompts of this teacher"
+    samples_from: str | None = chz.field(
+        default=None, doc="samples_from for the prompts of this teacher"
     )
-    samples_name: str | None = chz.field(default=None, doc="teacher_samples_name for this teacher")
 
 
 @chz.chz
@@ -65,8 +64,8 @@ class TeacherSettings:
         default=None,
         doc="template of the text that the teacher sees in place of the prompt, filled in for each "
         "trajectory: {prompt} and any of {answer}, {response}, {reward}, {outcome} (right or "
-        "wrong, by right_from) and {feedback} (the environment's words). In a chat it replaces the "
-        "user's last message",
+        "wrong, by correct_reward_threshold) and {feedback} (the environment's words). In a chat "
+        "it replaces the user's last message",
     )
     teachers: Mapping[str, TeacherConfig] = chz.field(
         default_factory=dict,
@@ -138,96 +137,81 @@ class TeacherSampleSettings:
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    warmup: int = chz.field(
+    sft_steps: int = chz.field(
         default=0,
         doc="steps at the start of the run in which the teacher samples the responses, and the "
-        "student learns them by cross-entropy (SFT); for a student whose own samples teach little. "
-        "The warm-up of the learning rate is warmup_steps",
+        "student learns them by cross-entropy (SFT); for a student whose own samples teach little",
     )
-    teacher_samples: float = chz.field(
+    sample_share: float = chz.field(
         default=0.0,
         doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
         "too: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
     )
 
-    teacher_samples_url: str | None = chz.field(
+    samples_from: str | None = chz.field(
         default=None,
-        doc="OpenAI-compatible endpoint that samples in place of the teacher: http://host:port/v1 "
-        "receives chats, .../v1/completions continues plain prompts (its key in "
-        "ISOTHERM_ENDPOINT_API_KEY). It returns text, and need not share the tokenizer; teacher= "
-        "scores the student's samples",
-        metadata=MAY_CHANGE,
-    )
-    teacher_samples_name: str | None = chz.field(
-        default=None, doc="name of the model at teacher_samples_url"
+        doc="OpenAI-compatible endpoint that samples in place of the teacher, NAME@URL: the name "
+        "of the model there, and http://host:port/v1, which receives chats, or .../v1/completions, "
+        "which continues plain prompts (its key in ISOTHERM_ENDPOINT_API_KEY). It returns text, "
+        "and need not share the tokenizer; teacher= scores the student's samples",
+        metadata=may_change_but(lambda value: value and value.partition("@http")[0]),
     )
 
     def endpoints(self, teachers: Mapping[str, TeacherConfig]) -> dict[str, EndpointAddress]:
         """Endpoints that generate teacher samples, by teacher name.
 
         Raises:
-            ConfigError: an endpoint lacks its address or its model name, has an invalid address, or
-                would never be used.
+            ConfigError: an endpoint is not NAME@URL, has an invalid address, or would never be
+                used.
         """
-        for name in ("teacher_samples_url", "teacher_samples_name"):
-            if any(teachers) and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} beside teachers.NAME: whose it is must be said; "
-                    f"give teachers.{min(teachers)}.{name.removeprefix('teacher_')}, say"
-                )
+        if any(teachers) and self.samples_from is not None:
+            raise ConfigError(
+                f"samples_from={self.samples_from} beside teachers.NAME: whose it is must be said; "
+                f"give teachers.{min(teachers)}.samples_from, say",
+                field="samples_from",
+            )
         found: dict[str, EndpointAddress] = {}
         for name, teacher in teachers.items():
-            url, model = teacher.samples_url, teacher.samples_name
-            prefix = f"teachers.{name}." if name else "teacher_"
-            if (url is None) != (model is None):
-                raise ConfigError(
-                    f"{prefix}samples_url={url} with {prefix}samples_name={model}: an endpoint has "
-                    "an address, and a model has a name there; give both, or neither"
-                )
-            if url is None or model is None:
+            if teacher.samples_from is None:
                 continue
-            if not self.warmup and not self.teacher_samples:
+            setting = f"teachers.{name}.samples_from" if name else "samples_from"
+            found[name] = EndpointAddress.of(setting, teacher.samples_from)
+            if not self.sft_steps and not self.sample_share:
                 raise ConfigError(
-                    f"{prefix}samples_url={url} changes nothing: no group is the teacher's to "
-                    "sample; give warmup= or teacher_samples=, or leave it out"
+                    f"{setting}={teacher.samples_from} changes nothing: no group is the teacher's "
+                    "to sample; give sft_steps= or sample_share=, or leave it out",
+                    field=setting,
                 )
-            found[name] = EndpointAddress(
-                url=url,
-                name=model,
-                url_setting=f"{prefix}samples_url",
-                name_setting=f"{prefix}samples_name",
-            )
         return found
 
     def check_teacher_samples(self, steps: int, rollouts: str | None) -> None:
-        """Raises ConfigError if warmup or teacher_samples is out of range, or has no effect.
+        """Raises ConfigError if sft_steps or sample_share is out of range, or has no effect.
 
         Args:
             steps: optimizer steps of the run.
             rollouts: the run's setting of this name.
         """
-        if not 0 <= self.warmup <= steps:
+        if not 0 <= self.sft_steps <= steps:
             raise ConfigError(
-                f"warmup={self.warmup} must be in [0, steps={steps}]: steps at the run's start in "
-                "which the teacher samples; raise steps, or lower it (the learning rate's is "
-                "warmup_steps)"
+                f"sft_steps={self.sft_steps} must be in [0, steps={steps}]: steps at the run's "
+                "start in which the teacher samples; raise steps, or lower it"
             )
-        if not 0 <= self.teacher_samples <= 1:
+        if not 0 <= self.sample_share <= 1:
             raise ConfigError(
-                f"teacher_samples={self.teacher_samples} must be in [0, 1]: the share of groups "
+                f"sample_share={self.sample_share} must be in [0, 1]: the share of groups "
                 "that the teacher samples"
             )
-        if self.warmup and self.teacher_samples == 1:
+        if self.sft_steps and self.sample_share == 1:
             raise ConfigError(
-                f"warmup={self.warmup} changes nothing with teacher_samples=1, by which the "
+                f"sft_steps={self.sft_steps} changes nothing with sample_share=1, by which the "
                 "teacher samples every group; leave one of them out"
             )
-        if self.teacher_samples and self.warmup == steps:
+        if self.sample_share and self.sft_steps == steps:
             raise ConfigError(
-                f"teacher_samples={self.teacher_samples} changes nothing with warmup=steps="
-                f"{steps}: no step follows; lower warmup, or leave it out"
+                f"sample_share={self.sample_share} changes nothing with sft_steps=steps="
+                f"{steps}: no step follows; lower sft_steps, or leave it out"
             )
-        for name in ("warmup", "teacher_samples"):
+        for name in ("sft_steps", "sample_share"):
             if rollouts is not None and getattr(self, name):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} changes nothing with rollouts={rollouts}: the "

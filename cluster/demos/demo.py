@@ -255,7 +255,7 @@ def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
         student=str(out / STUDENT / "final"),
         teacher=str(out / TEACHER / "final"),
         prompts=str(data.prompts),
-        eval_prompts=str(data.held_out),
+        eval_source=str(data.held_out),
         eval_size=HELD_OUT,
         out=str(out / "opd"),
         temperature=config.temperature,

@@ -49,8 +49,8 @@ def rewards_are_constant(history: History, setup: Setup) -> Finding | None:
         text=f"in {constant.now:.0%} of the groups all members have the same reward "
         f"({reward.now:.3g} in the mean): they have no advantage over each other",
         remedy="try the reward on the kept responses; take other prompts, a larger group_size, or "
-        "dynamic_sampling=3 (rl) where a few groups differ",
-        settings=("prompts", "group_size", "dynamic_sampling"),
+        "constant_groups=replace (rl) where a few groups differ",
+        settings=("prompts", "group_size", "constant_groups"),
     )
 
 

@@ -281,11 +281,11 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     if not isinstance(config, OpdConfig):
         return ""
     parts = []
-    if config.warmup:
-        parts.append(f"the first {config.warmup} steps of its own samples")
-    if config.teacher_samples:
-        later = "later " if config.warmup else ""
-        parts.append(f"{config.teacher_samples:.0%} of {later}groups")
+    if config.sft_steps:
+        parts.append(f"the first {config.sft_steps} steps of its own samples")
+    if config.sample_share:
+        later = "later " if config.sft_steps else ""
+        parts.append(f"{config.sample_share:.0%} of {later}groups")
     if not parts:
         return ""
     written = "; ".join(

@@ -137,13 +137,13 @@ class _MeasuredRun(LearnerAlone):
     _config: SupervisedConfig
 
     def before_steps(self) -> None:
-        if self._config.validates and self._running.first_step == 0:
+        if self._config.evaluates and self._running.first_step == 0:
             self._validate_apart("before", step=0)
-        elif self._config.validates:
+        elif self._config.evaluates:
             self._recall_before()
 
     def after_steps(self, checkpoint: Checkpoint) -> None:
-        if self._config.validates:
+        if self._config.evaluates:
             self._validate_apart("after", step=checkpoint.step)
 
     def on_step(self, metrics: dict[str, float]) -> None:

@@ -18,8 +18,8 @@ from distill.rewards.model_reward import PREFIX
 _MOST = {
     "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval_max_new_tokens": 24,
     "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "eval_engines": 1, "num_substeps": 4,
-    "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
-    "warmup": 1, "teacher_lag": 2,
+    "lora_rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
+    "sft_steps": 1, "teacher_lag": 2,
 }  # fmt: skip
 _POOLS = ("policy_engines", "teacher_engines", "rollout_workers")
 _MOST_ACTORS = 2
@@ -82,6 +82,8 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     for name in _POOLS:
         if name in defaults:
             changes[name] = min(config.pool(name).smallest, _MOST_ACTORS)
+    if 0 < config.eval_size < 1:  # a share, of which the small run does not know the size
+        changes["eval_size"] = _MOST["eval_size"]
     if config.lora_adapter is not None:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {

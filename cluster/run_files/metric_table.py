@@ -32,8 +32,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "opd/reverse_kl",
             "nats",
             "mean of log p_T - log q_T over the sampled tokens of the groups that the teacher's "
-            "engine scored (`meter_share=`), with p_T of the policy that sampled them: its "
-            "KL(p_T || q_T) per token",
+            "engine scored (with `estimator=full` a part of them), with p_T of the policy that "
+            "sampled them: its KL(p_T || q_T) per token",
         ),
         Metric(
             "opd/reverse_kl_vs_q1",
@@ -111,7 +111,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/mean_of_all",
             "reward",
-            "`reward/mean` with the replaced groups of `dynamic_sampling=` included",
+            "`reward/mean` with the groups that `constant_groups=replace` replaced included",
         ),
         Metric("reward/bonus", "reward", "mean sum of a trajectory's rewards of single tokens"),
         Metric("reward/constant_groups", "share", "groups whose members all have the same reward"),
@@ -196,7 +196,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "groups",
             "groups that failed and were set aside, since the start of the run",
         ),
-        Metric("groups/replaced", "groups", "groups that `dynamic_sampling=` replaced"),
+        Metric("groups/replaced", "groups", "groups that `constant_groups=replace` replaced"),
     ),
     "Learner": (
         Metric("train/loss", "", "loss"),

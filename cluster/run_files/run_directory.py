@@ -35,7 +35,7 @@ from cluster.queue.journal import replay
 from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.settings import MAY_CHANGE, flagged
+from distill.settings import MAY_CHANGE, flagged, identity_of
 from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digests, disk_remedy, sync_directory, sync_tree
@@ -164,10 +164,12 @@ class RunDirectory:
         now = _settings(self._config)
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
-        may_change = flagged(type(self._config), MAY_CHANGE) - fixed
+        kind = type(self._config)
+        may_change = flagged(kind, MAY_CHANGE) - fixed
         moved = {name for name in data if data[name] == self._data.get(name)}
         for name in sorted((settings.keys() | now.keys()) - may_change - moved):
-            if settings.get(name) != now.get(name):
+            was, given = (identity_of(kind, name, each.get(name)) for each in (settings, now))
+            if was != given:
                 raise ConfigError(
                     f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "
                     f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"

@@ -24,11 +24,19 @@ _SHORTEST = 5
 
 @chz.chz
 class Columns:
-    """Columns that are read as other fields; no settings of its own."""
+    """Columns that are read as other fields."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    columns: Mapping[str, str] = chz.field(
+        default_factory=dict,
+        doc="columns.FIELD=COLUMN: column that is read as a field of the rows; for example "
+        "columns.prompt=question (as `messages` if it holds chats), columns.answer=solution",
+    )
 
     def read_as(self) -> dict[str, tuple[str, str]]:
         """Setting -> (column, the field that it is read as), of those that are given."""
-        return {}
+        return {f"columns.{field}": (column, field) for field, column in self.columns.items()}
 
     def wanted(self) -> dict[str, str]:
         """`setting=value` -> column without which it changes nothing, of those that are given."""
@@ -105,30 +113,11 @@ def _parsed_chat(value: Any) -> Any:
 
 
 @chz.chz
-class PromptKey(Columns):
-    """Column of prompts."""
+class PromptColumns(Columns):
+    """Columns of `prompts` and `eval_source`, and the answers within one."""
 
     section: ClassVar[Section] = Section.MODEL
 
-    prompt_key: str | None = chz.field(
-        default=None,
-        doc="column that is read as `prompt`, or as `messages` if it holds chats; for example "
-        "question",
-    )
-
-    def read_as(self) -> dict[str, tuple[str, str]]:
-        return _given(prompt_key=(self.prompt_key, "prompt"))
-
-
-@chz.chz
-class PromptColumns(PromptKey):
-    """Columns of `prompts` and `eval_prompts`."""
-
-    section: ClassVar[Section] = Section.MODEL
-
-    answer_key: str | None = chz.field(
-        default=None, doc="column that is read as `answer`, for example solution"
-    )
     answer_pattern: str | None = chz.field(
         default=None,
         doc="regular expression that finds the answer in its column (its last match, or the first "
@@ -147,13 +136,10 @@ class PromptColumns(PromptKey):
                 field="answer_pattern",
             ) from error
 
-    def read_as(self) -> dict[str, tuple[str, str]]:
-        return super().read_as() | _given(answer_key=(self.answer_key, "answer"))
-
     def wanted(self) -> dict[str, str]:
         if self.answer_pattern is None:
             return super().wanted()
-        pattern = {f"answer_pattern={self.answer_pattern!r}": self.answer_key or "answer"}
+        pattern = {f"answer_pattern={self.answer_pattern!r}": self.columns.get("answer", "answer")}
         return super().wanted() | pattern
 
     def as_fields(self, rows: Rows, place: str) -> Rows:
@@ -186,43 +172,6 @@ def _found(pattern: re.Pattern[str], text: str) -> str:
     return str(matches[-1][min(1, pattern.groups)] or "").strip()
 
 
-@chz.chz
-class CompletionColumns(PromptKey):
-    """Columns of supervised rows."""
-
-    section: ClassVar[Section] = Section.MODEL
-
-    completion_key: str | None = chz.field(
-        default=None, doc="column that is read as `completion`, for example answer"
-    )
-
-    def read_as(self) -> dict[str, tuple[str, str]]:
-        return super().read_as() | _given(completion_key=(self.completion_key, "completion"))
-
-
-@chz.chz
-class PreferenceColumns(PromptKey):
-    """Columns of preference pairs."""
-
-    section: ClassVar[Section] = Section.MODEL
-
-    chosen_key: str | None = chz.field(default=None, doc="column that is read as `chosen`")
-    rejected_key: str | None = chz.field(default=None, doc="column that is read as `rejected`")
-
-    def read_as(self) -> dict[str, tuple[str, str]]:
-        return super().read_as() | _given(
-            chosen_key=(self.chosen_key, "chosen"), rejected_key=(self.rejected_key, "rejected")
-        )
-
-
-def _given(**settings: tuple[str | None, str]) -> dict[str, tuple[str, str]]:
-    return {
-        setting: (column, field)
-        for setting, (column, field) in settings.items()
-        if column is not None
-    }
-
-
 def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raises DataError for a field that nothing reads and that is nearly the name of a known one.
 
@@ -233,7 +182,7 @@ def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
         wrong, right = slip
         raise DataError(
             f"`{wrong}` is no field that is read; did you mean `{right}`? Rename it (or say which "
-            "column is meant: prompt_key=, answer_key=)",
+            "column is meant: columns.prompt=, columns.answer=)",
             field=wrong,
         )
 

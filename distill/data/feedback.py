@@ -49,14 +49,14 @@ class Outcome:
 class FeedbackTemplate:
     """Text with `{placeholders}`; `{{` and `}}` are braces.
 
-    `{outcome}` is "right" where the reward is at least `right_from`, else "wrong".
+    `{outcome}` is "right" where the reward is at least `correct_reward_threshold`, else "wrong".
 
     Raises:
         ConfigError: a placeholder is unknown, or `{prompt}` is missing.
     """
 
     text: str
-    right_from: float
+    correct_reward_threshold: float
 
     def __post_init__(self) -> None:
         try:
@@ -101,7 +101,7 @@ class FeedbackTemplate:
             answer=answer,
             response=outcome.response,
             reward=f"{outcome.reward:g}",
-            outcome=RIGHT if outcome.reward >= self.right_from else WRONG,
+            outcome=RIGHT if outcome.reward >= self.correct_reward_threshold else WRONG,
             feedback=outcome.feedback,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distill.data.order import shares
 from distill.data.prompts import prompt_key
 from distill.objective.batching import TrainingRow
 
@@ -60,16 +61,23 @@ def choose_held_out(
 
 
 def hold_out(
-    units_by_source: Sequence[Sequence[Unit]], share: float, *, seed: int
+    units_by_source: Sequence[Sequence[Unit]], size: float, *, seed: int
 ) -> list[tuple[list[Unit], list[Unit]]]:
-    """(trained, held out) of each source: about `share` of its units, by `choose_held_out`.
+    """(trained, held out) of each source, by `choose_held_out`.
 
     Held out are at most so many, and at least one if some prompt has few enough of them.
+
+    Args:
+        size: number of units to hold out of all sources; below 1, their share of each.
     """
     sizes = [len(units) for units in units_by_source]
+    if size < 1:
+        counts = [round(size * n) for n in sizes]
+    else:
+        counts = shares(sizes, min(int(size), sum(sizes)))
     chosen = choose_held_out(
         [unit_keys(units) for units in units_by_source],
-        [min(max(1, round(share * size)), size - 1) for size in sizes],
+        [min(max(1, count), n - 1) for count, n in zip(counts, sizes, strict=True)],
         [[seed, source, 0, _HELD_OUT] for source in range(len(sizes))],
     )
     split = []

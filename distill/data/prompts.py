@@ -260,7 +260,7 @@ def _render(
 
 def _columns_of(row: Mapping[str, Any]) -> str:
     named = ", ".join(f"`{name}`" for name in row) or "no field"
-    return f"; the row has {named}, and prompt_key= says which column is the prompt"
+    return f"; the row has {named}, and columns.prompt= says which column is the prompt"
 
 
 def _in_style(

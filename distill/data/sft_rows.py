@@ -95,7 +95,7 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Maske
     if completion is None:
         columns = ", ".join(f"`{name}`" for name in example)
         raise DataError(
-            f"`completion` is missing; the row has {columns}, and completion_key= says which "
+            f"`completion` is missing; the row has {columns}, and columns.completion= says which "
             "column is the completion",
             field="completion",
         )

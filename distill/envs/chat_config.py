@@ -408,7 +408,7 @@ class ChatEnvConfig(ChatConfig):
 
     @abstractmethod
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        """The problems to play; `path` is the run's `prompts`, or `eval_prompts`."""
+        """The problems to play; `path` is the run's `prompts`, or `eval_source`."""
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         """Function that extracts a last turn's answer, so that several can vote; None: none can."""

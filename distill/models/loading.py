@@ -402,24 +402,10 @@ def vocab_size(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def train_time_noise(config: Any) -> dict[str, float]:
-    """Dropout and router jitter of a model config, by name, where above 0."""
-    settings = config.get_text_config().to_dict()
-    return {
-        name: value
-        for name, value in settings.items()
-        if _names_noise(name) and isinstance(value, float) and value > 0
-    }
-
-
-def _names_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
-
-
 def silence(layer: torch.nn.Module) -> None:
     """Set a module's own dropout and jitter to 0, as far as its forward pass reads them from it."""
     for name, value in vars(layer).items():
-        if _names_noise(name) and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(layer, name, 0.0)
 
 

@@ -61,7 +61,7 @@ def teacher_gaps(segment: Segment) -> FloatArray:
     if segment.teacher_logprobs_T is None:
         raise DataError(
             "teacher_logprobs_T is missing: the segment was not scored by a teacher (of a run with "
-            "estimator=full a part of the groups is; meter_share=1 has all of them scored)",
+            "estimator=full a part of the groups is)",
             field="teacher_logprobs_T",
         )
     mask_T = segment.action_mask_T

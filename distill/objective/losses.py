@@ -19,10 +19,7 @@ from torch import Tensor
 
 from distill.objective.custom import own_loss
 from distill.objective.settings import (
-    CLIP,
     CORRECTION_CAP,
-    DRO_BETA,
-    DUAL_CLIP,
     PolicyObjective,
     is_own,
 )
@@ -67,7 +64,7 @@ def ppo(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float,
+    dual_clip: float = 3.0,
 ) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and for A < 0 at least dual_clip A.
 
@@ -96,7 +93,9 @@ def cispo(
     return TokenLoss(-weight_N * advantages_N * logprobs_N, side_N)
 
 
-def dro(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, *, beta: float) -> TokenLoss:
+def dro(
+    logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, *, beta: float = 0.05
+) -> TokenLoss:
     """-(A log pi - beta / 2 (log pi - log old)^2): Richemond et al. 2024, per token, no ratio."""
     penalty_N = 0.5 * beta * (logprobs_N - old_N).square()
     loss_N = penalty_N - advantages_N * logprobs_N
@@ -143,21 +142,16 @@ def token_losses(
     """
     old_N, advantages_N = old_N.detach(), advantages_N.detach()
     assert logprobs_N.shape == old_N.shape == advantages_N.shape and logprobs_N.ndim == 1
-    low, high = CLIP.get(how.loss, (0.0, 0.0))
-    low = low if how.clip_low is None else how.clip_low
-    high = high if how.clip_high is None else how.clip_high
+    low, high = how.clip_bounds
     match how.loss:
         case "importance_sampling":
             return importance_sampling(logprobs_N, old_N, advantages_N)
         case "ppo":
-            return ppo(
-                logprobs_N, old_N, advantages_N,
-                clip_low=low, clip_high=high, dual_clip=how.dual_clip or DUAL_CLIP,
-            )  # fmt: skip
+            return ppo(logprobs_N, old_N, advantages_N, clip_low=low, clip_high=high)
         case "cispo":
             return cispo(logprobs_N, old_N, advantages_N, clip_low=low, clip_high=high)
         case "dro":
-            return dro(logprobs_N, old_N, advantages_N, beta=how.dro_beta or DRO_BETA)
+            return dro(logprobs_N, old_N, advantages_N)
         case "gspo":
             return gspo(
                 logprobs_N, old_N, advantages_N, mean_of_sequence,

@@ -197,7 +197,7 @@ def trajectory_terms(
 
 
 def _is_right(trajectory: Trajectory, objective: ObjectiveConfig) -> bool:
-    return trajectory.reward_counts and trajectory.reward >= objective.least_right
+    return trajectory.reward_counts and trajectory.reward >= objective.correct_threshold
 
 
 def hint_bonus(segment: Segment, coef: float) -> FloatArray:

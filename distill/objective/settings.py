@@ -1,6 +1,6 @@
 """Settings of the objective: advantages, policy losses and divergences, in one place.
 
-`PolicyObjective` has RL's settings; `ObjectiveConfig` adds the teacher's. Both reject settings
+`PolicyObjective` has RL's settings; `TeacherObjective` adds the teacher's. Both reject settings
 without a gradient, or with one that does not depend on the teacher, with the reason. See
 docs/objectives.md for how to choose among them.
 """
@@ -23,18 +23,15 @@ Normalisation = Literal["token", "sequence"]
 EstimatorName = Literal["auto", "sampled", "full", "top_k"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKFrom = Literal["student", "teacher", "union"]
+ConstantGroups = Literal["train", "drop", "replace"]
 Tail = Literal["bucket", "sampled"]
 # The run makes the choice itself, before training starts.
 AUTO = "auto"
 
-# (clip_low, clip_high): bounds of a ratio below and above 1. PPO: Schulman et al. 2017;
+# Default of `clip`: how far a ratio may go below and above 1. PPO: Schulman et al. 2017;
 # CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) has the
 # ratio of a whole sequence, per token, which moves far less.
 CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
-# Ratio above which the objective of a negative advantage stops growing (Ye et al. 2020).
-DUAL_CLIP = 3.0
-# Twice the coefficient of the squared log ratio (beta in Richemond et al. 2024).
-DRO_BETA = 0.05
 # Cap of the learner/server weight.
 CORRECTION_CAP = 2.0
 
@@ -60,18 +57,10 @@ class PolicyObjective:
         "importance_sampling, ppo, cispo, dro, gspo; or module:function of the tensors "
         "(logprobs_N, old_N, advantages_N) that returns each token's loss",
     )
-    clip_low: float | None = chz.field(
-        default=None, doc="how far below 1 a ratio may go; default: ppo 0.2, cispo 1, gspo 3e-4"
-    )
-    clip_high: float | None = chz.field(
-        default=None, doc="how far above 1 a ratio may go; default: ppo 0.2, cispo 4, gspo 4e-4"
-    )
-    dual_clip: float | None = chz.field(
+    clip: float | tuple[float, float] | None = chz.field(
         default=None,
-        doc="ppo: largest ratio that counts where the advantage is negative; default: 3",
-    )
-    dro_beta: float | None = chz.field(
-        default=None, doc="dro: weight of the penalty on half the squared log ratio; default: 0.05"
+        doc="how far from 1 a ratio may go: one number, or two, for below and above (0.2,0.28); "
+        "default: ppo 0.2, cispo 1,4, gspo 3e-4,4e-4",
     )
     correction: Correction = chz.field(
         default="none",
@@ -121,13 +110,7 @@ class PolicyObjective:
     overlong_buffer: int = chz.field(
         default=0,
         doc="number of tokens before max_new_tokens over which a response's reward falls linearly, "
-        "by overlong_penalty in all (DAPO); 0: off",
-    )
-    overlong_penalty: float | None = chz.field(
-        default=None, doc="reward that a response of max_new_tokens tokens loses; default: 1"
-    )
-    remove_constant_reward_groups: bool = chz.field(
-        default=False, doc="rl: leave out groups whose members all have the same reward"
+        "by 1 in all (DAPO); 0: off",
     )
     reference_kl_coef: float = chz.field(
         default=0.0, doc="weight of the centred KL penalty towards the reference model"
@@ -145,10 +128,7 @@ class PolicyObjective:
         check_name("correction", self.correction, get_args(Correction))
         check_name("normalisation", self.normalisation, get_args(Normalisation))
         check_name("baseline", self.baseline, get_args(Baseline))
-        _check_non_negative(
-            self, "reward_coef", "bonus_coef", "entropy_coef", "reference_kl_coef", "dro_beta",
-            "clip_low", "clip_high",
-        )  # fmt: skip
+        _check_non_negative(self, "reward_coef", "bonus_coef", "entropy_coef", "reference_kl_coef")
         if self.num_substeps < 1:
             raise ConfigError(
                 f"num_substeps={self.num_substeps} must be at least 1", field="num_substeps"
@@ -169,34 +149,19 @@ class PolicyObjective:
                 "correction=truncate or mask",
                 field="correction_cap",
             )
-        for names, losses in (
-            (("clip_low", "clip_high"), tuple(CLIP)),
-            (("dual_clip",), ("ppo",)),
-            (("dro_beta",), ("dro",)),
-        ):
-            for name in names:
-                if getattr(self, name) is not None and self.loss not in losses:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)} changes nothing with loss={self.loss}: it "
-                        f"belongs to {', '.join(losses)}; leave it out",
-                        field=name,
-                    )
-        if self.dual_clip is not None and not 1 < self.dual_clip < float("inf"):
+        if self.clip is not None and self.loss not in CLIP:
             raise ConfigError(
-                f"dual_clip={self.dual_clip} must be above 1, and finite", field="dual_clip"
+                f"clip={self.clip} changes nothing with loss={self.loss}: it belongs to "
+                f"{', '.join(CLIP)}; leave it out",
+                field="clip",
             )
-        if self.dro_beta == 0:
-            raise ConfigError(
-                "dro_beta=0 takes away what keeps dro near the policy that sampled; "
-                "loss=importance_sampling is that gradient, with the ratio that makes it right",
-                field="dro_beta",
-            )
+        if not all(0 <= bound < float("inf") for bound in self.clip_bounds):
+            raise ConfigError(f"clip={self.clip} must be 0 or above, and finite", field="clip")
         if self.reward_coef == 0:
             for name, off in (
                 ("baseline", "mean"),
                 ("scale_by_std", False),
                 ("advantage", None),
-                ("remove_constant_reward_groups", False),
                 ("mask_truncated", False),
                 ("overlong_buffer", 0),
             ):
@@ -206,8 +171,19 @@ class PolicyObjective:
                         "trains on none; leave it out, or give a reward_coef",
                         field=name,
                     )
+        if self.overlong_buffer < 0:
+            raise ConfigError(
+                f"overlong_buffer={self.overlong_buffer} must not be negative",
+                field="overlong_buffer",
+            )
         self._check_advantage()
-        self._check_overlong()
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """How far a ratio may go below and above 1."""
+        if self.clip is None:
+            return CLIP.get(self.loss, (0.0, 0.0))
+        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
 
     def _check_advantage(self) -> None:
         """Raise ConfigError for an invalid `advantage`, and for settings that contradict it."""
@@ -224,33 +200,24 @@ class PolicyObjective:
                     f"{self.advantage}, which is in its place; leave one of them out",
                     field=name,
                 )
-        if self.remove_constant_reward_groups and self.baseline == "global":
-            raise ConfigError(
-                "remove_constant_reward_groups=True with baseline=global would throw away a "
-                "signal: a group of one reward is better or worse than the others; leave it out",
-                field="remove_constant_reward_groups",
-            )
-
-    def _check_overlong(self) -> None:
-        if self.overlong_buffer < 0:
-            raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} must not be negative",
-                field="overlong_buffer",
-            )
-        penalty = self.overlong_penalty
-        if penalty is not None and not 0 < penalty < float("inf"):
-            raise ConfigError(
-                f"overlong_penalty={penalty} must be above 0, and finite", field="overlong_penalty"
-            )
-        if penalty is not None and not self.overlong_buffer:
-            raise ConfigError(
-                f"overlong_penalty={penalty} changes nothing with overlong_buffer=0; give a buffer",
-                field="overlong_penalty",
-            )
 
 
 @chz.chz
-class ObjectiveConfig(PolicyObjective):
+class ConstantGroupSettings:
+    """Treatment of groups whose rewards teach nothing."""
+
+    section: ClassVar[Section] = Section.OBJECTIVE
+
+    constant_groups: ConstantGroups = chz.field(
+        default="train",
+        doc="groups whose members all have the same reward. replace: groups of further prompts "
+        "take their place (dynamic sampling), for at most 3 times prompts_per_step of them in a "
+        "step; drop: the batch is smaller; train: they stay in it",
+    )
+
+
+@chz.chz
+class TeacherObjective(PolicyObjective):
     """Settings of `PolicyObjective` and of the teacher's terms."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
@@ -301,7 +268,7 @@ class ObjectiveConfig(PolicyObjective):
         doc="teacher=policy: weight of a bonus in the advantages of right answers: a token's "
         "log-prob under the hint minus its log-prob in the rollout",
     )
-    right_from: float | None = chz.field(
+    correct_reward_threshold: float | None = chz.field(
         default=None,
         doc="smallest reward of a right response, for hint_bonus_coef and {outcome} of "
         "teacher_feedback; default: 1",
@@ -335,16 +302,6 @@ class ObjectiveConfig(PolicyObjective):
             )
 
         self._check_clip()
-
-    @chz.validate
-    def _no_filter_beside_a_teacher(self) -> None:
-        if self.remove_constant_reward_groups and self.kl_coef:
-            raise ConfigError(
-                f"remove_constant_reward_groups=True with kl_coef={self.kl_coef} would only throw "
-                "away the teacher's signal: a group of one reward has a reward advantage of 0 "
-                "anyway; leave it out (recipe=rl trains on rewards alone)",
-                field="remove_constant_reward_groups",
-            )
 
     def _check_estimator(self) -> None:
         sampled, top = self.estimator == "sampled", self.estimator == "top_k"
@@ -416,9 +373,10 @@ class ObjectiveConfig(PolicyObjective):
             )
 
     @property
-    def least_right(self) -> float:
+    def correct_threshold(self) -> float:
         """Lowest reward of a correct response."""
-        return DEFAULT_RIGHT_FROM if self.right_from is None else self.right_from
+        given = self.correct_reward_threshold
+        return DEFAULT_CORRECT_REWARD if given is None else given
 
     @property
     def support(self) -> TopKFrom:
@@ -462,17 +420,21 @@ class ObjectiveConfig(PolicyObjective):
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
 
+@chz.chz
+class ObjectiveConfig(TeacherObjective, ConstantGroupSettings):
+    """The objective of an opd or rl run."""
+
+
 DEFAULT_TOP_K = 32
 # Model over which the divergence takes its expectation; the JSD has both. Custom divergence: union.
 _SUPPORT: dict[str, TopKFrom] = {
     "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
 }  # fmt: skip
 DEFAULT_JSD_BETA = 0.5
-DEFAULT_OVERLONG_PENALTY = 1.0
-DEFAULT_RIGHT_FROM = 1.0
+DEFAULT_CORRECT_REWARD = 1.0
 
 
-def require_teacher(objective: ObjectiveConfig) -> None:
+def require_teacher(objective: TeacherObjective) -> None:
     """Raise ConfigError for a distillation whose gradient does not depend on the teacher."""
     if objective.kl_coef == 0 and objective.hint_bonus_coef == 0:
         raise ConfigError(
@@ -487,7 +449,7 @@ def require_teacher(objective: ObjectiveConfig) -> None:
         )
 
 
-def require_advantages(objective: ObjectiveConfig) -> None:
+def require_advantages(objective: TeacherObjective) -> None:
     """Raise ConfigError for a loss or a correction that weights advantages if all are 0.
 
     `dro`, and a custom loss, may have terms without an advantage.

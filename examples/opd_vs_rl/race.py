@@ -267,7 +267,7 @@ class Race:
         shared: dict[str, Any] = {
             "student": str(self._out / STUDENT / "final"),
             "prompts": str(self._out / "prompts.jsonl"),
-            "eval_prompts": str(self._out / "held_out.jsonl"),
+            "eval_source": str(self._out / "held_out.jsonl"),
             # About the same number of links at every length, so the target is equally precise.
             "eval_size": max(8, min(256, 768 // links)),
             "eval_every": eval_every(length),

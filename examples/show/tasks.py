@@ -269,7 +269,7 @@ def _run_config(config: ShowConfig, chosen: Show, world: World, out: Path) -> Ro
         settings["teacher"] = str(out / TEACHER / "final")
     if world.prompts:
         settings["prompts"] = str(out / "prompts.jsonl")
-        settings["eval_prompts"] = str(out / "held_out.jsonl")
+        settings["eval_source"] = str(out / "held_out.jsonl")
         settings["eval_size"] = len(world.held_out)
     settings |= chosen.settings
     if config.steps is not None:

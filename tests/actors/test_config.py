@@ -62,14 +62,14 @@ def test_the_class_follows_from_kind_and_model(kind, model: str, engine_class: t
 def test_every_setting_reaches_the_server() -> None:
     config = EngineConfig(
         kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
-        server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
+        server_flags="--tp-size 2", on_weight_update="finish", gpu_share=0.5, log_path="x.log",
         gpu_beside=9, sleeps=True, start_deadline_s=7, request_deadline_s=8,
         routed_experts=True,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
-        "max_running_requests": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
-        "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
+        "max_running_requests": 5, "flags": "--tp-size 2", "on_weight_update": "finish",
+        "gpu_share": 0.5, "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
         "stops": None, "gpu_beside": 9, "sleeps": True,
         "routed_experts": True,
     }  # fmt: skip

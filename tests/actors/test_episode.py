@@ -168,7 +168,7 @@ def test_feedback_tells_the_teacher_what_became_of_each_member(
 
     text = "{reward}{outcome}{answer}({response})[{feedback}]{prompt}"
     feedback = feedback_context(
-        FeedbackTemplate(text=text, right_from=11.0), tokenizer,
+        FeedbackTemplate(text=text, correct_reward_threshold=11.0), tokenizer,
         text="P", messages=(), tools=None, answer="A", room=60, max_new_tokens=2,
     )  # fmt: skip
     envs = [Says([ids(5)]), Says([ids(5), ids(5, 40, 51, 6)])]
@@ -207,7 +207,7 @@ def test_feedback_of_a_chat_is_what_the_user_says_last(
         {"role": "assistant", "content": "A"}, {"role": "user", "content": "Q"},
     ]  # fmt: skip
     made = feedback_context(
-        FeedbackTemplate(text="{{{prompt}}} {outcome}", right_from=1.0), tokenizer,
+        FeedbackTemplate(text="{{{prompt}}} {outcome}", correct_reward_threshold=1.0), tokenizer,
         text="", messages=chat, tools=None, answer=None, room=200, max_new_tokens=2,
     )  # fmt: skip
     told = [*chat[:3], {"role": "user", "content": "{Q} right"}]
@@ -215,7 +215,7 @@ def test_feedback_of_a_chat_is_what_the_user_says_last(
     assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
     with refuses(DataError, "teacher_feedback"):
         feedback_context(
-            FeedbackTemplate(text="{prompt}", right_from=1.0), tokenizer,
+            FeedbackTemplate(text="{prompt}", correct_reward_threshold=1.0), tokenizer,
             text="", messages=chat[:1], tools=None, answer=None, room=200, max_new_tokens=2,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
-TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", right_from=1.0)
+TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", correct_reward_threshold=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,6 @@ def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_pat
 
 
 def test_a_game_has_no_answer_to_tell(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = FeedbackTemplate(text="{answer}{prompt}", right_from=1.0)
+    template = FeedbackTemplate(text="{answer}{prompt}", correct_reward_threshold=1.0)
     with refuses(DataError, "teacher_feedback"):
         TicTacToeGames()(None, setting(tokenizer, feedback=template))

@@ -60,9 +60,7 @@ async def judges(url: str) -> None:
 
 
 async def writes(url: str) -> None:
-    address = EndpointAddress(
-        url=url, name="m", url_setting="teacher_samples_url", name_setting="n"
-    )
+    address = EndpointAddress(url=url, name="m", url_setting="samples_from", name_setting="n")
     patience = Patience(attempt_s=30, all_s=30, attempts=1)
     sampling = TrainSampling(temperature=1.0, max_new_tokens=4)
     async with text_endpoint(address, patience=patience, max_concurrent=1) as endpoint:

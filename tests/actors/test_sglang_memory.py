@@ -67,6 +67,8 @@ def test_the_cache_is_what_the_room_leaves() -> None:
     activations = 8192 * 2 * (8 * 4096 + 3 * 12288)
     fixed = GIB + (512 << 20)
     assert found.working == fixed + activations + 2048 * 151936 * 4 * 3 + 256 * (2 << 20)
+    fewer = memory("--max-running-requests 64")
+    assert found.working - fewer.working == (256 - 64) * (2 << 20)
     tokens = found.tokens_in(40 * GIB, "policy", least=40960)
     assert found.bytes(tokens) <= 40 * GIB < found.bytes(tokens + 1)
     assert tokens == (40 * GIB - found.weights - found.working) // 147456

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.sglang.flags import InFlight
+from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.weights import WeightSession
 from distill.engine import CheckpointDirectory, Sample
 from distill.errors import EngineError, EngineLost
@@ -28,7 +28,7 @@ class Server:
     or loads while something runs.
     """
 
-    def __init__(self, mode: InFlight, fails: str = "") -> None:
+    def __init__(self, mode: OnWeightUpdate, fails: str = "") -> None:
         self.released: set[str] = set()
         self.paused, self.holds_weights, self.version = False, True, 0
         self.orders: list[str] = []
@@ -115,7 +115,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model_dir(tmp_path_factory.mktemp("model"), seed=1)
 
 
-def session_of(server: Server, mode: InFlight, directory: str) -> WeightSession:
+def session_of(server: Server, mode: OnWeightUpdate, directory: str) -> WeightSession:
     client: Any = server
     return WeightSession(client, mode, lambda: tensor_shapes(directory))
 
@@ -123,7 +123,7 @@ def session_of(server: Server, mode: InFlight, directory: str) -> WeightSession:
 @pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_request_is_served_by_released_weights(
-    mode: InFlight, seed: int, directory: str
+    mode: OnWeightUpdate, seed: int, directory: str
 ) -> None:
     server, draw = Server(mode), random.Random(seed)
     session = session_of(server, mode, directory)

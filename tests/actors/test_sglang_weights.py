@@ -20,7 +20,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
-from actors.sglang.flags import InFlight
+from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.weights import WeightSession
@@ -40,7 +40,7 @@ from distill.weights.tensors import PackedTensors, TensorLayout, layout_digest
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")
-MODES: tuple[InFlight, ...] = ("continue", "restart", "finish", "in_place")
+MODES: tuple[OnWeightUpdate, ...] = ("continue", "restart", "finish", "in_place")
 CONTEXT = 256
 TEMPERATURE = 0.7
 
@@ -57,7 +57,7 @@ class Served:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=120))
 
-    def session(self, mode: InFlight) -> WeightSession:
+    def session(self, mode: OnWeightUpdate) -> WeightSession:
         """Puts a new session of this mode before the server."""
         shapes = partial(tensor_shapes, self.directories[0])
         self.engine._weights = WeightSession(self.engine._client, mode, shapes)
@@ -198,7 +198,7 @@ def test_in_place_keeps_the_context_of_samples_under_way_and_of_no_others(server
     "mode",
     [pytest.param(m, marks=pytest.mark.slow) if m == "restart" else m for m in MODES],
 )
-def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlight) -> None:
+def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: OnWeightUpdate) -> None:
     server.session(mode)
     last = 8
     requests = [ask(4 + 3 * i, 2, max_new_tokens=60) for i in range(12)]
@@ -233,7 +233,7 @@ def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlig
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_scoring_call_sees_one_version(server: Served, mode: InFlight) -> None:
+def test_a_scoring_call_sees_one_version(server: Served, mode: OnWeightUpdate) -> None:
     server.session(mode)
     tokens_T = ask(200, 1).prompt_tokens_T
     requests = [
@@ -256,7 +256,7 @@ def test_a_scoring_call_sees_one_version(server: Served, mode: InFlight) -> None
 
 @pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
 def test_a_server_that_sleeps_serves_nothing_until_weights_come(
-    server: Served, mode: InFlight
+    server: Served, mode: OnWeightUpdate
 ) -> None:
     session = server.session(mode)
     spy = session._client = Sabotage(session._client, "")

@@ -48,7 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextServer]:
 
 def address(url: str, name: str = MODEL) -> EndpointAddress:
     return EndpointAddress(
-        url=url, name=name, url_setting="teacher_samples_url", name_setting="teacher_samples_name"
+        url=url, name=name, url_setting="samples_url", name_setting="samples_name"
     )
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_key_a_wrong_path_and_a_wrong_name_are_told_apart_without_the_ke
         ask(address(server.url))
     for caught in (path, name, key):
         told = f"{caught.value!r} {caught.value.__cause__!r}"
-        assert "secret" not in told and API_KEY not in told and "teacher_samples_url=" in told
+        assert "secret" not in told and API_KEY not in told and "samples_url=" in told
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "two\nlines")
     with refuses(ConfigError, "ISOTHERM_ENDPOINT_API_KEY") as odd:
         ask(address(server.url))
@@ -180,10 +180,10 @@ def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
     ],
 )
 def test_an_address_that_is_none_is_refused_unseen(url: str) -> None:
-    with refuses(ConfigError, "teacher_samples_url") as caught:
+    with refuses(ConfigError, "samples_url") as caught:
         address(url)
     assert "secret" not in str(caught.value)
-    with refuses(ConfigError, "teacher_samples_name"):
+    with refuses(ConfigError, "samples_name"):
         address("http://h:1/v1", " ")
 
 

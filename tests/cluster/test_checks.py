@@ -88,19 +88,6 @@ def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd, sft: NewSft, mix
         check_sft(sft(model=mixture, router_aux_coef=-0.1))
 
 
-def test_dropout_of_a_model_that_has_none_is_refused(sft: NewSft, broken: Path) -> None:
-    with pytest.raises(ConfigError, match="dropout=True changes nothing"):
-        check_sft(sft(model=str(broken), dropout=True))
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    noisy = sft(model=str(broken), dropout=True)
-    check_sft(noisy)
-    assert noisy.learner(noisy.model, "cpu").dropout
-    assert not sft().learner(noisy.model, "cpu").dropout
-    with pytest.raises(ConfigError, match=r"packing=True with dropout=True.*attention_dropout"):
-        check_sft(sft(model=str(broken), dropout=True, packing=True))
-
-
 def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
     """Said before its weights are looked into."""
     config = Lfm2Config(
@@ -131,13 +118,14 @@ def test_good_inputs_are_read_whole(opd: NewOpd, tiny_pair: TinyPair) -> None:
 
 
 def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
-    def held_out(**settings: int) -> list[int]:
+    def held_out(**settings: float) -> list[int]:
         held_out = check_rollout(opd(**settings)).held_out
         return [held_out.line(p) for p in range(len(held_out))]
 
     assert held_out(seed=1) == held_out(seed=1)
     assert len({tuple(held_out(seed=seed)) for seed in range(5)}) > 1
     assert len(held_out(eval_size=1)) == 1
+    assert len(held_out(eval_size=0.25)) == 5
 
 
 def test_rows_of_one_prompt_are_held_out_together(opd: NewOpd, prompts) -> None:
@@ -152,7 +140,7 @@ def test_rows_of_one_prompt_are_held_out_together(opd: NewOpd, prompts) -> None:
 
 
 def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
-    inputs = check_rollout(opd(eval_prompts=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
+    inputs = check_rollout(opd(eval_source=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
     assert len(inputs.train) == 20
     assert [inputs.tokenizer.decode(p.tokens_T.tolist()) for p in prompts_of(inputs.held_out)] == [
         "a"
@@ -161,7 +149,7 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
 
 def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(ConfigError, match=r"eval_engines=1 have nothing .* give eval_prompts="):
+    with pytest.raises(ConfigError, match=r"eval_engines=1 have nothing .* give eval_source="):
         check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
 
 
@@ -226,7 +214,7 @@ def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> Non
         ({"prompt": "x" * 121}, "has 121 tokens, and max_new_tokens=8 more exceed the model's"),
     ],
 )
-@pytest.mark.parametrize("setting", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize("setting", ["prompts", "eval_source"])
 def test_bad_prompts_by_file_and_line(opd: NewOpd, prompts, setting: str, line, message) -> None:
     path = prompts({"prompt": "good"}, "", line)
     with pytest.raises(DataError, match=f"{path}:3: .*{message}"):
@@ -247,7 +235,7 @@ def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> Non
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
-@pytest.mark.parametrize("setting", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize("setting", ["prompts", "eval_source"])
 def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> None:
     with pytest.raises(DataError, match=r"prompts\.jsonl holds no rows"):
         check_rollout(opd(**{setting: prompts("", "  ")}))
@@ -268,7 +256,7 @@ def test_supervised_rows(sft: NewSft, prompts) -> None:
     assert len(check_sft(sft()).rows_D) == 6
     path = prompts({"prompt": "a", "completion": "b"}, {"prompt": "a"})
     with pytest.raises(
-        DataError, match=f"{path}:2: `completion` is missing; the row has .*completion_key="
+        DataError, match=f"{path}:2: `completion` is missing; the row has .*columns.completion="
     ):
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
@@ -297,9 +285,7 @@ def test_a_supervised_checkpoint_is_looked_at(sft: NewSft, broken: Path) -> None
     ("settings", "message"),
     [
         ({"sft_coef": 0.2}, r"sft_coef=0\.2 changes nothing without sft_data"),
-        ({"sft_batch_size": 4}, "sft_batch_size=4 changes nothing without sft_data"),
         ({"sft_data": "rows", "sft_coef": 0.0}, r"sft_coef=0\.0 must be above 0"),
-        ({"sft_data": "rows", "sft_batch_size": 0}, "sft_batch_size=0 must be above 0"),
         ({"teachers": {"a/b": 1.0}}, r"teachers\.a/b: a name has letters"),
         ({"teachers": {"a": 0.0}}, r"teachers\.a\.weight=0\.0 must be above 0"),
         ({"teachers": {"a": math.inf}}, r"teachers\.a\.weight=inf must be above 0"),
@@ -390,7 +376,10 @@ def test_what_a_teacher_that_moves_is_told(
             "teacher_ema=0.99 with teacher=http://a:1: .*use teacher=policy, or leave teacher_ema",
         ),
         ({"teacher": "DIR", "teacher_lag": 4}, "teacher_lag=4 with teacher=DIR"),
-        ({"right_from": 0.5}, "right_from=0.5 changes nothing without {outcome}"),
+        (
+            {"correct_reward_threshold": 0.5},
+            "correct_reward_threshold=0.5 changes nothing without {outcome}",
+        ),
         ({"teacher_feedback": "{prompt}"}, "teacher_feedback={prompt} changes nothing"),
         ({"teacher_feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
         ({"teacher_feedback": "{answer}"}, "lacks {prompt}"),
@@ -410,8 +399,8 @@ def test_settings_of_a_teacher_that_moves(opd: NewOpd, settings: dict, message: 
 @pytest.mark.parametrize("path", ["/v1", "/v1/chat/completions", "/api/v1", "/my/completions"])
 @pytest.mark.parametrize("estimator", ["auto", "sampled", "top_k"])
 def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
-    config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, warmup=2)
-    with pytest.raises(ConfigError, match=r"answers in text.*teacher_samples_url=.*recipe=sft"):
+    config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, sft_steps=2)
+    with pytest.raises(ConfigError, match=r"answers in text.*samples_from=.*recipe=sft"):
         check_rollout(with_estimator(config)[0])
 
 
@@ -420,13 +409,13 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
 ) -> None:
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
     with running_text_server() as server:
-        endpoint = {"teacher_samples_url": server.url, "teacher_samples_name": MODEL, "warmup": 1}
+        endpoint = {"samples_from": f"{MODEL}@{server.url}", "sft_steps": 1}
         [teacher] = check_rollout(opd(**endpoint)).text_teachers.values()
         assert teacher.encoder.stop_ids == (EOS,) and len(server.chats) == 1
         server.failures = [Says("", "length")]
         assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
         server.failures = [404]
-        with pytest.raises(ConfigError, match=r"HTTP 404.*put it right, or leave teacher_samples"):
+        with pytest.raises(ConfigError, match=r"HTTP 404.*put it right, or leave samples_from"):
             check_rollout(opd(**endpoint))
         asked = len(server.chats)
         chat = {"messages": [{"role": "user", "content": "2"}]}
@@ -444,7 +433,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         }
         with pytest.raises(ConfigError, match=":1 has `tools`"):
             check_rollout(opd(**endpoint, **with_tools))
-        texts = endpoint | {"teacher_samples_url": f"{server.url}/completions"}
+        texts = endpoint | {"samples_from": f"{MODEL}@{server.url}/completions"}
         with pytest.raises(ConfigError, match=r":1 is a chat; give .* without /completions"):
             check_rollout(opd(**texts, prompts=prompts(chat)))
         assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
@@ -533,7 +522,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
     twice = [{"prompt": f"{a}-1=", "completion": f"{b}"} for a in range(10) for b in "xy"]
     more.write_text("".join(json.dumps(row) + "\n" for row in twice))
     both = f"{sft().data},{more}:3"
-    inputs = check_sft(sft(data=both, validation_share=0.25))
+    inputs = check_sft(sft(data=both, eval_size=0.25))
     first, second = inputs.held_out
     assert [(each.name, len(each.rows_D)) for each in (first, second)] == [("data", 2), ("more", 4)]
     assert [(part.size, part.weight) for part in inputs.parts] == [(4, 1), (16, 3)]
@@ -543,7 +532,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
     assert apart.isdisjoint(row.tokens_T[: row.first_trained].tobytes() for row in inputs.rows_D)
 
     def chosen(**changes: object) -> list[str]:
-        made = check_sft(sft(data=both, validation_share=0.25, **changes)).held_out
+        made = check_sft(sft(data=both, eval_size=0.25, **changes)).held_out
         return [row.source for each in made for row in each.rows_D]
 
     assert chosen() == chosen(steps=3) != chosen(seed=1)
@@ -551,20 +540,20 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
 
 def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
     same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
-    with pytest.raises(ConfigError, match=r"validation_share=0.5 of the 4 rows of .*prompts.jsonl"):
-        check_sft(sft(data=same, validation_share=0.5))
+    with pytest.raises(ConfigError, match=r"eval_size=0.5 of the 4 rows of .*prompts.jsonl"):
+        check_sft(sft(data=same, eval_size=0.5))
 
 
 def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     apart = prompts({"prompt": "a", "completion": "b"})
-    inputs = check_sft(sft(validation=apart))
+    inputs = check_sft(sft(eval_source=apart))
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
-    assert inputs.digests.keys() == {"data", "validation"}
+    assert inputs.digests.keys() == {"data", "eval_source"}
     with pytest.raises(ConfigError, match=r"is in data= as well"):
-        check_sft(sft(validation=sft().data))
+        check_sft(sft(eval_source=sft().data))
     long = prompts({"prompt": "a", "completion": "b" * 127})
     with pytest.raises(DataError, match=f"{long}:1: 129 tokens exceed the limit of 128"):
-        check_sft(sft(validation=long))
+        check_sft(sft(eval_source=long))
 
 
 # Reward models
@@ -667,11 +656,11 @@ def test_the_groups_of_a_run_follow_the_weights(opd: NewOpd, sums) -> None:
 
 def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
     both = f"{sums('c', 30)},{sums('d', 10)}"
-    held_out = check_rollout(opd(eval_prompts=both, eval_size=8)).held_out
+    held_out = check_rollout(opd(eval_source=both, eval_size=8)).held_out
     assert isinstance(held_out, Mixture)
     assert [(part.name, part.size) for part in held_out.parts] == [("c", 6), ("d", 2)]
-    with pytest.raises(ConfigError, match=r"eval_prompts=.*: weights change nothing"):
-        opd(eval_prompts=f"{sums('c', 3)}:2,{sums('d', 2)}")
+    with pytest.raises(ConfigError, match=r"eval_source=.*: weights change nothing"):
+        opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
 def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> None:
@@ -681,8 +670,8 @@ def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> 
 
 
 def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
-    with pytest.raises(ConfigError, match="answer_key=a changes nothing: env=TicTacToeGames"):
-        opd(env=TicTacToeGames(), prompts=None, answer_key="a")
+    with pytest.raises(ConfigError, match=r"columns=.* changes nothing: env=TicTacToeGames"):
+        opd(env=TicTacToeGames(), prompts=None, columns={"answer": "a"})
 
 
 def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
@@ -701,7 +690,7 @@ def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path
 def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
     data = tmp_path / "pairs.json"
     data.write_text(json.dumps([{"q": "1+1=", "good": "2", "bad": "3"}] * 2))
-    keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
+    keys = {"columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
     out = str(tmp_path / "out")
     inputs = check_dpo(DpoConfig(model=tiny_pair.student, data=str(data), out=out, **keys))
     assert [(part.name, part.size) for part in inputs.parts] == [("pairs", 2)]
@@ -709,7 +698,7 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
-@pytest.mark.parametrize("name", ["prompts", "eval_prompts", "sft_data"])
+@pytest.mark.parametrize("name", ["prompts", "eval_source", "sft_data"])
 def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}[=:]"):
         opd(**{name: value})

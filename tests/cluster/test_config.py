@@ -54,7 +54,7 @@ from learner.config import LearnerConfig
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
-WRITTEN = {"teacher_samples_url": "http://h:1/v1", "teacher_samples_name": "m"}
+WRITTEN = {"samples_from": "m@http://h:1/v1"}
 POSITIVE = [
     "steps", "checkpoint_every", "keep_checkpoints", "token_budget", "threads", "prompts_per_step",
     "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
@@ -127,37 +127,17 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"meter_share": 0.0}, "meter_share=0.0 must be in (0, 1]"),
-        ({"meter_share": 1.5}, "meter_share=1.5 must be in (0, 1]"),
-        ({"estimator": "sampled"}, "estimator=sampled, which needs the engine's scores"),
-        ({"estimator": "top_k"}, "estimator=top_k, which needs"),
-        ({"kl_clip": 3.0}, "kl_clip=3.0, which needs"),
-        ({"advantage": "here:mine", "reward_coef": 1.0}, "advantage=here:mine, which needs"),
-        ({"train": False}, "train=False, which needs"),
-        ({"rollouts": "runs/kept"}, "changes nothing with rollouts=runs/kept"),
-    ],
-    ids=str,
-)
-def test_a_share_of_scores_is_refused_where_the_loss_needs_all(
-    opd: NewOpd, changes: dict, message: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        opd(**{"estimator": "full", "meter_share": 0.25} | changes)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "settings, scored",
     [
         ({"prompts_per_step": 4}, 4),
         ({"prompts_per_step": 8}, 8),
         ({"prompts_per_step": 20}, 8),
         ({"prompts_per_step": 64}, 16),
-        ({"prompts_per_step": 8, "meter_share": 0.25}, 2),
         ({"prompts_per_step": 64, "kl_clip": 3.0}, 64),
         ({"prompts_per_step": 64, "estimator": "top_k"}, 64),
+        ({"prompts_per_step": 64, "advantage": "here:mine", "reward_coef": 1.0}, 64),
+        ({"prompts_per_step": 64, "loss": "here:mine"}, 64),
+        ({"prompts_per_step": 64, "train": False}, 64),
     ],
     ids=str,
 )
@@ -168,7 +148,7 @@ def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored
     assert sum(i in groups for i in range(first, first + config.prompts_per_step)) == scored
 
 
-@pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_prompts": "p"}])
+@pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_source": "p"}])
 def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
     [[name, value]] = changes.items()
     with pytest.raises(ConfigError, match=f"{name}={value} changes nothing with eval_size=0"):
@@ -216,10 +196,10 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"validation": "v", "validation_share": 0.1}, "leave one of them out"),
-        ({"validation_share": 0.0}, "validation_share=0 must be between 0 and 1"),
-        ({"validation_share": 1.0}, "validation_share=1 must be between 0 and 1"),
-        ({"validation": "v:2,w"}, "validation=v:2,w: weights change nothing"),
+        ({"eval_source": "v", "eval_size": 0.1}, "leave one of them out"),
+        ({"eval_size": 2.5}, "eval_size=2.5 must be a whole number"),
+        ({"eval_size": math.nan}, "eval_size=nan must be a whole number"),
+        ({"eval_source": "v:2,w"}, "eval_source=v:2,w: weights change nothing"),
         ({"eval_every": 5}, "eval_every=5 changes nothing without held-out rows"),
         ({"eval_every": -1}, "eval_every=-1 must not be negative"),
     ],
@@ -265,7 +245,6 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
     assert engine.arguments()["model_path"] == "model"
-    assert opd(max_running_requests=9).policy_engine("m", "cpu", "log").max_running_requests == 9
 
 
 def test_a_calibration_has_no_teacher_that_moves() -> None:
@@ -314,32 +293,32 @@ def test_temperature_has_one_home() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup": 4}, r"warmup=4 must be in \[0, steps=3\]"),
-        ({"warmup": -1}, r"warmup=-1 must be in .*; raise steps"),
-        ({"teacher_samples": 1.5}, r"teacher_samples=1.5 must be in \[0, 1\]"),
-        ({"teacher_samples": math.nan}, r"teacher_samples=nan must be in \[0, 1\]"),
-        ({"teacher_samples": 1.0, "warmup": 1}, "warmup=1 changes nothing with teacher_samples=1"),
-        ({"teacher_samples": 0.5, "warmup": 3}, "teacher_samples=0.5 changes nothing with warmup"),
-        ({"warmup": 1, "rollouts": "r"}, "warmup=1 changes nothing with rollouts=r"),
-        ({"teacher_samples": 0.5, "teacher": "policy"}, "teacher_samples=0.5 with teacher=policy"),
-        ({"warmup": 1, "teacher_samples_url": "http://h:1/v1"}, "a name there; give both, or nei"),
-        ({"warmup": 1, "teacher_samples_name": "m"}, "a name there; give both, or neither"),
-        (WRITTEN, "teacher_samples_url=http://h:1/v1 changes nothing: no group is the teacher's"),
-        (WRITTEN | {"warmup": 1, "teacher_samples_name": " "}, "teacher_samples_name is blank"),
+        ({"sft_steps": 4}, r"sft_steps=4 must be in \[0, steps=3\]"),
+        ({"sft_steps": -1}, r"sft_steps=-1 must be in .*; raise steps"),
+        ({"sample_share": 1.5}, r"sample_share=1.5 must be in \[0, 1\]"),
+        ({"sample_share": math.nan}, r"sample_share=nan must be in \[0, 1\]"),
+        ({"sample_share": 1.0, "sft_steps": 1}, "sft_steps=1 changes nothing with sample_share=1"),
+        ({"sample_share": 0.5, "sft_steps": 3}, "sample_share=0.5 changes nothing with sft_steps"),
+        ({"sft_steps": 1, "rollouts": "r"}, "sft_steps=1 changes nothing with rollouts=r"),
+        ({"sample_share": 0.5, "teacher": "policy"}, "sample_share=0.5 with teacher=policy"),
+        ({"sft_steps": 1, "samples_from": "http://h:1/v1"}, "must be NAME@http://host/v1"),
+        ({"sft_steps": 1, "samples_from": " @http://h:1/v1"}, "must be NAME@http://host/v1"),
+        (WRITTEN, "samples_from=m@http://h:1/v1 changes nothing: no group is the teacher's"),
         (
-            WRITTEN | {"warmup": 1, "teacher_samples_url": "http://me:secret@h:1/v1"},
-            "teacher_samples_url holds a user, a password or a query",
+            {"sft_steps": 1, "samples_from": "m@http://me:secret@h:1/v1"},
+            "samples_from holds a user, a password or a query",
         ),
         (
-            WRITTEN | {"warmup": 1, "teacher": None, "teachers": {"a": TeacherConfig(model="t")}},
-            r"beside teachers\.NAME: .*give teachers\.a\.samples_url, say",
+            WRITTEN
+            | {"sft_steps": 1, "teacher": None, "teachers": {"a": TeacherConfig(model="t")}},
+            r"beside teachers\.NAME: .*give teachers\.a\.samples_from, say",
         ),
         (
             {
-                "warmup": 1, "teacher": None,
-                "teachers": {"a": TeacherConfig(model="t", samples_url="http://h:1/v1")},
+                "sft_steps": 1, "teacher": None,
+                "teachers": {"a": TeacherConfig(model="t", samples_from="http://h:1/v1")},
             },
-            r"teachers\.a\.samples_url=http://h:1/v1 with teachers\.a\.samples_name=None",
+            r"teachers\.a\.samples_from must be NAME@",
         ),
     ],
 )  # fmt: skip
@@ -349,31 +328,16 @@ def test_what_a_teacher_samples_in_range(opd: NewOpd, settings: dict, message: s
 
 
 def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
-    chosen = opd(steps=3, warmup=2, prompts_per_step=4).teacher_sampled(vocab_size=9)
+    chosen = opd(steps=3, sft_steps=2, prompts_per_step=4).teacher_sampled(vocab_size=9)
     assert [i in chosen for i in range(12)] == [True] * 8 + [False] * 4
     assert 0 not in opd(steps=3).teacher_sampled(vocab_size=9)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (-1.0, "dynamic_sampling=-1.0 must be 0"),
-        (math.inf, "dynamic_sampling=inf must be 0"),
-        (0.1, "0.1 x prompts_per_step=4 is less than one group"),
-    ],
-)
-def test_dynamic_sampling_in_range(value: float, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RlConfig(
-            student="s", prompts="p", out="o", temperature=1.0, steps=1, max_new_tokens=8,
-            prompts_per_step=4, reward="contains", dynamic_sampling=value,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"baseline": "global", "dynamic_sampling": 3.0}, "dynamic_sampling=3.0 with baseline=glo"),
+        ({"baseline": "global", "constant_groups": "drop"}, "constant_groups=drop with baseline="),
+        ({"baseline": "global", "constant_groups": "replace"}, "=replace with baseline=global"),
         ({"baseline": "global", "prompts_per_step": 1, "group_size": 1}, "of a step of one sample"),
         ({"overlong_buffer": 9, "max_new_tokens": 8}, "overlong_buffer=9 must be at most max_new_"),
         ({"group_size": 1}, "use at least 2, or baseline=global"),
@@ -712,7 +676,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
     ("settings", "message"),
     [
         ({"prompts": "p"}, "prompts=p changes nothing: env=TicTacToeGames reads no file"),
-        ({"eval_prompts": "p"}, "eval_prompts=p changes nothing"),
+        ({"eval_source": "p"}, "eval_source=p changes nothing"),
         ({"reward": "contains"}, "reward=contains changes nothing: env=TicTacToeGames has rewards"),
         ({"group_size": 3}, "group_size=3 must be even"),
         (

@@ -191,7 +191,7 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
             "policy_engines=4",
         ),
         ({"policy_server_flags": "--tp-size 3", "policy_engines": 2}, "learner_workers=8"),
-        ({"in_flight": "in_place"}, "use in_flight=continue"),
+        ({"on_weight_update": "in_place"}, "use on_weight_update=continue"),
         ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
         ({"teacher_server_flags": "--nnodes 2"}, "1 GPUs .* are not as many on each node"),
         ({"engine": "embedded"}, "colocate=sleep needs engine=sglang"),

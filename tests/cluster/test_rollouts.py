@@ -222,9 +222,7 @@ def test_the_loop_shows_what_it_trained_on(
         group_id=0, trajectories_G=(trajectory(segment()), trajectory(segment(seed=1)))
     )
     groups = [same, group(1), group(2), group(3, members=3)]
-    objective = ObjectiveConfig(
-        kl_coef=0, reward_coef=1.0, remove_constant_reward_groups=True, num_substeps=2
-    )
+    objective = ObjectiveConfig(kl_coef=0, reward_coef=1.0, constant_groups="drop", num_substeps=2)
     world = World(groups, per_step=4)
     loop = PolicyLoop(
         learner=Learner(

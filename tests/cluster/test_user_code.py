@@ -199,7 +199,7 @@ def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
     told = []
     for seed in range(2):
         config = opd(
-            reward=f"{code.stem}:on_one", prompts=str(prompts), eval_prompts=str(apart), seed=seed
+            reward=f"{code.stem}:on_one", prompts=str(prompts), eval_source=str(apart), seed=seed
         )
         told += trial(config)
     assert told and all(

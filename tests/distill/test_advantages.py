@@ -327,7 +327,7 @@ def test_the_hint_s_bonus_is_for_right_answers_alone() -> None:
     found = advantages(kl_coef=0.0)
     for got, expected in zip(found, [bonus, none, none, none], strict=True):
         assert got == pytest.approx(expected)
-    lower = advantages(kl_coef=0.0, right_from=0.5)
+    lower = advantages(kl_coef=0.0, correct_reward_threshold=0.5)
     for got, expected in zip(lower, [bonus, bonus, none, none], strict=True):
         assert got == pytest.approx(expected)
     # Beside the teacher's term, which has a coefficient of its own.

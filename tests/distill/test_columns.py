@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from distill.data.columns import (
     Columns,
-    CompletionColumns,
-    PreferenceColumns,
     PromptColumns,
     edit_distance,
     refuse_misspelt,
@@ -28,34 +26,36 @@ def mapped(columns: Columns, *rows: dict) -> list[dict]:
 
 
 def test_gsm8k_as_it_comes() -> None:
-    columns = PromptColumns(prompt_key="question", answer_pattern="#### (.+)")
+    columns = PromptColumns(columns={"prompt": "question"}, answer_pattern="#### (.+)")
     assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "answer": "72"}]
 
 
 def test_without_settings_rows_are_as_they_are() -> None:
-    for columns in (Columns(), PromptColumns(), CompletionColumns(), PreferenceColumns()):
+    for columns in (Columns(), PromptColumns()):
         assert mapped(columns, GSM8K) == [GSM8K]
 
 
 def test_columns_are_read_as_fields_and_others_stay() -> None:
-    columns = PromptColumns(prompt_key="question", answer_key="solution")
+    columns = PromptColumns(columns={"prompt": "question", "answer": "solution"})
     row = {"question": "a", "solution": 4, "answer": "long", "prompt": "raw", "level": 3}
     assert mapped(columns, row) == [{"prompt": "a", "answer": 4, "level": 3}]
 
 
 def test_a_chat_in_the_prompt_s_column_is_messages() -> None:
     chat = [{"role": "user", "content": "hi"}]
-    assert mapped(PromptColumns(prompt_key="prompt"), {"prompt": chat}) == [{"messages": chat}]
+    assert mapped(PromptColumns(columns={"prompt": "prompt"}), {"prompt": chat}) == [
+        {"messages": chat}
+    ]
 
 
 def test_a_row_that_lacks_an_optional_column_has_no_such_field() -> None:
-    columns = PromptColumns(prompt_key="q", answer_key="a")
+    columns = PromptColumns(columns={"prompt": "q", "answer": "a"})
     rows = mapped(columns, {"q": "x", "a": "1"}, {"q": "y"})
     assert rows == [{"prompt": "x", "answer": "1"}, {"prompt": "y"}]
 
 
 def test_a_source_that_has_the_fields_needs_no_columns() -> None:
-    columns = PromptColumns(prompt_key="question", answer_key="solution")
+    columns = PromptColumns(columns={"prompt": "question", "answer": "solution"})
     for row in ({"prompt": "a", "answer": "1"}, {"messages": [], "answer": "1"}):
         assert mapped(columns, row) == [row]
 
@@ -63,14 +63,14 @@ def test_a_source_that_has_the_fields_needs_no_columns() -> None:
 @pytest.mark.parametrize(
     ("columns", "field"),
     [
-        (PromptColumns(prompt_key="questoin"), "prompt_key"),
+        (PromptColumns(columns={"prompt": "questoin"}), "columns.prompt"),
         (
             PromptColumns(answer_pattern="=> (.+)"),
             "answer_pattern",
         ),
-        (CompletionColumns(completion_key="reply"), "completion_key"),
-        (PreferenceColumns(chosen_key="good"), "chosen_key"),
-        (PreferenceColumns(rejected_key="bad"), "rejected_key"),
+        (Columns(columns={"completion": "reply"}), "columns.completion"),
+        (Columns(columns={"chosen": "good"}), "columns.chosen"),
+        (Columns(columns={"rejected": "bad"}), "columns.rejected"),
     ],
 )
 def test_a_column_that_is_not_there_is_named(columns: Columns, field: str) -> None:
@@ -79,8 +79,8 @@ def test_a_column_that_is_not_there_is_named(columns: Columns, field: str) -> No
 
 
 def test_an_answer_key_that_no_row_has_is_named() -> None:
-    with refuses(DataError, "answer_key"):
-        mapped(PromptColumns(answer_key="anwser"), {"prompt": "a"})
+    with refuses(DataError, "columns.answer"):
+        mapped(PromptColumns(columns={"answer": "anwser"}), {"prompt": "a"})
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_pattern_that_is_none_is_refused() -> None:
 
 
 def test_completions_and_pairs() -> None:
-    columns = CompletionColumns(prompt_key="question", completion_key="answer")
+    columns = Columns(columns={"prompt": "question", "completion": "answer"})
     assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "completion": GSM8K["answer"]}]
-    pairs = PreferenceColumns(prompt_key="q", chosen_key="good", rejected_key="bad")
+    pairs = Columns(columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
     row = {"q": "1", "good": "2", "bad": "3"}
     assert mapped(pairs, row) == [{"prompt": "1", "chosen": "2", "rejected": "3"}]
 

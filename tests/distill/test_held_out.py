@@ -32,3 +32,4 @@ def test_rows_of_one_prompt_in_two_sources_are_trained() -> None:
     shared, first, second = ([training_row(3, 2, seed=seed)] for seed in range(3))
     split = hold_out([[shared, first], [shared, second]], 0.5, seed=0)
     assert split == [([shared], [first]), ([shared], [second])]
+    assert hold_out([[shared, first], [shared, second]], 2, seed=0) == split

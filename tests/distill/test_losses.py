@@ -21,13 +21,12 @@ SEEDS = range(4)
 LOSSES: dict[str, dict[str, Any]] = {
     "importance_sampling": {},
     "ppo": {"loss": "ppo"},
-    "ppo, wide above": {"loss": "ppo", "clip_low": 0.1, "clip_high": 0.5, "dual_clip": 1.5},
+    "ppo, wide above": {"loss": "ppo", "clip": (0.1, 0.5)},
     "cispo": {"loss": "cispo"},
-    "cispo, narrow": {"loss": "cispo", "clip_low": 0.3, "clip_high": 0.3},
+    "cispo, narrow": {"loss": "cispo", "clip": (0.3, 0.3)},
     "dro": {"loss": "dro"},
-    "dro, dear": {"loss": "dro", "dro_beta": 1.7},
     "gspo": {"loss": "gspo"},
-    "gspo, wide": {"loss": "gspo", "clip_low": 0.3, "clip_high": 0.2},
+    "gspo, wide": {"loss": "gspo", "clip": (0.3, 0.2)},
 }
 NORMALISED: dict[str, dict[str, Any]] = {"token": {}, "sequence": {"normalisation": "sequence"}}
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -73,8 +72,6 @@ def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
         for sign in (1, -1):
             assert any(ratio < low and sign * A > 0 for ratio, A in ratios)
             assert any(ratio > high and sign * A > 0 for ratio, A in ratios)
-    if how.loss == "ppo" and how.dual_clip:
-        assert any(ratio > how.dual_clip and A < 0 for ratio, A in ratios)
 
 
 @every_normalisation

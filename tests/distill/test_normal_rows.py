@@ -15,7 +15,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from distill.data.columns import CompletionColumns, PromptColumns
+from distill.data.columns import Columns, PromptColumns
 from distill.data.normal_rows import normal_row
 from distill.data.prompts import load_prompts
 from distill.data.row_reader import RowReader
@@ -230,7 +230,7 @@ LIMITS = {"vocab_size": 1000, "max_length": 1000, "stop_ids": [3]}
 
 
 def trained(path: str, **columns: str) -> list[list[int]]:
-    read = RowReader(CompletionColumns(**columns))
+    read = RowReader(Columns(**columns))
     rows = load_sft_rows(path, chat_tokenizer("qwen2.5"), read=read, **LIMITS)
     return [row.tokens_T[row.loss_mask_T].tolist() for row in rows]
 
@@ -239,12 +239,15 @@ def trained(path: str, **columns: str) -> list[list[int]]:
     ("row", "columns"),
     [
         ({"prompt": ASK, "completion": SAY}, {}),
-        ({"prompt": ASK, "completion": SAY}, {"prompt_key": "prompt"}),
+        ({"prompt": ASK, "completion": SAY}, {"columns": {"prompt": "prompt"}}),
         ({"prompt": ASK, "completion": "3"}, {}),
         ({"prompt": json.dumps(ASK), "completion": json.dumps(SAY)}, {}),
         ({"messages": ASK, "completion": SAY}, {}),
-        ({"chat": ASK, "answer": SAY}, {"prompt_key": "chat", "completion_key": "answer"}),
-        ({"in": {"q": ASK}, "out": {"a": "3"}}, {"prompt_key": "in.q", "completion_key": "out.a"}),
+        ({"chat": ASK, "answer": SAY}, {"columns": {"prompt": "chat", "completion": "answer"}}),
+        (
+            {"in": {"q": ASK}, "out": {"a": "3"}},
+            {"columns": {"prompt": "in.q", "completion": "out.a"}},
+        ),
     ],
 )
 def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -> None:
@@ -256,14 +259,14 @@ def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -
     ("row", "columns"),
     [
         ({"prompt": ASK, "answer": "3"}, {}),
-        ({"q": json.dumps(ASK), "answer": "3"}, {"prompt_key": "q"}),
+        ({"q": json.dumps(ASK), "answer": "3"}, {"columns": {"prompt": "q"}}),
         (
             {"prompt": ASK, "reward_model": {"ground_truth": "3", "style": "rule"}},
-            {"answer_key": "reward_model.ground_truth"},
+            {"columns": {"answer": "reward_model.ground_truth"}},
         ),
         (
             {"data": {"chat": ASK}, "a.b": "3"},
-            {"prompt_key": "data.chat", "answer_key": "a.b"},
+            {"columns": {"prompt": "data.chat", "answer": "a.b"}},
         ),
     ],
 )

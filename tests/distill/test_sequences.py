@@ -56,9 +56,9 @@ HOW: dict[str, dict[str, Any]] = {
     "clipped, reference, discounted": {
         "kl_clip": 0.6, "reference_kl_coef": 0.4, "kl_discount_factor": 0.8,
     },
-    "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "gspo": {"loss": "gspo", "clip": 0.1},
     "gspo, sequence, discounted": {
-        "loss": "gspo", "clip_low": 10.0, "clip_high": 10.0, "kl_discount_factor": 0.5,
+        "loss": "gspo", "clip": 10.0, "kl_discount_factor": 0.5,
         "normalisation": "sequence",
     },
     "gspo, corrected": {"loss": "gspo", "correction": "truncate", "kl_discount_factor": 0.5},

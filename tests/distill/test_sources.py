@@ -191,7 +191,7 @@ def test_a_missing_library_names_the_extra(saved: str, monkeypatch: pytest.Monke
 def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(sys.modules[__name__], "nothing", lambda: calls.append(1) or ROWS)
-    reader = RowReader(PromptColumns(prompt_key="prompt"))
+    reader = RowReader(PromptColumns(columns={"prompt": "prompt"}))
     place = f"{__name__}:nothing"
     assert reader(place) == reader(place)
     reader.digest([Source(place=place, name="a")])
@@ -203,14 +203,14 @@ def test_columns_that_no_source_has_are_refused(tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text('[{"question": "1", "answer": "=2"}]')
     b.write_text('[{"prompt": "1", "answer": "=3"}]')
-    reader = RowReader(PromptColumns(prompt_key="question", answer_pattern="=(.+)"))
+    reader = RowReader(PromptColumns(columns={"prompt": "question"}, answer_pattern="=(.+)"))
     assert reader(str(b)) == [(1, {"prompt": "1", "answer": "3"})]
-    with refuses(ConfigError, "prompt_key"):
+    with refuses(ConfigError, "columns.prompt"):
         reader.require_columns()
     assert reader(str(a)) == [(1, {"prompt": "1", "answer": "2"})]
     reader.require_columns()
-    with refuses(ConfigError, "answer_key"):
-        RowReader(PromptColumns(answer_key="anwser")).require_columns()
+    with refuses(ConfigError, "columns.answer"):
+        RowReader(PromptColumns(columns={"answer": "anwser"})).require_columns()
 
 
 def digest(*sources: tuple[str, int]) -> str | None:

@@ -16,6 +16,9 @@ def global_advantage(rewards_P: Sequence[GroupRewards]) -> list[np.ndarray]:
     return [(g.rewards_G - counted_N.mean()) / (counted_N.std() + 1e-6) for g in rewards_P]
 
 
+POLICY_GRADIENT = "tests.e2e.objectives:policy_gradient"
+
+
 def policy_gradient(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
     """As loss=importance_sampling."""
     return -(logprobs_N - old_N).exp() * advantages_N

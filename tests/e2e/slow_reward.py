@@ -1,10 +1,12 @@
-"""A reward that is slow while a file exists, as a sandboxed check is under load."""
+"""A reward that is slow while a file exists, as a sandboxed check is under load; a slow loss."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+from torch import Tensor
 
 # In the run's environment: the file's path.
 LOAD_FILE = "ISOTHERM_TEST_LOAD"
@@ -16,3 +18,9 @@ def reward(response: str, answer: str) -> float:
     if load.exists():
         time.sleep(float(load.read_text()))
     return float(len(response) % 2)
+
+
+def loss(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """loss=importance_sampling, with the time that a large model takes."""
+    time.sleep(1.0)
+    return -(logprobs_N - old_N).exp() * advantages_N

@@ -44,15 +44,13 @@ def test_a_pool_and_the_cluster_follow_the_load(
     load.write_text("1.0")
     monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
     monkeypatch.setenv(NUMBERS, json.dumps({"up_after_s": 2, "down_after_s": 2}))
-    # What makes the learner's step so long that its wait for quick rewards is nothing.
-    replies = tmp_path / "replies.jsonl"
-    rows = [{"prompt": f"{a}?", "completion": " and ".join(["so"] * 15)} for a in range(8)]
-    replies.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = {
         "student": tiny_pair.student, "prompts": tiny_pair.prompts, "out": out,
-        "reward": "tests.e2e.slow_reward:reward", "temperature": 1.0, "engine": "embedded",
+        "reward": "tests.e2e.slow_reward:reward",
+        # The learner's step is so long that its wait for quick rewards is nothing.
+        "loss": "tests.e2e.slow_reward:loss", "temperature": 1.0, "engine": "embedded",
         "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
-        "sft_data": replies, "sft_batch_size": 640, "checkpoint_every": 100,
+        "checkpoint_every": 100,
         "rollout_cpus": 1, "rollout_workers": "1..3",
     }  # fmt: skip
     types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}

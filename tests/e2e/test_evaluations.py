@@ -41,7 +41,7 @@ def distil(
         "max_new_tokens": 6, "lr": 1e-3, "checkpoint_every": 100, "engine": "embedded",
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
-        "eval_prompts": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
+        "eval_source": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
         "reward": "tests.e2e.patient_reward:reward", "try_first": False,
         "estimator": "sampled",
     } | overrides  # fmt: skip

@@ -90,10 +90,10 @@ def test_a_bad_student_learns_faster_from_the_teacher_s_samples(
     pair = far_apart(tiny_pair, tmp_path)
     before, steps = judged(pair.student, pair, 0.7), 10
     fallen = {}
-    for warmup in (0, steps):
+    for sft_steps in (0, steps):
         settings: dict[str, Any] = {"steps": steps, "lr": 3e-3, "eval_size": 0, "local": False}
-        out = distil(pair, tmp_path / f"warmup-{warmup}", warmup=warmup, **settings)
-        fallen[warmup] = before - judged(out / "final", pair, 0.7)
+        out = distil(pair, tmp_path / str(sft_steps), sft_steps=sft_steps, **settings)
+        fallen[sft_steps] = before - judged(out / "final", pair, 0.7)
         assert trained_groups(out) == list(range(steps * PROMPTS_PER_STEP))
     assert fallen[steps] > 1.4 * fallen[0] > 0
     lines = metrics(out)
@@ -104,7 +104,7 @@ def test_after_a_warm_up_the_student_samples_as_of_its_last_step(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = distil(
-        tiny_pair, tmp_path / "run", warmup=2, teacher_samples=0.25, steps=4, eval_size=0,
+        tiny_pair, tmp_path / "run", sft_steps=2, sample_share=0.25, steps=4, eval_size=0,
         max_staleness=0, keep="all",
     )  # fmt: skip
     steps = metrics(out)

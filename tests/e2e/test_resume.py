@@ -167,7 +167,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, steps=5, max_staleness=0, eval_prompts=unanswered,
+        tiny_pair, out, steps=5, max_staleness=0, eval_source=unanswered,
         reward="tests.e2e.rewards:refuses_zero", local=True,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
@@ -182,7 +182,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
 
     out = tmp_path / "broken"
     arguments = opd_arguments(
-        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True,
+        tiny_pair, out, eval_source=unanswered, reward="tests.e2e.rewards:broken", local=True,
         try_first=False,
     )  # fmt: skip
     capsys.readouterr()
@@ -197,7 +197,7 @@ def test_a_warm_up_goes_on_where_it_ended(
 
     def arguments(out: Path) -> list[str]:
         return opd_arguments(
-            tiny_pair, out, steps=4, warmup=3, checkpoint_every=1, max_staleness=0, eval_size=0,
+            tiny_pair, out, steps=4, sft_steps=3, checkpoint_every=1, max_staleness=0, eval_size=0,
             local=True, rollout_workers=1, prompts_per_step=1,
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ def trained(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Pa
     data, apart = root / "pairs.jsonl", root / "apart.jsonl"
     write(data, *(preference(a, b, a % 2 == 0) for a in range(8) for b in range(8)))
     write(apart, *held_out())
-    return run(tiny_pair, root / "out", data=str(data), validation=str(apart), epochs=6)
+    return run(tiny_pair, root / "out", data=str(data), eval_source=str(apart), epochs=6)
 
 
 def held_out() -> list[dict]:
@@ -109,7 +109,7 @@ def test_its_model_is_transformers_own(trained: Path) -> None:
 
 
 def test_it_resumes(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    data = {"data": str(trained.parent / "pairs.jsonl"), "validation_share": 0.1}
+    data = {"data": str(trained.parent / "pairs.jsonl"), "eval_size": 0.1}
     straight = run(tiny_pair, tmp_path / "straight", **data, steps=6)
     run(tiny_pair, tmp_path / "halves", **data, steps=3)
     halves = run(tiny_pair, tmp_path / "halves", **data, steps=6)

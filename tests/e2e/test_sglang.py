@@ -147,7 +147,7 @@ def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_
     first two steps it samples itself, at its own log q_T."""
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
-        tail="bucket", max_staleness=0, warmup=2,
+        tail="bucket", max_staleness=0, sft_steps=2,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0
     steps = metrics(tmp_path / "run")
@@ -283,7 +283,7 @@ def test_an_external_teacher_goes_away_and_comes_back(
 ) -> None:
     out = tmp_path / "run"
     url = external_teacher.start()
-    arguments = opd_arguments(tiny_pair, out, teacher=url, warmup=2)
+    arguments = opd_arguments(tiny_pair, out, teacher=url, sft_steps=2)
 
     with monkeypatch.context() as other:
         other.setenv("ISOTHERM_TEACHER_API_KEY", "another")

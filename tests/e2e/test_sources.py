@@ -57,7 +57,7 @@ def parquet(tmp_path: Path) -> Path:
 def train(pair: TinyPair, out: Path, prompts: str, **settings: object) -> int:
     given = {
         "student": pair.student, "teacher": pair.teacher, "prompts": prompts, "out": out,
-        "prompt_key": "question", "answer_pattern": r"#### (.+)", "reward_coef": 0.5,
+        "columns.prompt": "question", "answer_pattern": r"#### (.+)", "reward_coef": 0.5,
         "reward": "contains", "temperature": 0.7, "steps": 4, "prompts_per_step": 8,
         "group_size": 2, "max_new_tokens": 4, "eval_size": 4, "engine": "embedded", "local": True,
         "max_staleness": 0,  # steps take their own prompts, whatever the machine does
@@ -111,7 +111,7 @@ def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path
     code = main(
         [
             "recipe=sft", f"model={tiny_pair.student}", f"data={__name__}:pairs,{lines}:3",
-            "prompt_key=q", "completion_key=a", f"out={out}", "steps=3", "batch_size=8",
+            "columns.prompt=q", "columns.completion=a", f"out={out}", "steps=3", "batch_size=8",
             "local=True",
         ]
     )  # fmt: skip
@@ -128,8 +128,11 @@ def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path
             {"question": "a", "answer": "1"},
             r"bad.jsonl:1: answer_pattern='#### (.+)' finds nothing",
         ),
-        ({"text": "a"}, "prompt_key=question: no row of"),
-        ({"prompt": "a", "answer": "#### 1"}, "prompt_key=question changes nothing: no row has"),
+        ({"text": "a"}, "columns.prompt=question: no row of"),
+        (
+            {"prompt": "a", "answer": "#### 1"},
+            "columns.prompt=question changes nothing: no row has",
+        ),
         (
             {"question": "a"},
             "answer_pattern='#### (.+)' changes nothing: no row has a column 'answer'",

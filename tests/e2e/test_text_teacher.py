@@ -47,8 +47,7 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
         "out": str(out), "temperature": 0.7, "steps": 5, "prompts_per_step": 8, "group_size": 2,
         "max_new_tokens": 8, "lr": 3e-3, "eval_size": 0, "checkpoint_every": 100,
         "engine": "embedded", "local": True, "estimator": "sampled", "max_staleness": 0,
-        "keep": "all", "warmup": 3, "teacher_samples_url": server.url,
-        "teacher_samples_name": MODEL, **settings,
+        "keep": "all", "sft_steps": 3, "samples_from": f"{MODEL}@{server.url}", **settings,
     }  # fmt: skip
     run_on_policy(OpdConfig(**given), Console(quiet=True))
     return metrics(out)
@@ -102,13 +101,13 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     teachers = {
-        "words": TeacherConfig(model=tiny_pair.teacher, samples_url=server.url, samples_name=MODEL),
+        "words": TeacherConfig(model=tiny_pair.teacher, samples_from=f"{MODEL}@{server.url}"),
         "tokens": TeacherConfig(model=tiny_pair.teacher),
     }
     out = tmp_path / "run"
     steps = opd(
-        tiny_pair, out, server, teacher=None, teachers=teachers, teacher_samples_url=None,
-        teacher_samples_name=None, prompts=str(prompts), warmup=0, teacher_samples=0.5, steps=3,
+        tiny_pair, out, server, teacher=None, teachers=teachers, samples_from=None,
+        prompts=str(prompts), sft_steps=0, sample_share=0.5, steps=3,
         stop_tokens="z",
     )  # fmt: skip
     kept = read_rollouts(out / "rollouts.jsonl")
@@ -138,8 +137,8 @@ def test_a_student_that_teaches_itself_is_warmed_up_by_another(
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     server.script = lambda body: Says("yes")
     steps = opd(
-        tiny_pair, tmp_path / "run", server, teacher="policy", estimator="auto", warmup=2, steps=4,
-        prompts=str(prompts),
+        tiny_pair, tmp_path / "run", server, teacher="policy", estimator="auto", sft_steps=2,
+        steps=4, prompts=str(prompts),
     )  # fmt: skip
     assert [step.get("teacher_samples/share", 0) for step in steps] == [1, 1, 0, 0]
     assert all(step["opd/divergence"] > 0 for step in steps[2:])
@@ -153,7 +152,7 @@ def test_on_ray_a_warm_up_outlives_its_endpoint_s_absence(
 ) -> None:
     out = tmp_path / "run"
     given = {
-        "warmup": 4, "teacher_samples_url": server.url, "teacher_samples_name": MODEL, "steps": 6,
+        "sft_steps": 4, "samples_from": f"{MODEL}@{server.url}", "steps": 6,
         "rollout_workers": 2, "eval_size": 0,
     }  # fmt: skip
     arguments = opd_arguments(tiny_pair, out, **given)

@@ -23,7 +23,7 @@ def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
     unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, steps=5, max_staleness=1, eval_prompts=unanswered,
+        tiny_pair, out, steps=5, max_staleness=1, eval_source=unanswered,
         reward="tests.e2e.rewards:kills_at_zero",
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
@@ -45,7 +45,7 @@ def test_a_reward_that_kills_the_evaluator_ends_the_run_by_its_name(
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, eval_prompts=held_out, reward="tests.e2e.rewards:kills_at_zero"
+        tiny_pair, out, eval_source=held_out, reward="tests.e2e.rewards:kills_at_zero"
     )
     assert main(["recipe=opd", *arguments]) == 1
     said = capsys.readouterr().err.splitlines()[-1]

@@ -49,7 +49,6 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         total_steps: int = 10,
         dtype: Precision = "float32",
         compile: bool = False,
-        dropout: bool = False,
         **learner: object,
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | learner
@@ -60,7 +59,6 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
             device="cpu",
             dtype=dtype,
             compile=compile,
-            dropout=dropout,
             **settings,
         )
         return Learner(config, str(tmp_path / "failed"))

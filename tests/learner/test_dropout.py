@@ -1,4 +1,4 @@
-"""Dropout and router noise: none in policies and DPO; in SFT a checkpoint's own, if asked for."""
+"""Training has no dropout and no router noise, whatever the checkpoint's config has."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distill.models.loading import train_time_noise
-from distill.objective.batching import TrainingRow, collate
+from distill.objective.batching import TrainingRow
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner, Part
@@ -144,30 +143,3 @@ def test_checkpointed_layers_run_again_in_the_backward_pass(noisy: str) -> None:
         used = {n for n, p in learner.model.named_parameters() if p.grad is not None}
         gradients.append({n: learner.model.get_parameter(n).grad for n in used})
     assert_same(*gradients, share=1e-4)
-
-
-def test_sft_may_train_with_the_noise_of_the_checkpoint(noisy: str) -> None:
-    assert train_time_noise(NOISY[Path(noisy).name])
-    rows = [replace(row, advantages_T=np.ones(len(row), np.float32)) for row in ROWS]
-    part = Part(rows_D=rows, loss=cross_entropy_loss)
-    quiet, loud = (learner_of(noisy, dropout=dropout) for dropout in (False, True))
-    expected = np.concatenate(own_logprobs(noisy, ROWS)).mean()
-    assert quiet.step(part)["train/loss"] == pytest.approx(-expected, rel=1e-4)
-    assert loud.step(part)["train/loss"] != pytest.approx(-expected, rel=1e-4)
-    np.testing.assert_allclose(
-        np.concatenate(learner_of(noisy, dropout=True).logprobs(ROWS)).mean(), expected, rtol=1e-4
-    )
-
-
-def test_an_adapter_has_the_dropout_that_it_is_given(tmp_path: Path) -> None:
-    model = checkpoint(NOISY["llama"], tmp_path / "llama")
-    learner = learner_of(model, lora_rank=4, lora_dropout=0.5)
-    for module in learner.worker.lora.modules():
-        if hasattr(module, "lora_B") and module.lora_B:
-            torch.nn.init.normal_(module.lora_B["default"].weight)
-    batch = collate(ROWS)
-    with torch.no_grad():
-        made = [learner.worker._forward(batch).logprobs_N for _ in range(2)]
-    assert not torch.equal(*made)
-    scored = [np.concatenate(learner.logprobs(ROWS)) for _ in range(2)]
-    np.testing.assert_array_equal(*scored)

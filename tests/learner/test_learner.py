@@ -118,7 +118,7 @@ def test_metrics_are_means_per_trained_token(
     new_learner: NewLearner, plain_model: PreTrainedModel
 ) -> None:
     """All that `policy_loss` promises, over many micro-batches, against numpy."""
-    how = ObjectiveConfig(loss="ppo", clip_low=0.5, clip_high=1.0, correction="truncate")
+    how = ObjectiveConfig(loss="ppo", clip=(0.5, 1.0), correction="truncate")
     learner = new_learner(token_budget=30)
     rows = near_policy(learner, ROWS)
     logprobs_N = np.concatenate(learner.logprobs(rows)).astype(np.float64)

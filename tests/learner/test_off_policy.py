@@ -37,8 +37,7 @@ TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K, "tail": "sa
 # Without clips that act, each of them has the gradient of the ratio.
 EXACT: dict[str, dict[str, Any]] = {
     "importance_sampling": {},
-    "ppo, unclipped": {"loss": "ppo", "clip_low": 1.0, "clip_high": 1e6, "dual_clip": 1e6},
-    "cispo, unclipped": {"loss": "cispo", "clip_high": 1e6},
+    "cispo, unclipped": {"loss": "cispo", "clip": (1.0, 1e6)},
     "top_k, tail=sampled": TOP,
     "full": {"estimator": "full"},
     "reference": {"kl_coef": 0.0, "reference_kl_coef": 1.0},  # the reference is the teacher

@@ -115,21 +115,19 @@ def copied(learner: Learner, path: str) -> LocalTeachers:
 
 @pytest.mark.parametrize(
     ("rule", "adapter"),
-    [*((rule, {}) for rule in RULES), (EMA, {"lora_rank": 2, "lora_dropout": 0.5})],
+    [*((rule, {}) for rule in RULES), (EMA, {"lora_rank": 2})],
     ids=[*NAMES, "ema-adapter"],
 )
 def test_its_steps_are_those_of_a_frozen_copy(
     new_learner: NewLearner, tiny_pair: TinyPair, rule: ShadowRule | None, adapter: dict
 ) -> None:
-    """Step by step, through every movement of the teacher; it has no dropout."""
+    """Step by step, through every movement of the teacher."""
     learner, twin = (new_learner(shadow=rule, **adapter) for _ in range(2))
     diverged = []
     for step in range(4):
         part = Part(rows_D=rows(step), loss=OWN)
-        torch.manual_seed(step)
         made = learner.step(part)
         loss = PolicyObjectiveLoss(objective=FULL, teachers=copied(twin, tiny_pair.student))
-        torch.manual_seed(step)
         expected = twin.step(replace(part, loss=loss))
         for each in (learner, twin):
             each.follow(step + 1)

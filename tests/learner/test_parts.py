@@ -49,9 +49,9 @@ DEMONSTRATIONS = [demonstration(2 + i, 9 - i, seed=40 + i) for i in range(4)]
 OBJECTIVES = {
     "importance_sampling": ObjectiveConfig(loss="importance_sampling"),
     "ppo": ObjectiveConfig(loss="ppo"),
-    "cispo": ObjectiveConfig(loss="cispo", clip_low=0.2, clip_high=0.5),
+    "cispo": ObjectiveConfig(loss="cispo", clip=(0.2, 0.5)),
     "dro": ObjectiveConfig(loss="dro"),
-    "gspo": ObjectiveConfig(loss="gspo", clip_low=0.1, clip_high=0.1, normalisation="sequence"),
+    "gspo": ObjectiveConfig(loss="gspo", clip=0.1, normalisation="sequence"),
     "sequence": ObjectiveConfig(normalisation="sequence"),
     "truncate": ObjectiveConfig(loss="ppo", correction="truncate"),
     "mask": ObjectiveConfig(loss="dro", correction="mask"),

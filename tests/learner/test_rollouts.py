@@ -54,7 +54,7 @@ WHOLE = ObjectiveConfig(
     num_substeps=2,
     normalisation="sequence",
 )
-WITHOUT_TEACHER = chz.replace(WHOLE, kl_coef=0.0, remove_constant_reward_groups=True)
+WITHOUT_TEACHER = chz.replace(WHOLE, kl_coef=0.0, constant_groups="drop")
 SLOW = pytest.mark.slow
 TEACHER_WEIGHTS = {"a": 1.0, "b": 0.25}
 
@@ -159,7 +159,7 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 def learner_config(model: str, **changes: Any) -> LearnerConfig:
     settings = {"lr": 3e-3, "total_steps": 4, "token_budget": 24, "max_grad_norm": 0.5}
-    return LearnerConfig(model=model, device="cpu", dropout=False, **settings | changes)
+    return LearnerConfig(model=model, device="cpu", **settings | changes)
 
 
 def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     everywhere.taken(groups, set_aside={})
     together = tell(steps, config, tmp_path, losses, given, source=everywhere, workers=workers)
     assert_one_learner(alone, together)
-    filtered = {1} if objective.remove_constant_reward_groups else set()
+    filtered = {1} if objective.constant_groups == "drop" else set()
     everything = {TrajectoryId(i, g) for i in set(range(8)) - filtered for g in range(3)}
     assert set().union(*alone["fetched"]) == everything, "a group that is filtered out was fetched"
     for fetched, of_all in zip(together["fetched"], alone["fetched"], strict=True):

@@ -104,9 +104,7 @@ def test_ratios_are_against_the_log_probs_before_the_first_update(
     new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch, correction: str
 ) -> None:
     """cispo with both bounds at 1 counts a token as clipped wherever its ratio is not exactly 1."""
-    objective = ObjectiveConfig(
-        loss="cispo", clip_low=0, clip_high=0, correction=correction, num_substeps=2
-    )
+    objective = ObjectiveConfig(loss="cispo", clip=0, correction=correction, num_substeps=2)
     loop = new_loop(World(GROUPS, per_step=4), objective)
     before = loop.learner.logprobs(policy_rows(GROUPS[:4], objective))
     watched = Watched(loop.learner, monkeypatch)
@@ -127,7 +125,7 @@ def test_with_a_correction_and_one_update_the_ratio_is_exactly_one(
     plain_model: PreTrainedModel,
     correction: str,
 ) -> None:
-    settings: dict[str, Any] = {"loss": "cispo", "clip_low": 0, "clip_high": 0}
+    settings: dict[str, Any] = {"loss": "cispo", "clip": 0}
     uncorrected = new_loop(World(GROUPS), ObjectiveConfig(**settings))
     assert uncorrected.step()["train/clip_share"] == 1
     objective = ObjectiveConfig(correction=correction, **settings)
@@ -151,9 +149,7 @@ def test_with_a_correction_and_one_update_the_ratio_is_exactly_one(
 # Groups that say nothing
 
 
-FILTERED = ObjectiveConfig(
-    kl_coef=0, reward_coef=1.0, remove_constant_reward_groups=True, num_substeps=2
-)
+FILTERED = ObjectiveConfig(kl_coef=0, reward_coef=1.0, constant_groups="drop", num_substeps=2)
 
 
 def test_groups_of_one_reward_are_left_out(
