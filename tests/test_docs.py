@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 FEATURES = (REPOSITORY / "tests" / "features.md").read_text()
 SETTINGS = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)}
 OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
+OWN |= {"columns.prompt", "columns.answer"}
 
 
 @pytest.mark.parametrize("name", PAGES)
