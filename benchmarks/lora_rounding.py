@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.models.loading import load_causal_lm, new_qwen3
-from distill.weights.model_weights import gather_all
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
 from tests.samples import demonstration
 from tests.tiny import VOCAB_SIZE
+from tests.weights import gather_all
 
 RANK = 16
 RATES = (1e-5, 1e-4, 1e-3)

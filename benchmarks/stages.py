@@ -18,8 +18,8 @@ from cluster.config.rollout_checks import check_rollout
 from distill.envs.base import EnvStream
 from distill.objective.rows import policy_rows
 from distill.types import TrajectoryGroup
-from distill.weights.model_weights import gather_all
-from distill.weights.tensors import PackedTensors
+from distill.weights.model_weights import total_bytes
+from distill.weights.shared_memory import SharedBlock
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
 
@@ -59,7 +59,9 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
         learner.step(Part(rows_D=policy_rows(groups, loss.objective), loss=loss))
 
     seconds: dict[str, list[float]] = {"rollout": [], "teacher": [], "learn": [], "load": []}
-    weights = PackedTensors.pack(gather_all(learner.weights()))
+    block = SharedBlock()
+    block.write(learner.weights())
+    weights = block.share()
     with asyncio.Runner() as runner:
         for step in range(REPEATS + 1):
             rolled, groups = _timed(lambda s=step: runner.run(rollout(s)))
@@ -70,12 +72,13 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
                 continue  # the first pass warms caches and kernels
             for name, value in zip(seconds, (rolled, scored, learnt, loaded), strict=True):
                 seconds[name].append(value)
+    memcpy_s = _memcpy_seconds(total_bytes(learner.weights()))
     tokens = sum(group.num_actions for group in groups)
     context = sum(len(s) for group in groups for s in group.segments())
     return {
         "trained_tokens_per_step": tokens,
         "context_tokens_per_step": context,
-        "load_over_memcpy": median(seconds["load"]) / _memcpy_seconds(weights),
+        "load_over_memcpy": median(seconds["load"]) / memcpy_s,
         **{
             name: {"seconds": median(values), "tokens_per_s": tokens / median(values)}
             for name, values in seconds.items()
@@ -83,8 +86,8 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _memcpy_seconds(weights: PackedTensors) -> float:
-    source = torch.zeros(weights.nbytes, dtype=torch.uint8)
+def _memcpy_seconds(nbytes: int) -> float:
+    source = torch.zeros(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)
     return median(_timed(lambda: target.copy_(source))[0] for _ in range(9))

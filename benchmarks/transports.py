@@ -33,15 +33,16 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from benchmarks.scaling import LOSSES, follower, meet
+from cluster.config.pools import WeightsChoice
 from cluster.weights.gather import values
+from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
-from cluster.weights.transports import WeightsChoice, choose_transports
+from cluster.weights.transports import choose_transports
 from distill.models.loading import new_qwen3
 from distill.weights.model_weights import (
     COPY_BYTES,
     HeldWeights,
     Weights,
-    gather_all,
     names_of,
     plan_buckets,
     total_bytes,
@@ -49,6 +50,7 @@ from distill.weights.model_weights import (
 from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from tests.weights import gather_all
 
 REPEATS, WARMUP = 5, 2
 START_DEADLINE_S = 300.0
@@ -63,14 +65,14 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
     model.save_pretrained(directory / "model")
     del model
     kinds: list[tuple[str, type, list[WeightsChoice]]] = [
-        ("embedded", EmbeddedEngine, ["shared_memory", "object_store", "disk"])
+        ("embedded", EmbeddedEngine, ["shared_memory", "disk", "group"])
     ]
     if sglang_installed():
         kinds.append(
             (
                 "SGLang",
                 HostedSglangEngine,
-                ["shared_memory", "object_store", "disk", "group", "ipc"],
+                ["shared_memory", "disk", "group", "ipc"],
             )
         )
     pushes: dict[str, dict[str, float]] = {}
@@ -84,11 +86,13 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
             )
             ray.get(engine.info.remote(), timeout=START_DEADLINE_S)
             for choice in choices:
-                [transport] = choose_transports(
-                    choice, {name: engine}, served=kind is HostedSglangEngine, device="cpu",
+                settings = PushSettings(
+                    choice=choice, served=kind is HostedSglangEngine, device="cpu",
                     directory=str(directory / "weights"), model=str(directory / "model"),
-                    timeout_s=60, lenders=learner.lender_places(),
+                    temperature=1.0, learner_dtype="float32", probe_every=0, prove_every=0,
+                    timeout_s=60,
                 )  # fmt: skip
+                [transport] = choose_transports(settings, {name: engine}, learner.lender_places())
                 pushes[f"{name}, {choice}"] = _measure(transport, whole, sharded)
             ray.kill(engine)
     return {"bytes": total_bytes(whole), "pushes": pushes, "stages": stages}

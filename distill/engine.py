@@ -16,7 +16,6 @@ from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
     from distill.weights.shared_memory import SharedTensors
-    from distill.weights.tensors import PackedTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,10 +231,9 @@ class LentWeights:
     timeout_s: float
 
 
-# How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
-# learner), as files, over a network, or in buckets that are lent.
-_InMemory: TypeAlias = "PackedTensors | SharedTensors"
-WeightSource: TypeAlias = "_InMemory | CheckpointDirectory | CollectiveBroadcast | LentWeights"
+# How new weights reach an engine: in memory shared with the learner, as files, over a network, or
+# in buckets that are lent.
+WeightSource: TypeAlias = "SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

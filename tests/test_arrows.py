@@ -48,7 +48,7 @@ ORDER = {
         "outlines", "stops", "group_share", "teacher_samples", "json_values", "model_paths",
         "libraries",
         "json_schemas", "delivery", "tokenizer", "gpu", "main_memory", "weights", "engine",
-        "sandbox", "chat",
+        "weight_group", "sandbox", "chat",
         "text", "models", "objective", "data", "rewards", "tools", "envs", "envs/games",
         "handshake",
     ],

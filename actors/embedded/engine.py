@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -24,10 +24,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from actors.embedded.decoding import DecodeBatch, Row, new_rows, reading_rows
 from actors.embedded.loaded_model import LoadedModel, WeightMisfit
 from actors.embedded.scoring import ScoreBatch, ScoreItem, plan
+from actors.embedded.weight_group import WeightReceiver
 from distill.engine import (
     CheckpointDirectory,
     CollectiveBroadcast,
@@ -46,8 +48,7 @@ from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
 from distill.stops import StopTokens
 from distill.types import StopReason
-from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import PackedTensors, TensorLayout
+from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class _Load:
     """A `load_weights` call."""
 
     future: asyncio.Future[float]
-    weights: PackedTensors
+    weights: Mapping[str, Tensor]
     version: int
 
 
@@ -131,6 +132,7 @@ class EmbeddedEngine:
             decoder, self._model.head, self._model.stops, max_running_requests
         )
         self._version, self._pushed = 0, False
+        self._receiver = WeightReceiver(self._model.device)
         self._broken: str | None = None
         self._computed = 0  # chunks of decoding, batches of scoring
         # On the event loop: what was asked and not yet answered.
@@ -216,23 +218,32 @@ class EmbeddedEngine:
 
         Raises:
             EngineError: names the first tensor that is unknown, missing or of another shape; or
-                the weights come by a group or are lent, neither of which is for this engine.
+                the weights did not arrive, or are lent, which is for servers.
         """
         self._check_health()
-        if isinstance(weights, CollectiveBroadcast | LentWeights):
-            raise _no_group()
-        if isinstance(weights, CheckpointDirectory):
-            weights = await asyncio.to_thread(_read_checkpoint, weights.path)
-        elif isinstance(weights, SharedTensors):
-            weights = PackedTensors.pack(weights.unpack())
-        load = _Load(asyncio.get_running_loop().create_future(), weights, version)
+        if isinstance(weights, LentWeights):
+            raise EngineError("the embedded engine opens no memory that is lent; use weights=auto")
+        if isinstance(weights, CollectiveBroadcast):
+            tensors = await asyncio.to_thread(self._receiver.receive, weights, version)
+        elif isinstance(weights, CheckpointDirectory):
+            tensors = await asyncio.to_thread(_read_checkpoint, weights.path)
+        else:
+            tensors = weights.unpack()
+        load = _Load(asyncio.get_running_loop().create_future(), tensors, version)
         self._loads.append(load)
         self._wake()
         return await load.future
 
     async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """Raises EngineError: this engine joins no weight group."""
-        raise _no_group()
+        """Set the layout that a weight group will send. Returns 1: the engine is one rank of it.
+
+        Raises:
+            EngineError: the tensors do not match the model's.
+        """
+        self._check_health()
+        await asyncio.to_thread(self._model.check_layout, layout)
+        self._receiver.expect(layout)
+        return 1
 
     async def weight_checksums(self) -> list[dict[str, str]]:
         """Digests of the parameters that each rank holds, by name (distill/weights/digests.py)."""
@@ -407,7 +418,7 @@ class EmbeddedEngine:
             if not load.future.done():
                 load.future.set_result(pause_s)
 
-    def _replace_weights(self, weights: PackedTensors, version: int) -> float:
+    def _replace_weights(self, weights: Mapping[str, Tensor], version: int) -> float:
         started = time.perf_counter()
         self._model.copy_weights(weights)
         self._version, self._pushed = version, True
@@ -430,14 +441,7 @@ class EmbeddedEngine:
         self._executor.submit(self._batch.clear)
 
 
-def _no_group() -> EngineError:
-    return EngineError(
-        "the embedded engine joins no weight group and opens no bucket that is lent: push with "
-        "weights=object_store or weights=disk, or use engine=sglang"
-    )
-
-
-def _read_checkpoint(path: str) -> PackedTensors:
+def _read_checkpoint(path: str) -> dict[str, Tensor]:
     try:
         return read_weights(path)
     except CheckpointError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.weights.digests import digest
-from distill.weights.tensors import PackedTensors
+from distill.weights.tensors import TensorLayout
 
 
 class WeightMisfit(EngineError):
@@ -39,6 +39,7 @@ class LoadedModel:
     Attributes:
         forward: tokens -> hidden states, with or without shared prefixes.
         head: hidden states (N, H) -> logits (N, V).
+        device: device of the weights.
         stops: where samples end: those given, else the generation config's, else the model's.
         tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
         recorder: of the experts that tokens are routed to; None: nobody asks for them.
@@ -63,6 +64,7 @@ class LoadedModel:
             raise ConfigError(
                 f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16", field="dtype"
             )
+        self.device = torch.device(resolve_device(device))
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
         self.stops = StopTokens.of([stop_token_ids(path)]) if stops is None else stops
         self.head = VocabularyHead(self._lm, self.stops.event)
@@ -82,7 +84,7 @@ class LoadedModel:
         """Digest of each parameter, by name; a tied head's is its embedding's."""
         return {name: digest(parameter) for name, parameter in self._lm.named_parameters()}
 
-    def copy_weights(self, weights: PackedTensors) -> None:
+    def copy_weights(self, new: Mapping[str, Tensor]) -> None:
         """Copies a bundle into the model, all of it or nothing. Its names are a checkpoint's.
 
         A name may be absent if its tensor is tied to one that is there (lm_head, usually).
@@ -90,8 +92,27 @@ class LoadedModel:
         Raises:
             WeightMisfit: the first name that is unknown, missing, or of another shape.
         """
+        converted = self._conversion(new)
         own = self._lm.state_dict()
-        new = dict(weights.unpack())
+        for name, tensor in converted(new.__getitem__):
+            own[name].copy_(tensor)
+
+    def check_layout(self, layouts: Sequence[TensorLayout]) -> None:
+        """Raise WeightMisfit if `copy_weights` would refuse tensors of these layouts."""
+        self._conversion(
+            {
+                layout.name: torch.empty(layout.shape, dtype=layout.torch_dtype, device="meta")
+                for layout in layouts
+            }
+        )
+
+    def _conversion(self, new: Mapping[str, Tensor]) -> Conversion:
+        """Conversion of a checkpoint's tensors, whose shapes alone matter, to the model's.
+
+        Raises:
+            WeightMisfit: the first name that is unknown, missing, or of another shape.
+        """
+        own = self._lm.state_dict()
         converted = Conversion(self._lm, new)
         given = set()
         for name, shape in self._shapes(converted, new):
@@ -106,8 +127,7 @@ class LoadedModel:
         for name, tensor in own.items():
             if tensor.data_ptr() not in given:
                 raise WeightMisfit(f"the bundle lacks {name!r}")
-        for name, tensor in converted(new.__getitem__):
-            own[name].copy_(tensor)
+        return converted
 
     def _shapes(
         self, converted: Conversion, new: Mapping[str, Tensor]

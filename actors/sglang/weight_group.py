@@ -1,8 +1,6 @@
 """Server side of a weight group: its ranks join once, and receive the buckets of each push.
 
-The protocol is in cluster/weights/collective.py. A broadcast that is never sent blocks the server
-until its process is killed, so the server starts to receive only after the learner has confirmed
-that it sends.
+The protocol is in cluster/weights/collective.py.
 """
 
 from __future__ import annotations
@@ -10,20 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
-from distill.engine import SENDS, CollectiveBroadcast
+from distill.engine import CollectiveBroadcast
 from distill.errors import EngineError
+from distill.weight_group import NOT_RECEIVED, announce, learner_store
 from distill.weights.model_weights import plan_buckets
 from distill.weights.tensors import TensorLayout, layout_digest
 
 logger = logging.getLogger(__name__)
-
-# SGLang's error message for a broadcast that failed before any weights were written.
-NOT_RECEIVED = "Failed to receive weights"
 
 
 class AdminRequest(Protocol):
@@ -77,7 +72,7 @@ class ServerGroup:
                 f"the server did not join the weight group at {weights.address}:{weights.port} "
                 f"within {weights.join_deadline_s:.0f} s; can it reach that address? "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
-                "weights=object_store or weights=disk"
+                "weights=disk"
             ) from None
         self._name = weights.group
 
@@ -94,26 +89,14 @@ class ServerGroup:
     def announce(self, weights: CollectiveBroadcast, version: int) -> None:
         """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
 
-        Without confirmation the server could block in a broadcast. With NCCL, only the end of its
-        process would end that.
-
         Raises:
             EngineError: the learner's store is gone, or the learner cancelled the push.
         """
         try:
-            if self._store is None:
-                timeout = timedelta(seconds=weights.join_deadline_s)
-                self._store = TCPStore(
-                    weights.address, weights.port, is_master=False, timeout=timeout
-                )
-            self._store.set(weights.ready_key(version), "1")
-            key = weights.word_key(version)
-            self._store.wait([key], timedelta(seconds=weights.timeout_s))
-            word = self._store.get(key).decode()
+            self._store = self._store or learner_store(weights)
+            announce(self._store, weights, version)
         except RuntimeError as error:
             raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
-        if word != SENDS:
-            raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")
 
     def orders(self, weights: CollectiveBroadcast) -> Iterator[tuple[dict[str, Any], bool]]:
         """Iterate over the request bodies that receive the buckets; True marks the last one."""

@@ -3,7 +3,6 @@
     SharedTensors         in memory that this machine's processes share: this process opens it, and
                           the server reads it as the learner wrote it
                           (actors/sglang/plugin/weight_loader.py)
-    PackedTensors         in this process's memory: copied into a shared block first
     CheckpointDirectory   files that the server reads itself
     CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
                           (actors/sglang/weight_group.py)
@@ -20,24 +19,66 @@ import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from actors.sglang.flags import LOADER
 from actors.sglang.lent_buckets import Lendings
 from actors.sglang.plugin.weight_loader import serialized_order
-from actors.sglang.weight_checks import ServerFacts, Shapes, check_shapes
-from actors.sglang.weight_group import NOT_RECEIVED, AdminRequest, ServerGroup
+from actors.sglang.weight_group import AdminRequest, ServerGroup
 from actors.sglang.weight_payloads import FORMAT, rank_payload
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, WeightSource
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
 from distill.pace import loading_s
+from distill.weight_group import NOT_RECEIVED
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import HeldWeights, plan_buckets
-from distill.weights.shared_memory import SharedBlock, SharedTensors
-from distill.weights.tensors import TensorLayout, first_non_finite, layout_digest
+from distill.weights.model_weights import plan_buckets
+from distill.weights.shared_memory import SharedTensors
+from distill.weights.tensors import TensorLayout, layout_digest
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Tensor that provides the weights of a tied lm_head, which a bundle does not contain.
+_TIED = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """Properties of a server that determine how weights are loaded.
+
+    Attributes:
+        ranks: degree of tensor parallelism.
+        drafts: True if the server decodes speculatively.
+        own_draft: True if the draft is a part of the served model's own checkpoint.
+    """
+
+    ranks: int
+    drafts: bool
+    own_draft: bool
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> ServerFacts:
+        draft = info.get("speculative_draft_model_path")
+        return cls(
+            ranks=int(info.get("tp_size") or 1),
+            drafts=info.get("speculative_algorithm") is not None,
+            own_draft=draft is None or draft == info.get("model_path"),
+        )
+
+    @property
+    def has_other_draft(self) -> bool:
+        return self.drafts and not self.own_draft
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Selector of the server's models that a load updates; a separate draft is excluded.
+
+        A separate draft has tensors of the same names (`layers.0...`), and would load the policy's.
+        """
+        return {"selector": "all" if self.drafts and self.own_draft else "target"}
 
 
 class WeightLoads:
@@ -68,7 +109,6 @@ class WeightLoads:
         """
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes, self._handle_key = bucket_bytes, flushes, handle_key
-        self._block = SharedBlock()
         self._group = ServerGroup(order)
         self._told: tuple[TensorLayout, ...] = ()  # layout of the lent buckets
         self._lendings = Lendings()
@@ -82,7 +122,7 @@ class WeightLoads:
         Raises:
             EngineError: the tensors do not match the model's.
         """
-        check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
+        _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
         self._group.expect(layout)
         self._told = tuple(layout)
         return (await self._facts()).ranks
@@ -115,7 +155,7 @@ class WeightLoads:
         self._lendings.end(why, push)
 
     async def prepare(self, weights: WeightSource) -> None:
-        """Prepare the weights for `write`: check them, and copy them or join the group.
+        """Prepare the weights for `write`: check them, and join their group if they have one.
 
         Raises:
             EngineError: the weights do not match this server, which keeps its current ones.
@@ -125,10 +165,10 @@ class WeightLoads:
             await self._group.join(weights)
 
     async def _check(self, weights: WeightSource) -> None:
-        """Raise EngineError if the weights do not match the model, or are not finite.
+        """Raise EngineError if the weights do not match the model.
 
-        A server would load the tensors that it knows, keep its old values of the others, and crash
-        when it samples from NaN.
+        A server would load the tensors that it knows, and keep its old values of the others. The
+        learner has checked that the values are finite.
         """
         if isinstance(weights, CollectiveBroadcast):
             self._group.check(weights)
@@ -140,23 +180,14 @@ class WeightLoads:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
-            check_shapes(found, self._shapes())
+            _check_shapes(found, self._shapes())
             if (await self._facts()).has_other_draft:  # SGLang loads the directory into both
                 raise EngineError(
                     "weights=disk would load the policy into its draft model as well; use "
                     "weights=auto"
                 )
-        elif isinstance(weights, SharedTensors):  # the writer has checked for non-finite values
-            check_shapes(weights.shapes, self._shapes())
         else:
-            tensors = dict(weights.unpack())
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            check_shapes(shapes, self._shapes())
-            bad = await asyncio.to_thread(first_non_finite, tensors)
-            if bad is not None:
-                raise EngineError(f"{bad!r} is not finite in the bundle; the old weights stay")
-            # Copied here, because generation need not be paused for it.
-            await asyncio.to_thread(self._block.write, HeldWeights(tensors))
+            _check_shapes(weights.shapes, self._shapes())
 
     async def write(self, weights: WeightSource, version: int) -> None:
         """Make the server load weights that `prepare` accepted; generation must be paused.
@@ -171,9 +202,8 @@ class WeightLoads:
         elif isinstance(weights, LentWeights):
             await self._from_lender(weights, version)
         else:
-            shared = weights if isinstance(weights, SharedTensors) else self._block.share()
             # Opened here first: a server that cannot open it would crash, and this process with it.
-            with shared.held() as held:
+            with weights.held() as held:
                 await self._from_memory(held, version)
 
     async def _from_disk(self, weights: CheckpointDirectory, version: int) -> None:
@@ -290,3 +320,17 @@ class WeightLoads:
             if isinstance(error, EngineError):
                 raise EngineError(f"{error}; {self.torn}") from error
             raise
+
+
+def _check_shapes(shapes: Shapes, own: Shapes) -> None:
+    """Raise EngineError for the first tensor that is unknown, missing, or of another shape."""
+    for name, shape in shapes.items():
+        if name not in own:
+            raise EngineError(f"the bundle holds {name!r}, which the model does not have")
+        if shape != own[name]:
+            raise EngineError(
+                f"{name!r} has shape {shape} in the bundle and {own[name]} in the model"
+            )
+    for name in own:
+        if name not in shapes and not (name.endswith("lm_head.weight") and _TIED in shapes):
+            raise EngineError(f"the bundle lacks {name!r}")

@@ -43,8 +43,7 @@ from typing import Any, TypeVar
 
 from actors.sglang.client import SglangClient
 from actors.sglang.flags import OnWeightUpdate
-from actors.sglang.weight_checks import ServerFacts, Shapes
-from actors.sglang.weight_loads import WeightLoads
+from actors.sglang.weight_loads import ServerFacts, Shapes, WeightLoads
 from distill.engine import Sample, WeightSource
 from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason

@@ -13,7 +13,8 @@ from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
 from distill.gpu import GIB
 from distill.handshake.comparison import tolerance_at
 from distill.models.loading import load_causal_lm
-from distill.weights.tensors import PackedTensors
+from distill.weights.model_weights import HeldWeights
+from distill.weights.shared_memory import SharedBlock
 
 _GRAPHS_SLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 _TIMEOUT_S = 20.0
@@ -35,9 +36,10 @@ def sleep_with_graphs(setting: Setting) -> Numbers:
 
 def _slept(setting: Setting, graphs_sleep: str) -> dict[str, float]:
     student = setting.pair()[0]
-    weights = PackedTensors.pack(
-        dict(load_causal_lm(student, dtype=torch.float32, device="cpu").named_parameters())
-    )
+    model = load_causal_lm(student, dtype=torch.float32, device="cpu")
+    block = SharedBlock()
+    block.write(HeldWeights(dict(model.named_parameters())))
+    weights = block.share()
 
     async def use(engine: HostedSglangEngine) -> dict[str, float]:
         before = (await decode_gaps(engine)).max()

@@ -284,9 +284,9 @@ class RolloutConfig(
                     f"only; use {name}={size.smallest}",
                     field=name,
                 )
-        if self.weights in ("object_store", "group"):
+        if self.weights == "group":
             raise ConfigError(
-                f"weights={self.weights} with local=True: the engines are in the learner's own "
+                "weights=group with local=True: the engines are in the learner's own "
                 "process; use weights=auto"
             )
 

@@ -12,21 +12,15 @@ from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
 Colocation = Literal["no", "share", "sleep"]
-WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group", "ipc"]
-
-# Why the embedded engine, which is no server, takes no weights so.
-_SERVED = {
-    "group": "joins no weight group",
-    "ipc": "opens no memory that is lent",
-}
+WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc"]
 
 
 def check_served(weights: WeightsChoice, served: bool) -> None:
-    """Raises ConfigError for a way that leads to SGLang servers, and engines that are none."""
-    if weights in _SERVED and not served:
+    """Raises ConfigError for a transport to SGLang servers, and engines that are none."""
+    if weights == "ipc" and not served:
         raise ConfigError(
-            f"weights={weights} needs engine=sglang: the embedded engine {_SERVED[weights]}; use "
-            "weights=auto"
+            "weights=ipc needs engine=sglang: the embedded engine opens no memory that is lent; "
+            "use weights=auto"
         )
 
 
@@ -44,10 +38,10 @@ class PolicySettings(EngineChoices, ServerSettings):
     weights: WeightsChoice = chz.field(
         default="auto",
         doc="transport of new weights to the policy engines. shared_memory: engines on the "
-        "learner's node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL "
-        "or gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
-        "portion at a time; object_store: any engine anywhere, by Ray; disk: a directory in out/ "
-        "that all nodes share; auto: for each engine by its place",
+        "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
+        "gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
+        "portion at a time; disk: a directory in out/ that all nodes share; auto: for each engine "
+        "by its place",
         metadata=MAY_CHANGE,
     )
     probe_every: int = chz.field(
@@ -74,7 +68,7 @@ class PolicySettings(EngineChoices, ServerSettings):
         check_hosted("policy_server_flags", self.policy_server_flags)
         check_pushed("policy_server_flags", self.policy_server_flags)
         nodes = parallelism(self.policy_server_flags).nodes
-        if nodes > 1 and self.weights in ("shared_memory", "object_store", "ipc"):
+        if nodes > 1 and self.weights in ("shared_memory", "ipc"):
             raise ConfigError(
                 f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
                 f"(policy_server_flags={self.policy_server_flags}); use weights=auto, which sends "

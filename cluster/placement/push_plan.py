@@ -49,12 +49,9 @@ def _way(config: RolloutConfig, device: str) -> str:
         return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
     if config.weights != "auto":
         return f"by {config.weights}"
-    served = choose_engine(config.engine, device) == "sglang"
-    far = "a group" if served else "the object store"
-    if served and on_gpu:
-        return (
-            f"by a group (NCCL) to GPUs of their own, shared memory to shared ones, {far} elsewhere"
-        )
+    far = f"a group ({'NCCL' if on_gpu else 'gloo'})"
+    if on_gpu and choose_engine(config.engine, device) == "sglang":
+        return f"by {far} to GPUs of their own, shared memory to shared ones on the learner's node"
     return f"by shared memory to engines on the learner's node, {far} elsewhere"
 
 

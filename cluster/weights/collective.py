@@ -1,25 +1,31 @@
-"""Weights by a collective group: the learner is rank 0, the ranks of SGLang servers are the others.
+"""Weights by a collective group: the learner is rank 0, the engines' ranks are the others.
 
 Once, and again after a failure:
 
     learner   tells every engine names and shapes and asks for its ranks (`weight_ranks`, which
               checks them), opens a TCPStore, and joins as rank 0 while the engines join
-    engine    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
+    server    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
+    embedded  joins as one rank, in its own process (actors/embedded/weight_group.py)
 
 Each push, after the same call `load_weights(CollectiveBroadcast, version)` to every engine:
 
-    1  engine    checks that it was told of this layout; pauses generation; /begin_weight_update
+    1  engine    checks that it was told of this layout
+       server    pauses generation; /begin_weight_update
     2  engine    sets `ready_key(version)` in the store, and waits for the learner's word
     3  learner   waits for the keys of all engines, or for the first of them that refuses, and sets
                  `word_key(version)`: no engine waits in a broadcast that is not to come
-    4  both      one broadcast a bucket, in order; /update_weights_from_distributed receives one
-    5  engine    with the last bucket: flush, new version. /end_weight_update; continue; acknowledge
+    4  both      one broadcast a bucket, in order
+       server    loads it: /update_weights_from_distributed
+       embedded  keeps it in main memory, and generates meanwhile
+    5  server    with the last bucket: flush, new version. /end_weight_update; continue; acknowledge
+       embedded  loads all buckets; new version; acknowledge
 
-A group in which anything failed is left and never used again. An engine that lost the group before
-its first bucket keeps its weights; one that lost it later must be restarted
-(actors/sglang/weights.py). A peer that is lost between leaves the others in a broadcast: gloo's get
-an error, as its connections close; NCCL's would wait for minutes. So those that do not come out
-soon are lost as well, and are ended at once (cluster/weights/gather.py, publisher.py).
+A group in which anything failed is left and never used again. An embedded engine then keeps its
+weights, and so does a server that lost the group before its first bucket; a server that lost it
+later must be restarted (actors/sglang/weights.py). A peer that is lost between leaves the others in
+a broadcast: gloo's get an error, as its connections close; NCCL's would wait for minutes. So those
+that do not come out soon are lost as well, and are ended at once (cluster/weights/gather.py,
+publisher.py).
 """
 
 from __future__ import annotations
@@ -28,20 +34,12 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    Backend,
-    PrefixStore,
-    ProcessGroup,
-    _abort_process_group,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
 
 from cluster.handles.node import node_address
 from cluster.weights.gather import values
@@ -49,6 +47,7 @@ from cluster.weights.transport import Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
 from distill.errors import EngineError, NonFiniteError
 from distill.gloo import listen_towards
+from distill.weight_group import join_group, leave_group
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout, layout_digest
 from learner.process_group import LOOPBACK, open_store
@@ -61,7 +60,7 @@ class CollectiveTransport(Transport):
     """The learner's end: sends its tensors to the engines from wherever they are.
 
     Args:
-        engines: Ray handles of SGLang engines, by the name to call them.
+        engines: Ray handles by name.
         address: of this machine, as the engines' machines reach it.
         backend: nccl sends from GPU to GPU, gloo from main memory.
         timeout_s: longest that a push may not get on.
@@ -190,28 +189,22 @@ class _CollectiveGroup:
         self.process_group: ProcessGroup | None = None
 
     def join(self) -> ProcessGroup:
-        """Joins as SGLang's `init_custom_process_group` does: beside torch's own default group."""
         if self.process_group is None:
-            group, _ = _new_process_group_helper(
-                self.world_size,
-                0,
-                [],
-                Backend(self.backend),
-                PrefixStore(self.name, self.store),
-                group_name=self.name,  # pyright: ignore[reportArgumentType] - a str, renamed
-                timeout=timedelta(seconds=self.join_deadline_s),
+            self.process_group = join_group(
+                self.store,
+                self.name,
+                rank=0,
+                world_size=self.world_size,
+                backend=self.backend,
+                join_deadline_s=self.join_deadline_s,
+                timeout_s=self._timeout_s,
             )
-            assert isinstance(group, ProcessGroup)
-            _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
-            group.set_timeout(timedelta(seconds=self._timeout_s))
-            self.process_group = group
         return self.process_group
 
     def leave(self) -> None:
-        """Closes the connections: peers that wait for a broadcast get an error instead."""
         if self.process_group is not None:
             group, self.process_group = self.process_group, None
-            torch.distributed.destroy_process_group(group)
+            leave_group(group)
 
     def break_off(self) -> None:
         """Ends this side's broadcast, if NCCL has one under way; gloo's ends with its peers."""

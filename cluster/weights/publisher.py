@@ -42,6 +42,7 @@ from cluster.weights.gather import GatherResult, collect
 from cluster.weights.push_settings import PushSettings
 from cluster.weights.teacher_pushes import TeacherPushes
 from cluster.weights.transport import Transport
+from cluster.weights.transports import choose_transports
 from distill.delivery import TrainedGroups
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
@@ -89,7 +90,8 @@ class Publisher:
         """
         self._engines = dict(engines)
         self._credit, self._goes_on = credit, goes_on
-        self._settings, self._lenders = settings, lenders
+        self._settings = settings
+        self._lenders = lenders or [LenderPlace.own(settings.device)]
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._found: dict[str, float] = {}  # metrics for the next push to return
@@ -366,4 +368,4 @@ class Publisher:
         return {name: value for name, value in found.items() if value is not None}
 
     def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:
-        return self._settings.ways_to(engines, self._lenders)
+        return choose_transports(self._settings, engines, self._lenders)

@@ -1,29 +1,32 @@
-"""Settings of a run's pushes, and the ways to engines that follow from them."""
+"""Settings of a run's weight pushes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cluster.config.pools import WeightsChoice
-from cluster.weights.transport import Transport
-from cluster.weights.transports import choose_transports
-from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSettings:
-    """Settings of a run's pushes. `choose_transports` explains most of it.
+    """Settings of the pushes to one pool of engines.
 
     Attributes:
+        choice: the transport, or `auto`.
+        served: the engines are SGLang servers.
+        device: the learner's, cpu or cuda.
+        directory: directory for `disk`, shared by all nodes.
+        model: checkpoint that is trained.
         temperature: the run's; the probe scores at it.
-        learner_dtype: what the learner computes in; how far it may be from an engine.
+        learner_dtype: compute precision of the learner; determines the probe's tolerance.
         probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
-        bucket_bytes: most that a collective sends at once.
-        timeout_s: longest that a push may not get on: no engine answers, nothing is sent. Engines
-            that load by themselves have it, and a second for each 100 MB.
+        timeout_s: longest time without progress: no engine answers, nothing is sent. Engines that
+            load by themselves have it, and a second for each 100 MB.
+        bucket_bytes: most bytes that a group or `ipc` sends at once.
+        nodes: nodes over which each engine's server is spread.
+        teacher_nodes: the same for the servers of a teacher that follows the policy.
+        gpus: GPUs on which an engine computes, of those that its process sees; None: all of them.
     """
 
     choice: WeightsChoice
@@ -41,43 +44,18 @@ class PushSettings:
     teacher_nodes: int = 1
     gpus: int | None = None
 
-    def ways_to(
-        self, engines: Mapping[str, Any], lenders: Sequence[LenderPlace]
-    ) -> list[Transport]:
-        """Transports to policy engines; raises as `choose_transports`."""
-        if not engines:
-            return []
-        return choose_transports(
-            self.choice,
-            engines,
-            served=self.served,
-            device=self.device,
-            directory=self.directory,
-            model=self.model,
-            timeout_s=self.timeout_s,
-            bucket_bytes=self.bucket_bytes,
-            nodes=self.nodes,
-            gpus=self.gpus,
-            lenders=lenders or [LenderPlace.own(self.device)],
-        )
+    def for_teachers(self) -> PushSettings:
+        """Settings of pushes to the engines of a teacher that follows the policy.
 
-    def ways_to_teachers(self, engines: Mapping[str, Any]) -> list[Transport]:
-        """Transports to teacher engines; their files are apart from the policy's versions.
-
-        Nothing is lent them: a worker has one bucket, which is the policy's. Raises as `ways_to`.
+        Its files are apart from the policy's, whose version may be the same. Nothing is lent to its
+        engines: a worker has one bucket, which is the policy's.
         """
-        if not engines:
-            return []
-        return choose_transports(
-            "auto" if self.choice == "ipc" else self.choice,
-            engines,
-            served=self.served,
-            device=self.device,
+        return replace(
+            self,
+            choice="auto" if self.choice == "ipc" else self.choice,
             directory=f"{self.directory}-teacher",
-            model=self.model,
-            timeout_s=self.timeout_s,
-            bucket_bytes=self.bucket_bytes,
             nodes=self.teacher_nodes,
+            gpus=None,
         )
 
     def is_probed(self, version: int) -> bool:

@@ -17,6 +17,7 @@ from cluster.weights.attempt import Attempt
 from cluster.weights.checks import Answers
 from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
+from cluster.weights.transports import choose_transports
 from distill.errors import EngineError
 from distill.pace import Progress
 from distill.weights.model_weights import Weights
@@ -34,7 +35,7 @@ class TeacherPushes:
         answers: Answers,
         progress: Progress,
     ) -> None:
-        self._engines, self._settings = dict(engines), settings
+        self._engines, self._settings = dict(engines), settings.for_teachers()
         self._answers, self._progress = answers, progress
         self._ways: list[Transport] | None = None
         self._proof = answers.proof(self._engines)
@@ -51,7 +52,7 @@ class TeacherPushes:
         started = time.perf_counter()
         if self._ways is None:
             self._end(dead_among(self._engines), version)
-            self._ways = self._settings.ways_to_teachers(self._engines)
+            self._ways = choose_transports(self._settings, self._engines)
         attempt = Attempt.begin(self._ways, weights, version, self._progress.mark)
         answers = attempt.answers(self._settings.timeout_s)
         if answers.failures:
@@ -68,7 +69,7 @@ class TeacherPushes:
         Raises:
             EngineError: one of them did not take the weights; none of them joins.
         """
-        ways = self._settings.ways_to_teachers(engines)
+        ways = choose_transports(self._settings, engines)
         attempt = Attempt.begin(ways, weights, version, self._progress.mark)
         answers = attempt.answers(self._settings.timeout_s)
         if answers.failures:

@@ -2,9 +2,8 @@
 
 shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
                them, read it there (distill/weights/shared_memory.py)
-object_store   any node: `ray.put` once, and Ray brings it to each node once
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
-group          other nodes, other GPUs: a torch.distributed group with SGLang's ranks
+group          other nodes, other GPUs: a torch.distributed group with the engines' ranks
                (cluster/weights/collective.py)
 ipc            the same GPUs, or the same machine: buckets that SGLang's ranks open by handles
                (cluster/weights/ipc.py)
@@ -21,12 +20,12 @@ from typing import Any
 
 import torch
 
-from cluster.config.pools import WeightsChoice, check_served
-from cluster.handles import calls
+from cluster.config.pools import check_served
 from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
 from cluster.weights.ipc import IpcTransport
+from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
 from cluster.weights.ways import Place, plan_ways
 from distill.engine import CheckpointDirectory
@@ -35,9 +34,8 @@ from distill.gpu import visible_gpus
 from distill.models.loading import load_config
 from distill.nccl import nccl_settings
 from distill.weights.lending import LenderPlace
-from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
+from distill.weights.model_weights import Weights, save_weights
 from distill.weights.shared_memory import SharedBlock
-from distill.weights.tensors import PackedTensors
 
 
 class SharedMemoryTransport(Transport):
@@ -62,24 +60,6 @@ class SharedMemoryTransport(Transport):
 
     def abort(self) -> None:
         self._is_read = True  # a late engine may still be reading: nothing is written there again
-
-
-class ObjectStoreTransport(Transport):
-    """One copy into Ray's object store, which engines read without another.
-
-    A learner of several workers makes the weights whole for it first: the transport of the embedded
-    engine, and of models that fit one host twice.
-    """
-
-    copies = True
-
-    def describe(self) -> str:
-        return "Ray's object store"
-
-    def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        self._source = None  # the store never keeps two
-        reference = calls.put(PackedTensors.pack(gather_all(weights)))
-        return self.share(reference, version)
 
 
 class DiskTransport(Transport):
@@ -117,7 +97,7 @@ class DiskTransport(Transport):
             shutil.rmtree(partial, ignore_errors=True)
             raise EngineError(
                 f"cannot write weights version {version} to {final}: {error}. Free some space, or "
-                "use weights=object_store; the engines go on with the weights they had"
+                "use weights=auto; the engines go on with the weights they had"
             ) from error
         return final
 
@@ -128,75 +108,60 @@ class DiskTransport(Transport):
 
 
 def choose_transports(
-    choice: WeightsChoice,
-    engines: Mapping[str, Any],
-    *,
-    served: bool,
-    device: str,
-    directory: str,
-    model: str,
-    timeout_s: float,
-    bucket_bytes: int = BUCKET_BYTES,
-    nodes: int = 1,
-    gpus: int | None = None,
-    lenders: Sequence[LenderPlace] = (),
+    settings: PushSettings, engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = ()
 ) -> list[Transport]:
     """Transports that reach all engines; with auto, each by its place (`plan_ways`).
 
     Args:
         engines: Ray handles by name; they have started.
-        served: they are SGLang servers, which can join a group.
-        device: the learner's, cpu or cuda.
-        directory: shared by all nodes, for `disk`.
-        model: the checkpoint that is trained.
-        nodes: over which each engine's server is spread.
-        gpus: on which it computes, of those that its process sees; None: on all of them.
         lenders: the learner's workers, by rank; none given: nothing is lent.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
         EngineError: an engine does not say where it is.
     """
-    if choice == "disk":
-        return [DiskTransport(engines, directory, model)]
-    if choice == "object_store":
-        return [ObjectStoreTransport(engines)]
-    check_served(choice, served)
-    asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
-    places = {
-        name: replace(place, nodes=nodes, gpus=place.gpus[:gpus])
-        for name, place in values(asked, "asking the engines for their places", timeout_s).items()
-    }
-    on_cuda = device.startswith("cuda")
-    learner = _place(None) if on_cuda else replace(_place(None), gpus=())
-    learner = replace(learner, gpus=learner.gpus[:1])
+    if not engines:
+        return []
+    if settings.choice == "disk":
+        return [DiskTransport(engines, settings.directory, settings.model)]
+    check_served(settings.choice, settings.served)
+    places = _places(settings, engines)
+    on_cuda = settings.device.startswith("cuda")
+    learner = _place(None)
+    learner = replace(learner, gpus=learner.gpus[:1] if on_cuda else ())
+    ways = plan_ways(settings.choice, learner, places, served=settings.served, lenders=lenders)
     transports: list[Transport] = []
-    ways = plan_ways(choice, learner, places, served=served, lenders=lenders)
     for way, names in ways.items():
         chosen = {name: engines[name] for name in names}
         if way == "shared_memory":
             transports.append(SharedMemoryTransport(chosen))
-        elif way == "object_store":
-            transports.append(ObjectStoreTransport(chosen))
         elif way == "ipc":
             transports.append(
                 IpcTransport(
-                    chosen, {name: places[name] for name in names}, lenders, device=device,
-                    timeout_s=timeout_s, bucket_bytes=bucket_bytes,
+                    chosen, {name: places[name] for name in names}, lenders,
+                    device=settings.device, timeout_s=settings.timeout_s,
+                    bucket_bytes=settings.bucket_bytes,
                 )
             )  # fmt: skip
         else:
             everyone_is_here = all(places[name].beside(learner) for name in names)
             transports.append(
                 CollectiveTransport(
-                    chosen,
-                    address=own_address(everyone_is_here),
-                    backend="nccl" if on_cuda else "gloo",
-                    timeout_s=timeout_s,
-                    bucket_bytes=bucket_bytes,
+                    chosen, address=own_address(everyone_is_here),
+                    backend="nccl" if on_cuda else "gloo", timeout_s=settings.timeout_s,
+                    bucket_bytes=settings.bucket_bytes,
                 )
-            )
+            )  # fmt: skip
     return transports
+
+
+def _places(settings: PushSettings, engines: Mapping[str, Any]) -> dict[str, Place]:
+    asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
+    found = values(asked, "asking the engines for their places", settings.timeout_s)
+    return {
+        name: replace(place, nodes=settings.nodes, gpus=place.gpus[: settings.gpus])
+        for name, place in found.items()
+    }
 
 
 def _place(_actor: object) -> Place:

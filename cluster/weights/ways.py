@@ -5,11 +5,11 @@
     one node, each with GPUs of its own         group (NCCL)       from GPU to GPU
     on the GPUs of the learner's workers        ipc                a bucket on that GPU, and no copy
     one node, sharing some of the GPUs          shared_memory      NCCL takes a GPU once in a group
-    different nodes                             group              no full copy anywhere
+    different nodes                             group              no full copy at the learner
     an engine over several nodes                group              each rank is sent its own
 
-The embedded engine supports neither groups nor IPC handles: it reads shared memory on the learner's
-node, and Ray's object store on other nodes.
+The embedded engine opens no IPC handles. On the learner's node it always reads shared memory, so
+that its push overlaps the next step; on other nodes it joins a group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster.config.pools import WeightsChoice
 from distill.errors import ConfigError
 from distill.weights.lending import LenderPlace
 
-Way = Literal["shared_memory", "object_store", "disk", "group", "ipc"]
+Way = Literal["shared_memory", "disk", "group", "ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def plan_ways(
     """Names of the engines of each transport; transports without engines are left out.
 
     Args:
-        served: the engines are SGLang servers, which can join a group.
+        served: the engines are SGLang servers.
         lenders: the learner's workers, by rank.
 
     Raises:
@@ -96,7 +96,7 @@ def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> 
     if choice != "auto":
         return choice
     if not engine.beside(learner):
-        return "group" if served else "object_store"
+        return "group"
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"
     return "shared_memory"
@@ -181,5 +181,6 @@ def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
 def _shared_gpu(engines: Sequence[str], other: str) -> ConfigError:
     return ConfigError(
         f"weights go by a group, but {', '.join(engines)} shares a GPU with {other}: NCCL takes a "
-        "GPU once in a group; use weights=auto, or give each of them GPUs of its own"
+        "GPU once in a group; give each of them GPUs of its own, or use weights=auto on the "
+        "learner's node and weights=disk elsewhere"
     )

@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from distill.errors import CheckpointError, ConfigError
 from distill.main_memory import require_main_memory
 from distill.model_paths import check_model_path, run_remedy
-from distill.weights.tensors import PackedTensors, TensorLayout
+from distill.weights.tensors import TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()
@@ -318,7 +318,7 @@ def opened(path: str) -> Iterator[Callable[[str], torch.Tensor]]:
         yield take
 
 
-def read_weights(path: str) -> PackedTensors:
+def read_weights(path: str) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors as they are in its safetensors files.
 
     Raises:
@@ -328,7 +328,7 @@ def read_weights(path: str) -> PackedTensors:
     for file in _some_weight_files(path):
         with reading(file):
             tensors |= load_file(file)
-    return PackedTensors.pack(tensors)
+    return tensors
 
 
 def weight_files(path: str) -> list[Path]:

@@ -99,13 +99,17 @@ def plan_buckets(
     return buckets
 
 
+def split_bucket(flat: Tensor, bucket: Sequence[TensorLayout]) -> dict[str, Tensor]:
+    """Views of a bucket's tensors in `flat`, where their bytes lie end to end."""
+    parts = flat.split([layout.nbytes for layout in bucket])
+    return {
+        layout.name: part.view(layout.torch_dtype).view(layout.shape)
+        for layout, part in zip(bucket, parts, strict=True)
+    }
+
+
 def names_of(bucket: Sequence[TensorLayout]) -> list[str]:
     return [layout.name for layout in bucket]
-
-
-def gather_all(weights: Weights) -> dict[str, Tensor]:
-    """All of them at once, for what cannot take them in portions."""
-    return weights.gather(names_of(weights.layouts))
 
 
 def total_bytes(weights: Weights) -> int:

@@ -189,7 +189,7 @@ def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor
 def _gone(why: str) -> EngineError:
     return EngineError(
         f"weights in shared memory cannot be opened ({why}): their writer has ended, or runs as "
-        "another user or in another container; weights=object_store or weights=disk do without"
+        "another user or in another container; weights=group or weights=disk do without"
     )
 
 

@@ -38,9 +38,9 @@ from distill.errors import ConfigError, EngineError
 from distill.models.loading import read_weights
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
-from distill.weights.tensors import PackedTensors
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
+from tests.weights import shared
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_a_failing_thread_reaches_every_caller(
 
     async def load_later() -> None:
         await asyncio.sleep(0.01)
-        await engine.load_weights(PackedTensors.pack({}), 1)
+        await engine.load_weights(shared({}), 1)
 
     for result in asyncio.run(asyncio.wait_for(everything(), timeout=10)):
         assert isinstance(result, EngineError) and "out of memory" in str(result)
@@ -395,10 +395,10 @@ def test_the_likeliest_do_not_depend_on_how_positions_are_cut(
 def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, seed=1)
     engine = start(path)
-    poison = {name: tensor * float("nan") for name, tensor in read_weights(path).unpack()}
+    poison = {name: tensor * float("nan") for name, tensor in read_weights(path).items()}
 
     async def poisoned_and_healed() -> list[Score]:
-        await engine.load_weights(PackedTensors.pack(poison), 1)
+        await engine.load_weights(shared(poison), 1)
         with pytest.raises(EngineError):
             await engine.score(top_requests())
         await engine.load_weights(CheckpointDirectory(path=path), 2)

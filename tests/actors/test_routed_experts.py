@@ -14,11 +14,11 @@ from distill.engine import GenerateRequest, Sample
 from distill.errors import ConfigError, DataError
 from distill.sampling import TrainSampling
 from distill.stops import StopTokens
-from distill.weights.tensors import PackedTensors
 from tests.actors.routing import ask, check_experts, chosen_by, prompt
 from tests.families import family_dir
 from tests.refusals import refuses
 from tests.tiny import tiny_model_dir
+from tests.weights import shared
 
 
 def start(path: str, **settings: object) -> EmbeddedEngine:
@@ -59,7 +59,7 @@ def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path)
     """New weights arrive in the middle: what was recorded stays, what follows is theirs."""
     first, second = (family_dir(tmp_path, "qwen3_moe", seed=seed) for seed in (1, 2))
     engine = start(first, stops=StopTokens(ids=()))
-    bundle = PackedTensors.pack(load_file(Path(second) / "model.safetensors"))
+    bundle = shared(load_file(Path(second) / "model.safetensors"))
 
     async def story() -> Sample:
         running = asyncio.ensure_future(engine.generate(ask(prompt(5), new=60)))

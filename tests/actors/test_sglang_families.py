@@ -17,14 +17,13 @@ from distill.objective.batching import TrainingRow
 from distill.routing import ExpertArray, MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
-from distill.weights.model_weights import gather_all
-from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
 from tests.actors.routing import ask, check_experts, prompt
 from tests.families import FAMILIES, family_dir
 from tests.samples import training_row
+from tests.weights import gather_all, shared
 
 T = 0.7
 ROWS = [training_row(3 + i, 9 + 4 * i, seed=i, temperature=T) for i in range(4)]
@@ -128,7 +127,7 @@ async def story(path: str, tmp_path: Path) -> None:
         expect_close(await scored(engine, ROWS), after)
         await engine.load_weights(CheckpointDirectory(path=path), version=1)
         expect_close(await scored(engine, ROWS), before)
-        bundle = PackedTensors.pack(gather_all(learner.weights()))
+        bundle = shared(gather_all(learner.weights()))
         await engine.load_weights(bundle, version=2)
         expect_close(await scored(engine, ROWS), after)
         if routes:

@@ -33,9 +33,10 @@ from distill.types import FloatArray
 from distill.weights.lending import OwnWeights
 from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_recipes
-from distill.weights.tensors import PackedTensors, layout_digest
+from distill.weights.tensors import layout_digest
 from learner.process_group import LOOPBACK
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.weights import shared
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ class Served:
 
     def push(self, model: int, version: int) -> None:
         """As a run would: what lies in this node's memory is for servers of one node."""
-        source: WeightSource = PackedTensors.pack(dict(self.models[model].named_parameters()))
+        source: WeightSource = shared(dict(self.models[model].named_parameters()))
         if self.follower is not None:
             source = CheckpointDirectory(path=str(self.directory / f"version-{version}"))
             self.models[model].save_pretrained(source.path)

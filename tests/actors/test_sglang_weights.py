@@ -36,8 +36,10 @@ from distill.engine import (
 from distill.errors import EngineError
 from distill.models.loading import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
-from distill.weights.tensors import PackedTensors, TensorLayout, layout_digest
+from distill.weights.shared_memory import SharedTensors
+from distill.weights.tensors import TensorLayout, layout_digest
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.weights import shared
 
 T = TypeVar("T")
 MODES: tuple[OnWeightUpdate, ...] = ("continue", "restart", "finish", "in_place")
@@ -63,8 +65,8 @@ class Served:
         self.engine._weights = WeightSession(self.engine._client, mode, shapes)
         return self.engine._weights
 
-    def weights(self, version: int) -> PackedTensors:
-        return PackedTensors.pack(dict(self.models[version % 2].named_parameters()))
+    def weights(self, version: int) -> SharedTensors:
+        return shared(dict(self.models[version % 2].named_parameters()))
 
     def generate(self, num_samples: int = 3) -> list[Sample]:
         return self.run(self.engine.generate(ask(20, num_samples)))
@@ -139,7 +141,7 @@ def server(shared_server: Served) -> Iterator[Served]:
 async def push_in_the_middle(server: Served, requests: list[GenerateRequest]) -> Any:
     """(samples by request, the load's pause); the load begins when tokens have been sampled."""
     tasks = [asyncio.create_task(server.engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.3)
     pause = await server.engine.load_weights(server.weights(1), 1)
     unfinished = sum(not task.done() for task in tasks)
     return await asyncio.gather(*tasks), pause, unfinished
@@ -401,12 +403,14 @@ def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -
     assert server.run(server.engine.weight_ranks(whole)) == 1
 
 
-def test_the_embedded_engine_joins_no_group(tmp_path: Path) -> None:
+def test_the_embedded_engine_checks_a_group_s_layout_before_it_joins(tmp_path: Path) -> None:
     engine = EmbeddedEngine(model_path=tiny_model_dir(tmp_path, seed=1), device="cpu", threads=1)
+    layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
 
     async def ask_it() -> None:
-        for call in (engine.load_weights(broadcast(), 1), engine.weight_ranks([])):
+        for call in (engine.weight_ranks([layout]), engine.load_weights(broadcast(layout), 1)):
             with pytest.raises(EngineError):
                 await call
+        assert (await engine.info()).weight_version == 0
 
     asyncio.run(ask_it())

@@ -14,11 +14,11 @@ from actors.sglang.weights import WeightSession
 from distill.engine import GIVES_UP, CheckpointDirectory, CollectiveBroadcast
 from distill.errors import EngineError
 from distill.weights.model_weights import HeldWeights, plan_buckets
-from distill.weights.shared_memory import SharedBlock
-from distill.weights.tensors import PackedTensors, layout_digest
+from distill.weights.tensors import layout_digest
 from learner.process_group import open_store
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.weights_server import WeightsServer
+from tests.weights import shared
 
 LAYERS = 40
 
@@ -65,13 +65,9 @@ def expect(server: WeightsServer, fill: float, version: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", ["shared", "packed"])
-def test_a_rank_s_extra_memory_is_one_bucket(ranks: int, way: str) -> None:
+def test_a_rank_s_extra_memory_is_one_bucket(ranks: int) -> None:
     server = WeightsServer(model(0.0), ranks)
-    block = SharedBlock()
-    block.write(HeldWeights(model(7.0)))
-    weights = block.share() if way == "shared" else PackedTensors.pack(model(7.0))
-    against(server, lambda session: session.load(weights, 3))
+    against(server, lambda session: session.load(shared(model(7.0)), 3))
     expect(server, 7.0, "3")
     for part in server.ranks:
         assert BUCKET_BYTES <= part.device.peak <= 1.05 * BUCKET_BYTES
@@ -98,7 +94,7 @@ def test_a_rank_s_extra_memory_is_one_bucket(ranks: int, way: str) -> None:
 )
 def test_a_draft_of_its_own_names_is_left_alone(info: dict[str, Any], selector: str) -> None:
     server = WeightsServer(model(0.0), **info)
-    against(server, lambda session: session.load(PackedTensors.pack(model(1.0)), 1))
+    against(server, lambda session: session.load(shared(model(1.0)), 1))
     for path in ("/begin_weight_update", "/update_weights_from_tensor"):
         assert {body["selector"] for body in server.bodies(path)} == {selector}
 
@@ -159,9 +155,9 @@ def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPa
 
     async def push(session: WeightSession) -> None:
         with pytest.raises(EngineError):
-            await session.load(PackedTensors.pack(model(1.0)), 1)
+            await session.load(shared(model(1.0)), 1)
         assert session.torn is not None
-        await session.load(PackedTensors.pack(model(2.0)), 2)
+        await session.load(shared(model(2.0)), 2)
         assert session.torn is None
 
     against(server, push)

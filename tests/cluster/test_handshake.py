@@ -39,12 +39,12 @@ from distill.tokenizer import (
     probe_tokenizer,
 )
 from distill.types import FloatArray
-from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.tiny import EOS, save_tokenizer, tiny_model_dir
+from tests.weights import shared
 
 T = 0.6
 
@@ -153,7 +153,7 @@ def parties(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Pa
     model = load_causal_lm(tiny_pair.student, dtype=torch.float32, device="cpu")
     for parameter in model.parameters():
         parameter.data.mul_(1.01)  # a few optimizer steps away
-    weights = PackedTensors.pack(dict(model.named_parameters()))
+    weights = shared(dict(model.named_parameters()))
     asyncio.run(stale.load_weights(weights, 0))
     return Parties(
         policy=embedded(tiny_pair.student),

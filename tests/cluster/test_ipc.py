@@ -33,10 +33,11 @@ from distill.errors import ConfigError, EngineError, NonFiniteError
 from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket, OwnWeights
 from distill.weights.model_weights import HeldWeights
 from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of, views_of
-from distill.weights.tensors import PackedTensors, TensorLayout
+from distill.weights.tensors import TensorLayout
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer
+from tests.weights import shared
 
 TIMEOUT_S = 60.0
 HERE = LenderPlace(host="here", gpu=None)
@@ -300,7 +301,7 @@ def test_a_load_whose_learner_is_gone_makes_way_for_the_next(owned, then: str) -
     if then == "a push":
         assert not push(transport, HeldWeights(model(3.0)), 3).failures
     else:
-        calls.get(engines["e0"].load_weights.remote(PackedTensors.pack(model(3.0)), 3))
+        calls.get(engines["e0"].load_weights.remote(shared(model(3.0)), 3))
     with pytest.raises(EngineError):
         calls.get(waits)
     expect(server, 3.0, "3")

@@ -238,7 +238,7 @@ def test_without_ray_a_run_on_it_is_refused(
 
 @pytest.mark.parametrize(
     "setting",
-    ["learner_workers=2", "policy_engines=1..3", "weights=object_store"],
+    ["learner_workers=2", "policy_engines=1..3", "weights=group"],
 )
 def test_what_one_process_cannot_have_is_refused(
     tiny_pair: TinyPair, tmp_path: Path, setting: str

@@ -86,7 +86,6 @@ def test_a_server_over_several_nodes_takes_its_part_of_each(
     "changes, message",
     [
         ({"weights": "shared_memory"}, "first of the 2 nodes .* use weights=auto"),
-        ({"weights": "object_store"}, "first of the 2 nodes .* or weights=disk"),
         ({"local": True}, "local=True: this process is on one node"),
         ({"colocate": "share"}, "an engine over 2 nodes has no place beside a learner worker"),
         ({"policy_server_flags": "--node-rank 1"}, "give --nnodes, and the run numbers the nodes"),

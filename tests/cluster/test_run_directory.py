@@ -38,7 +38,7 @@ MAY_CHANGE = {
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
-    "weights": "object_store", "probe_every": 0, "prove_every": 3,
+    "weights": "group", "probe_every": 0, "prove_every": 3,
     "gradient_checkpointing": True, "learner_workers": 2,
     "compile": True, "offload_optimizer": True, "trace_step": 1,
     "rollout_cpus": 0.5, "colocate": "share", "lease_s": 9.0,

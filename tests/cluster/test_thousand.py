@@ -18,7 +18,6 @@ from cluster.hosts.rollout_actor import RosterChange
 from cluster.placement.roles import POLICY
 from cluster.runtime.announcer import Announcer
 from cluster.supervision.supervise import Member
-from cluster.weights import push_settings
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
@@ -185,11 +184,11 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
         looked.append(len(references))
         return wait(references, **how)
 
-    def choose(_choice: Any, engines: Mapping[str, Any], **_settings: Any) -> list[Transport]:
+    def choose(_settings: Any, engines: Mapping[str, Any], _lenders: Any) -> list[Transport]:
         return [Acknowledges(engines)]
 
     monkeypatch.setattr(calls, "wait", count)
-    monkeypatch.setattr(push_settings, "choose_transports", choose)
+    monkeypatch.setattr("cluster.weights.publisher.choose_transports", choose)
     settings = PushSettings(
         choice="auto", served=False, device="cpu", directory="", model="", temperature=0.7,
         learner_dtype="float32", probe_every=1, prove_every=0, timeout_s=60,

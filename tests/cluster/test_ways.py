@@ -49,16 +49,15 @@ def test_on_gpus_servers_get_weights_by_nccl_unless_they_share_one(engines, expe
         (ON_CPU, place("a"), True, "shared_memory"),
         (ON_CPU, place("a"), False, "shared_memory"),
         (ON_CPU, place("b"), True, "group"),
-        (ON_CPU, place("b"), False, "object_store"),
+        (ON_CPU, place("b"), False, "group"),
         (ON_CPU, place("a", 1), True, "shared_memory"),  # a learner without a GPU has no NCCL
-        (LEARNER, place("a", 1), False, "shared_memory"),  # embedded engines join no group
-        (LEARNER, place("b", 1), False, "object_store"),
+        (LEARNER, place("a", 1), False, "shared_memory"),  # an embedded engine
+        (LEARNER, place("b", 1), False, "group"),
     ],
 )
 def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
     assert plan_ways("auto", learner, {"e": engine}, served=served) == {way: ["e"]}
-    for asked in ("disk", "object_store"):
-        assert plan_ways(asked, learner, {"e": engine}, served=served) == {asked: ["e"]}
+    assert plan_ways("disk", learner, {"e": engine}, served=served) == {"disk": ["e"]}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_on_the_gpus_of_learner_workers_servers_are_lent_weights(engines, expect
     found = plan_ways("auto", LEARNER, named, served=True, lenders=WORKERS)
     assert {way: [int(n) for n in names] for way, names in found.items()} == expected
     for way in plan_ways("auto", LEARNER, named, served=False, lenders=WORKERS):
-        assert way in ("shared_memory", "object_store")
+        assert way in ("shared_memory", "group")
 
 
 def test_on_cpus_shared_memory_stays_the_way_unless_asked() -> None:

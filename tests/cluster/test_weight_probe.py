@@ -14,11 +14,10 @@ from actors.embedded.engine import EmbeddedEngine
 from cluster.weights.weight_probe import WeightProbe
 from distill.engine import Score, ScoreRequest
 from distill.errors import CalibrationError
-from distill.weights.model_weights import gather_all
-from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.weights import gather_all, shared
 
 T = 0.7
 
@@ -48,7 +47,7 @@ class Run:
             parameter.data.mul_(1.01)
 
     def push(self, version: int, *names: str) -> None:
-        packed = PackedTensors.pack(gather_all(self.learner.weights()))
+        packed = shared(gather_all(self.learner.weights()))
         for name in names:
             self.runner.run(self.engines[name].load_weights(packed, version))
 

@@ -38,7 +38,6 @@ from cluster.weights.push_settings import PushSettings
 from cluster.weights.transports import (
     CollectiveTransport,
     DiskTransport,
-    ObjectStoreTransport,
     SharedMemoryTransport,
     choose_transports,
 )
@@ -58,15 +57,14 @@ from distill.sampling import TrainSampling
 from distill.weights.model_weights import (
     HeldWeights,
     Weights,
-    gather_all,
     plan_buckets,
 )
 from distill.weights.shared_memory import SharedBlock
-from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
+from tests.weights import gather_all, shared
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -124,8 +122,8 @@ def actor(kind: type, *arguments: Any, **named: Any) -> Any:
 
 @pytest.fixture
 def learner(tiny_pair: TinyPair, tmp_path: Path) -> Learner:
-    settings = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu")
-    return Learner(settings, str(tmp_path))
+    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu")
+    return Learner(config, str(tmp_path))
 
 
 def learn(learner: Learner) -> None:
@@ -162,17 +160,22 @@ def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
         yield make
 
 
+def settings(**changes: Any) -> PushSettings:
+    given: dict[str, Any] = {
+        "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere", "model": "m",
+        "temperature": T, "probe_every": 1, "prove_every": 1, "timeout_s": TIMEOUT_S,
+        "learner_dtype": "float32",
+    } | changes  # fmt: skip
+    return PushSettings(**given)
+
+
 def publisher(
     engines: Mapping[str, Any], learner: Learner, queue: Any, *, overlaps: bool = False,
     **changes: Any,
 ):  # fmt: skip
-    settings: dict[str, Any] = {
-        "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere",
-        "model": learner.model.name_or_path, "temperature": T, "probe_every": 1, "prove_every": 1,
-        "timeout_s": TIMEOUT_S, "learner_dtype": "float32",
-    } | changes  # fmt: skip
     goes_on = queue.push if overlaps else None
-    return Publisher(engines, queue, PushSettings(**settings), learner.logprobs, goes_on)
+    push = settings(model=learner.model.name_or_path, **changes)
+    return Publisher(engines, queue, push, learner.logprobs, goes_on)
 
 
 def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]:
@@ -260,8 +263,9 @@ def test_a_push_goes_on_beside_the_learner_and_slots_wait_for_it(
 ) -> None:
     """While engines load, refuse and load again, the learner's weights are other ones already."""
     pair, queue = engines(Held, Held), Queue()
-    settings = {"choice": choice, "directory": str(tmp_path / "weights"), "overlaps": True}
-    publish = publisher(pair, learner, queue, **settings)
+    publish = publisher(
+        pair, learner, queue, choice=choice, directory=str(tmp_path / "weights"), overlaps=True
+    )
     sent(publish, learner.weights(), 0)  # finds out what probe and proof ask for
     assert queue.published == [(0, 0)] and queue.pushed == []
     for version in (1, 2, 3):
@@ -283,22 +287,6 @@ def test_a_push_goes_on_beside_the_learner_and_slots_wait_for_it(
             assert 0 <= metrics["push/overlapped"] <= metrics["push/seconds"]
     gap = publish.settle()
     assert gap is not None and gap < 1e-5
-
-
-def test_a_push_through_the_object_store_is_of_the_weights_as_they_were(
-    ray_engines, learner: Learner
-) -> None:
-    pair, queue = ray_engines(EmbeddedEngine), Queue()
-    publish = publisher(pair, learner, queue, choice="object_store", overlaps=True)
-    for version in range(2):
-        sent(publish, learner.weights(), version)
-        learn(learner)
-    metrics = sent(publish, learner.weights(), 2)
-    learn(learner)
-    assert queue.pushed == [(1, 4), (2, 8)] and metrics["push/proven"] == 1
-    gap = publish.settle()
-    assert gap is not None and gap < 1e-5 and versions(pair) == [2]
-    assert queue.published == [(0, 0), (1, 4), (2, 8)]
 
 
 def test_who_asks_for_the_engines_waits_for_the_push_beside_the_learner(
@@ -541,14 +529,16 @@ def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -
 
 @pytest.mark.parametrize("how", ["refuses", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_freed(
-    ray_engines, learner: Learner, how: str
+    ray_engines, learner: Learner, tmp_path: Path, how: str
 ) -> None:
     queue, troubled = Queue(), actor(Troubled, how)
     healthy = ray_engines(EmbeddedEngine)
     ray.get(healthy["policy engine 0"].info.remote())  # it has started: the deadline is the other's
     timeout_s = 1.0 if how == "hangs" else TIMEOUT_S
     both = healthy | {"policy engine 1": troubled}
-    publish = publisher(both, learner, queue, choice="object_store", timeout_s=timeout_s)
+    publish = publisher(
+        both, learner, queue, choice="disk", directory=str(tmp_path), timeout_s=timeout_s
+    )
     metrics = sent(publish, learner.weights(), 1)
     assert versions(healthy) == [1] and metrics["push/engines"] == 1
     assert queue.published == [(1, 4)]
@@ -560,7 +550,7 @@ def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_free
     publish.settle()
 
 
-class Linked(ObjectStoreTransport):
+class Linked(SharedMemoryTransport):
     """Engines that receive together."""
 
     linked = True
@@ -609,10 +599,10 @@ def test_who_comes_out_of_a_collective_is_not_lost() -> None:
     assert "no room" in answers.failures["refuses"] and "goes on" in answers.failures["waits"]
 
 
-def test_weights_that_no_engine_takes_are_an_error(learner: Learner) -> None:
+def test_weights_that_no_engine_takes_are_an_error(learner: Learner, tmp_path: Path) -> None:
     sick = {how: actor(Troubled, how) for how in ("refuses", "declines")}
     queue = Queue()
-    publish = publisher(sick, learner, queue, choice="object_store")
+    publish = publisher(sick, learner, queue, choice="disk", directory=str(tmp_path))
     with pytest.raises(EngineError):
         sent(publish, learner.weights(), 1)
     assert queue.published == []
@@ -620,9 +610,12 @@ def test_weights_that_no_engine_takes_are_an_error(learner: Learner) -> None:
         ray.kill(engine)
 
 
-def test_when_every_engine_is_dead_the_version_counts_all_the_same(learner: Learner) -> None:
+def test_when_every_engine_is_dead_the_version_counts_all_the_same(
+    learner: Learner, tmp_path: Path
+) -> None:
     queue = Queue()
-    publish = publisher({"dies": actor(Troubled, "dies")}, learner, queue, choice="object_store")
+    dies = {"dies": actor(Troubled, "dies")}
+    publish = publisher(dies, learner, queue, choice="disk", directory=str(tmp_path))
     assert sent(publish, learner.weights(), 1)["push/engines"] == 0
     assert queue.published == [(1, 4)]
 
@@ -680,7 +673,7 @@ def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path
     late = engines(EmbeddedEngine)["policy engine 2"]
     calls.get(late.load_weights.remote(CheckpointDirectory(path=newest), 2))
     assert versions({"late": late}) == [2]
-    written = dict(read_weights(newest).unpack())
+    written = read_weights(newest)
     model = load_causal_lm(newest, dtype=torch.float32, device="cpu")
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, written[name])
@@ -703,8 +696,7 @@ def on_node(node: str | None) -> Any:
 
 
 HERE, THERE = None, "another node"
-SHARED, OBJECTS = SharedMemoryTransport, ObjectStoreTransport
-FILES, GROUP = DiskTransport, CollectiveTransport
+SHARED, FILES, GROUP = SharedMemoryTransport, DiskTransport, CollectiveTransport
 
 
 @pytest.mark.parametrize(
@@ -712,22 +704,19 @@ FILES, GROUP = DiskTransport, CollectiveTransport
     [
         ("auto", [HERE, HERE], True, [(SHARED, [0, 1])]),
         ("auto", [HERE, HERE], False, [(SHARED, [0, 1])]),
-        ("auto", [HERE, THERE], False, [(SHARED, [0]), (OBJECTS, [1])]),
+        ("auto", [HERE, THERE], False, [(SHARED, [0]), (GROUP, [1])]),
         ("auto", [HERE, THERE, THERE], True, [(SHARED, [0]), (GROUP, [1, 2])]),
         ("shared_memory", [HERE, HERE], True, [(SHARED, [0, 1])]),
         ("auto", [THERE, THERE], True, [(GROUP, [0, 1])]),
         ("group", [HERE, THERE], True, [(GROUP, [0, 1])]),
-        ("group", [HERE], True, [(GROUP, [0])]),
+        ("group", [HERE], False, [(GROUP, [0])]),
         ("disk", [HERE, THERE], True, [(FILES, [0, 1])]),
-        ("object_store", [HERE, THERE], True, [(OBJECTS, [0, 1])]),
     ],
 )
 def test_the_transport_fits_the_placement(choice, nodes, served, expected) -> None:
     engines = {str(i): on_node(node) for i, node in enumerate(nodes)}
     for device in ("cpu", "cuda"):
-        found = choose_transports(
-            choice, engines, served=served, device=device, directory="d", model="m", timeout_s=9
-        )
+        found = choose_transports(settings(choice=choice, served=served, device=device), engines)
         assert [(type(t), [int(name) for name in t.engines]) for t in found] == expected
         for transport in found:
             if isinstance(transport, CollectiveTransport):
@@ -739,16 +728,13 @@ def test_the_transport_fits_the_placement(choice, nodes, served, expected) -> No
 @pytest.mark.parametrize(
     "choice, node, message",
     [
-        ("group", HERE, "weights=group needs engine=sglang"),
+        ("ipc", HERE, "weights=ipc needs engine=sglang"),
         ("shared_memory", THERE, "policy engine 0 and the learner are on different nodes"),
     ],
 )
 def test_a_choice_that_cannot_reach_the_engines_is_refused(choice, node, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_transports(
-            choice, {"policy engine 0": on_node(node)}, served=False, device="cpu", directory="d",
-            model="m", timeout_s=9,
-        )  # fmt: skip
+        choose_transports(settings(choice=choice), {"policy engine 0": on_node(node)})
 
 
 def test_buckets_are_in_order_full_and_of_one_dtype() -> None:
@@ -810,15 +796,28 @@ def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
     ray.kill(engine)
 
 
+@pytest.fixture(scope="module", params=["embedded", "SGLang"])
+def receiver(
+    request: pytest.FixtureRequest, tiny_pair: TinyPair, ray_cluster: None
+) -> Iterator[Any]:
+    """An engine of each kind, in a process of its own."""
+    if request.param == "SGLang":
+        yield request.getfixturevalue("server")
+        return
+    engine = actor(EmbeddedEngine, model_path=tiny_pair.student, device="cpu", threads=1)
+    yield engine
+    ray.kill(engine)
+
+
 @pytest.fixture
-def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
+def by_group(receiver: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
     """A publisher that sends the first weights as version 0 by a group, in several buckets."""
     monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 20.0)
-    ray.get(server.load_weights.remote(PackedTensors.pack(gather_all(learner.weights())), 0))
-    settings = {"choice": "group", "served": True, "overlaps": True}  # which a group does not
-    publish = publisher({"policy engine 0": server}, learner, Queue(), **settings)
+    ray.get(receiver.load_weights.remote(shared(gather_all(learner.weights())), 0))
+    group = {"choice": "group", "served": True, "overlaps": True}  # which a group does not
+    publish = publisher({"policy engine 0": receiver}, learner, Queue(), **group)
     transport = CollectiveTransport(
-        {"policy engine 0": server}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
+        {"policy engine 0": receiver}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
         bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     publish._transports = [transport]
@@ -835,7 +834,7 @@ def samples(server: Any) -> Any:
     return ray.get(server.generate.remote(request), timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("choice", ["shared_memory", "object_store", "disk", "group", "ipc"])
+@pytest.mark.parametrize("choice", ["shared_memory", "disk", "group", "ipc"])
 def test_every_transport_into_a_server(
     server: Any, learner: Learner, tmp_path: Path, choice: str
 ) -> None:
@@ -954,29 +953,29 @@ def test_a_tensor_that_was_skipped_is_found_in_a_server(
         publish.settle()
 
 
-def test_a_group_sends_several_buckets_again_and_again(by_group, learner, server: Any) -> None:
+def test_a_group_sends_several_buckets_again_and_again(by_group, learner, receiver: Any) -> None:
     for version in range(1, 6):
         learn(learner)
         metrics = sent(by_group, learner.weights(), version)
         assert metrics.get("push/probe_gap", 0) < 1e-4
     assert by_group.settle() < 1e-4
-    assert versions({"server": server}) == [5]
+    assert versions({"receiver": receiver}) == [5]
 
 
 @pytest.mark.parametrize("when", ["before the group", "in the group"])
 def test_what_an_engine_refuses_never_hangs_the_learner(
-    by_group, learner: Learner, server: Any, when: str
+    by_group, learner: Learner, receiver: Any, when: str
 ) -> None:
     if when == "in the group":
         sent(by_group, learner.weights(), 1)
-    version = versions({"server": server})[0]
+    version = versions({"receiver": receiver})[0]
     tensors = gather_all(learner.weights()) | {"model.norm.weight": torch.ones(7)}
     started = time.monotonic()
     with pytest.raises(EngineError):
         sent(by_group, HeldWeights(tensors), 9)
     assert time.monotonic() - started < TIMEOUT_S / 2
-    assert versions({"server": server}) == [version]
-    assert len(samples(server)) == 2
+    assert versions({"receiver": receiver}) == [version]
+    assert len(samples(receiver)) == 2
     sent(by_group, learner.weights(), 10)  # by a new group
     assert by_group.settle() < 1e-4
 
@@ -988,18 +987,20 @@ def spoilt(learner: Learner) -> HeldWeights:
     return HeldWeights(tensors)
 
 
-def test_weights_that_are_not_finite_are_not_sent(by_group, learner: Learner, server: Any) -> None:
+def test_weights_that_are_not_finite_are_not_sent(
+    by_group, learner: Learner, receiver: Any
+) -> None:
     with pytest.raises(NonFiniteError):
         sent(by_group, spoilt(learner), 1)
-    assert versions({"server": server}) == [0]
+    assert versions({"receiver": receiver}) == [0]
 
 
 @pytest.mark.parametrize("survives", [0, 1])
 def test_a_broadcast_that_breaks_off_is_made_good(
-    by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
+    by_group, learner: Learner, receiver: Any, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
-    """`survives` buckets arrive: none, and the engine keeps its weights; one, and it is torn. By a
-    new group it gets them whole."""
+    """`survives` buckets arrive: none, and the engine keeps its weights; one, and a server is torn.
+    By a new group it gets them whole."""
     sent(by_group, learner.weights(), 1)
     by_group.settle()
     broadcast, broken = torch.distributed.broadcast, []
@@ -1015,13 +1016,13 @@ def test_a_broadcast_that_breaks_off_is_made_good(
     learn(learner)
     assert sent(by_group, learner.weights(), 2)["push/engines"] == 1
     assert broken[-1] == "now"
-    assert versions({"server": server}) == [2]
+    assert versions({"receiver": receiver}) == [2]
     assert by_group.settle() < 1e-4
 
 
 @pytest.mark.parametrize("survives", [0, 1])
 def test_a_broadcast_that_breaks_off_again_and_again(
-    by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
+    by_group, learner: Learner, receiver: Any, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
     sent(by_group, learner.weights(), 1)
     by_group.settle()
@@ -1039,13 +1040,66 @@ def test_a_broadcast_that_breaks_off_again_and_again(
     answers = Attempt.begin([transport], learner.weights(), 2, lambda: None).answers(TIMEOUT_S)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     assert "the network is down" in answers.complaint()
-    if survives:
+    if survives and ray.get(receiver.info.remote()).is_server:
         assert "restart the engine" in answers.failures["policy engine 0"]
         with pytest.raises(EngineLost):
-            samples(server)
+            samples(receiver)
     else:
         assert "goes on with the weights it had" in answers.failures["policy engine 0"]
-        assert all((sample.versions_T == 1).all() for sample in samples(server))
+        assert all((sample.versions_T == 1).all() for sample in samples(receiver))
     sent(by_group, learner.weights(), 3)
     assert by_group.settle() < 1e-4
-    assert len(samples(server)) == 2
+    assert len(samples(receiver)) == 2
+
+
+class Mortal(EmbeddedEngine):
+    """Dies when it is to load version 2."""
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        if version == 2:
+            os._exit(1)
+        return await super().load_weights(weights, version)
+
+
+def test_embedded_engines_in_a_group_survive_one_that_dies_and_take_in_another(
+    ray_engines, learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue, crew = Queue(), ray_engines(EmbeddedEngine, Mortal, EmbeddedEngine)
+    publish = publisher(crew, learner, queue, choice="group", bucket_bytes=BUCKET_BYTES)
+    for version in (0, 1):
+        assert sent(publish, learner.weights(), version)["push/engines"] == 3
+        learn(learner)
+    assert publish.describe().startswith("gloo group from 127.0.0.1 to")
+    assert sent(publish, learner.weights(), 2)["push/engines"] == 2
+    assert "policy engine 1 did not take weights version 2: it is ended" in caplog.text
+    assert queue.published == [(0, 0), (1, 4), (2, 8)]
+    joining = {"policy engine 3": ray_engines(EmbeddedEngine)["policy engine 3"]}
+    assert publish.join(joining) is None  # a group leaves no copy
+    publish.admit(joining, learner.weights(), 2)
+    learn(learner)
+    metrics = sent(publish, learner.weights(), 3)
+    assert metrics["push/engines"] == 3 and metrics["push/proven"] == 1
+    alive = {name: crew[name] for name in ("policy engine 0", "policy engine 2")} | joining
+    assert versions(alive) == [3, 3, 3]
+    assert publish.settle() < 1e-5
+
+
+def test_an_embedded_engine_generates_until_all_of_the_weights_have_come(
+    ray_engines, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [engine] = ray_engines(EmbeddedEngine).values()
+    publish = publisher(
+        {"policy engine 0": engine}, learner, Queue(), choice="group", bucket_bytes=BUCKET_BYTES
+    )
+    sent(publish, learner.weights(), 0)
+    broadcast, sampled_by = torch.distributed.broadcast, []
+
+    def sample_first(*arguments: Any, **named: Any) -> None:
+        sampled_by.append(samples(engine)[0].versions_T[-1])
+        broadcast(*arguments, **named)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", sample_first)
+    metrics = sent(publish, learner.weights(), 1)
+    assert len(sampled_by) >= 3 and set(sampled_by) == {0}
+    assert metrics["push/pause"] < metrics["push/seconds"] / 2
+    assert versions({"engine": engine}) == [1]

@@ -6,6 +6,7 @@ And engines that come and go in the middle of a run, by a script.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,32 @@ def test_engines_that_come_and_go_lose_nothing(
     assert trained_groups(out) == list(range(4 * len(metrics(out))))
     found = audit(out / "ledger.jsonl")
     assert not found.problems, found.lines()
+
+
+def test_engines_on_nodes_of_their_own_get_weights_by_a_group_and_one_that_dies_comes_back(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node has a CPU for one actor, so no policy engine is on the learner's."""
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, steps=100_000, device="cpu", policy_engines=2, prove_every=1, eval_size=0,
+        checkpoint_every=100_000,
+    )  # fmt: skip
+    types = {"one": WorkerType(resources={"CPU": 1}, maximum=6)}
+    with scaling_cluster(types, head_cpus=1) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        process = harness.start("cluster.train", "recipe=opd", *arguments)
+        wait_until(lambda: len(metrics(out)) >= 2, process)
+        os.kill(harness.process_of("policy engine 1", out), signal.SIGKILL)
+        wait_until(lambda: bool(events(out, "restart")), process)
+        steps = len(metrics(out))
+        wait_until(lambda: any(s["push/engines"] == 2 for s in metrics(out)[steps + 1 :]), process)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process)
+    assert code == 130, output
+    assert "gloo group from" in output
+    [death] = events(out, "death")
+    assert death["who"] == "policy engine 1"
+    assert all(step.get("push/proven", 1) == 1 for step in metrics(out))
+    assert trained_groups(out) == list(range(4 * len(metrics(out))))
+    assert audit(out / "ledger.jsonl").problems == []

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 import isotherm
 from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
-from distill.weights.model_weights import gather_all
 from isotherm.losses import Loss
 from tests.conftest import TinyPair
 from tests.learner.conftest import assert_same, gradients_of
 from tests.samples import TEMPERATURE, demonstration, training_row
+from tests.weights import gather_all
 
 ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=TEMPERATURE + 0.3 * i) for i in range(6)]
 PAIRS = [

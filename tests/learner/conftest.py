@@ -20,7 +20,7 @@ from distill.objective.rows import RowOutline
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
 from distill.types import TrajectoryGroup
-from distill.weights.model_weights import Weights, gather_all
+from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
@@ -28,6 +28,7 @@ from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
+from tests.weights import gather_all
 
 NewLearner = Callable[..., Learner]
 NewLoop = Callable[..., PolicyLoop]

@@ -28,9 +28,8 @@ from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
 from distill.weights.lending import Lends
-from distill.weights.model_weights import Weights, gather_all, names_of, plan_buckets
+from distill.weights.model_weights import Weights, names_of, plan_buckets
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import PackedTensors
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.export import check_export
@@ -42,6 +41,7 @@ from tests.families import FAMILIES, MTP_LAYER, family_dir
 from tests.learner.routing import other_experts
 from tests.learner.two_workers import tell
 from tests.samples import training_row
+from tests.weights import gather_all, shared
 
 T = 0.7
 ROWS = [training_row(3 + i, 9 + 4 * i, seed=i, temperature=T) for i in range(4)]
@@ -134,7 +134,7 @@ def test_one_step_pushed_scored_and_saved(
     pushed = pushed_shapes(path)
     assert shapes == {name: pushed[name] for name in pushed.keys() - tied}
     for nbytes in (1 << 12, 1 << 20):
-        bundle = PackedTensors.pack(in_portions(weights, nbytes))
+        bundle = shared(in_portions(weights, nbytes))
         asyncio.run(engine.load_weights(bundle, version=1))
         expect_close(scored_by(engine), expected)
 
@@ -236,7 +236,7 @@ def test_routers_are_pushed_unrounded(
     for key, tensor in rounded.items():
         assert torch.equal(tensor, whole[key] if key in kept else whole[key].bfloat16())
     engine = EmbeddedEngine(model_path=directory(name), device="cpu", dtype="bfloat16", threads=1)
-    asyncio.run(engine.load_weights(PackedTensors.pack(rounded), version=1))
+    asyncio.run(engine.load_weights(shared(rounded), version=1))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -247,7 +247,7 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_names(
     learner = trained(path, tmp_path, lora_rank=2)
     learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))  # the first moves B alone, from zero
     engine = EmbeddedEngine(model_path=path, device="cpu", threads=1)
-    bundle = PackedTensors.pack(in_portions(learner.weights(), 1 << 12))
+    bundle = shared(in_portions(learner.weights(), 1 << 12))
     asyncio.run(engine.load_weights(bundle, version=1))
     expect_close(scored_by(engine), learner.logprobs(ROWS))
     assert {layout.name for layout in learner.weights().layouts} == pushed_shapes(path).keys()

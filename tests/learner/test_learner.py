@@ -17,7 +17,7 @@ from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.objective.rows import policy_rows, with_other_rows
 from distill.objective.settings import CORRECTION_CAP, ObjectiveConfig
 from distill.types import TrajectoryGroup
-from distill.weights.model_weights import gather_all, total_bytes
+from distill.weights.model_weights import total_bytes
 from learner.config import OptimizerConfig
 from learner.learner import Learner, Part
 from learner.optimizer import lr_factor
@@ -35,6 +35,7 @@ from tests.learner.conftest import (
     weights,
 )
 from tests.samples import group, segment, training_row, trajectory
+from tests.weights import gather_all
 
 ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=0.5 + 0.3 * i) for i in range(6)]
 

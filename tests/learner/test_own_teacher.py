@@ -15,7 +15,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from distill.weights.model_weights import gather_all
 from learner.checkpoint import CheckpointStore
 from learner.config import ShadowRule
 from learner.learner import Learner, Part
@@ -26,6 +25,7 @@ from tests.families import family_dir
 from tests.learner.conftest import NewLearner
 from tests.learner.routing import other_experts
 from tests.samples import training_row
+from tests.weights import gather_all
 
 FULL = ObjectiveConfig(estimator="full")
 OWN = PolicyObjectiveLoss(objective=FULL, own_teacher=True)

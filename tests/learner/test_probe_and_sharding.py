@@ -20,7 +20,6 @@ from transformers import (
 
 import distill.models.attention_probe
 from distill.models.attention_probe import shares_prefixes
-from distill.weights.model_weights import gather_all
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.learner import Learner, Part
 from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
@@ -29,6 +28,7 @@ from tests.learner.conftest import untimed
 from tests.learner.two_workers import tell
 from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
+from tests.weights import gather_all
 
 ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(6)]
 SIZES = {

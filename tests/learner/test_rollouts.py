@@ -30,7 +30,6 @@ from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, GroupOutline, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
-from distill.weights.model_weights import gather_all
 from learner import rollout_share
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
@@ -42,6 +41,7 @@ from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
 from tests.learner.two_workers import tell
 from tests.samples import group, segment, trajectory
+from tests.weights import gather_all
 
 # Everything at once that rows need of others: of their group, of their sequence, of the step.
 WHOLE = ObjectiveConfig(

@@ -36,9 +36,8 @@ from distill.objective.batching import (
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
 from distill.weights.lending import LenderPlace, Lends
-from distill.weights.model_weights import gather_all, names_of, plan_buckets, total_bytes
+from distill.weights.model_weights import names_of, plan_buckets, total_bytes
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import PackedTensors
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, ShadowRule
@@ -51,6 +50,7 @@ from tests.learner.conftest import untimed
 from tests.learner.test_checkpoint_writer import hashes
 from tests.learner.two_workers import tell
 from tests.samples import training_row
+from tests.weights import gather_all, shared
 
 PPO = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
 PAIRS = PreferenceLoss(beta=0.5, sft_coef=0.1)
@@ -208,7 +208,7 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
     assert beside == [0, 1]
     Refuses.may.set()
     publish.wait()
-    calls.get(engines[1].load_weights.remote(PackedTensors.pack(pushed), 1))
+    calls.get(engines[1].load_weights.remote(shared(pushed), 1))
     now = gather_all(learner.weights(torch.bfloat16))
     assert any(not torch.equal(pushed[name], tensor) for name, tensor in now.items())
     return [calls.get(engine.weight_checksums.remote()) for engine in engines]

@@ -1,0 +1,107 @@
+"""The embedded engine's end of a weight group; the protocol is in cluster/weights/collective.py.
+
+The weights are received whole into main memory while the engine generates, and are loaded
+afterwards. A broadcast that breaks off therefore leaves the engine's weights as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from distill.engine import CollectiveBroadcast
+from distill.errors import EngineError
+from distill.gloo import listen_towards
+from distill.nccl import nccl_settings
+from distill.weight_group import NOT_RECEIVED, announce, join_group, learner_store, leave_group
+from distill.weights.model_weights import plan_buckets, split_bucket
+from distill.weights.tensors import TensorLayout, layout_digest
+
+
+class WeightReceiver:
+    """One rank of a weight group, joined once and left after a failure.
+
+    Args:
+        device: device of the model; NCCL receives there, a bucket at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._layout: tuple[TensorLayout, ...] = ()
+        self._name: str | None = None
+        self._store: TCPStore | None = None
+        self._group: ProcessGroup | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, layout: Sequence[TensorLayout]) -> None:
+        """Set the layout of the tensors that the next group will send."""
+        self._layout = tuple(layout)
+
+    def receive(self, weights: CollectiveBroadcast, version: int) -> dict[str, Tensor]:
+        """Join the group if necessary, and receive a push. Blocks until all of it has arrived.
+
+        Raises:
+            EngineError: the group sends other tensors than expected, or they did not arrive.
+        """
+        with self._lock:
+            layout = self._layout
+            if layout_digest(layout) != weights.layout:
+                raise EngineError(
+                    "the group sends other tensors than this engine was told of when it was formed"
+                )
+            try:
+                group = self._joined(weights)
+                assert self._store is not None
+                announce(self._store, weights, version)
+                return self._received(group, layout, weights)
+            except (EngineError, RuntimeError) as error:  # RuntimeError: torch's, of several kinds
+                self._leave()
+                why = (str(error).splitlines() or [""])[0].removeprefix(f"{NOT_RECEIVED}: ")
+                raise EngineError(
+                    f"{NOT_RECEIVED}: {why}; the engine goes on with the weights it had"
+                ) from error
+
+    def _joined(self, weights: CollectiveBroadcast) -> ProcessGroup:
+        if self._group is not None and self._name == weights.group:
+            return self._group
+        self._leave()
+        if weights.backend == "gloo":
+            listen_towards(weights.address)
+        else:
+            os.environ.update(nccl_settings())  # read once, with the first communicator
+        self._store = learner_store(weights)
+        self._group = join_group(
+            self._store,
+            weights.group,
+            rank=weights.rank_offset,
+            world_size=weights.world_size,
+            backend=weights.backend,
+            join_deadline_s=weights.join_deadline_s,
+            timeout_s=weights.timeout_s,
+        )
+        self._name = weights.group
+        return self._group
+
+    def _received(
+        self, group: ProcessGroup, layout: Sequence[TensorLayout], weights: CollectiveBroadcast
+    ) -> dict[str, Tensor]:
+        device = self._device if weights.backend == "nccl" else torch.device("cpu")
+        tensors: dict[str, Tensor] = {}
+        for bucket in plan_buckets(layout, weights.bucket_bytes):
+            nbytes = sum(tensor.nbytes for tensor in bucket)
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            torch.distributed.broadcast(flat, src=0, group=group)
+            tensors |= split_bucket(flat.cpu(), bucket)
+        return tensors
+
+    def _leave(self) -> None:
+        group, self._group, self._store, self._name = self._group, None, None, None
+        if group is not None:
+            leave_group(group)
