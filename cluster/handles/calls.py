@@ -57,13 +57,16 @@ def get(reference: Any, timeout: float | None = None) -> Any:
     return reference.future.result()
 
 
-def shared(value: Any, actors: Sequence[Any]) -> Any:
-    """Argument that passes `value` to many actors; on Ray it is sent once to each node."""
-    if not actors or isinstance(actors[0], LocalActor):
-        return value
+def put(value: Any) -> Any:
+    """Store `value` in Ray's object store; returns a reference to it."""
     import ray
 
     return ray.put(value)
+
+
+def shared(value: Any, actors: Sequence[Any]) -> Any:
+    """Argument that passes `value` to many actors; on Ray it is sent once to each node."""
+    return put(value) if actors and not isinstance(actors[0], LocalActor) else value
 
 
 def in_store(value: Any) -> bool:
