@@ -27,9 +27,9 @@ from distill.errors import ConfigError
 
 # Ray gives its own processes 30 s to find each other, which a busy machine may take away.
 _STARTS = 3
-_DEADLINE_S = 180.0
-# Longest that Ray may take to end. After them the head is killed, and the kernel kills its
-# children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
+# Longest that Ray may take to start and to end. After them the head is killed, and the kernel kills
+# its children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
+START_S = 180
 END_S = 30
 
 # `-m` would look for modules in the working directory, which the driver may not do.
@@ -73,11 +73,11 @@ class LocalHead:
 
     def _told(self) -> str:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], _DEADLINE_S)[0]:
-            raise ConfigError(f"Ray cannot start on this machine: not up within {_DEADLINE_S:g} s")
+        if not select.select([self._process.stdout], [], [], START_S)[0]:
+            raise ConfigError(f"Ray cannot start on this machine: not up within {START_S} s")
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait(_DEADLINE_S)
+            code = self._process.wait(START_S)
             raise ConfigError(
                 f"Ray cannot start on this machine: the process that starts it ended with {code}"
             )
@@ -117,6 +117,7 @@ def run_head(cpus: int) -> None:
     os.dup2(2, 1)  # whatever Ray prints
     import ray
 
+    signal.alarm(START_S)
     try:
         reply = {"address": _start(cpus)}
     except Exception as error:  # Ray raises bare ones, too
@@ -125,6 +126,7 @@ def run_head(cpus: int) -> None:
     told.close()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or a shell would wait for this process, too
     os.dup2(1, 2)
+    signal.alarm(0)
     sys.stdin.read()
     signal.alarm(END_S)
     ray.shutdown()

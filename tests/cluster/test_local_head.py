@@ -10,22 +10,34 @@ import sys
 import psutil
 
 HEAD = """
+import sys
 from cluster.placement import local_head
-local_head.END_S = 2
+local_head.START_S, local_head.END_S = map(int, sys.argv[1:])
 local_head.run_head(1)
 """
 
 
+def head(start_s: int, end_s: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(start_s), str(end_s)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_ray_that_does_not_start_ends_with_its_head_and_says_nothing() -> None:
+    with head(1, 30) as process:
+        assert process.wait(60) == -signal.SIGALRM
+        assert process.stdout is not None and process.stdout.read() == b""
+
+
 def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as head:
-        assert head.stdin is not None and head.stdout is not None
-        assert "address" in json.loads(head.stdout.readline())
-        started = psutil.Process(head.pid).children()
+    with head(180, 2) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert "address" in json.loads(process.stdout.readline())
+        started = psutil.Process(process.pid).children()
         [raylet] = [each for each in started if each.name() == "raylet"]
         raylet.suspend()
-        head.stdin.close()  # the driver has ended
-        assert head.wait(60) == -signal.SIGALRM
+        process.stdin.close()  # the driver has ended
+        assert process.wait(60) == -signal.SIGALRM
     _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive
