@@ -35,7 +35,7 @@ def embedded_run(setting: Setting) -> Numbers:
         _DEADLINE_S, out, _STEPS, student=student, teacher=teacher, prompts=prompts, local=True,
         engine="embedded", device=setting.device, temperature=TEMPERATURE, max_staleness=0,
         prompts_per_step=groups, group_size=size, max_new_tokens=length, lr=1e-5, eval_size=0,
-        probe_every=1, checkpoint_every=_STEPS, estimator="sampled",
+        checkpoint_every=_STEPS, estimator="sampled",
     )[_WARM_UP:]  # fmt: skip
     made: Numbers = {}
     rows, mean = groups * size, median(step["rollout/response_length"] for step in steps)

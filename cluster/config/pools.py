@@ -44,20 +44,14 @@ class PolicySettings(EngineChoices, ServerSettings):
         "by its place",
         metadata=MAY_CHANGE,
     )
-    probe_every: int = chz.field(
-        default=1,
-        doc="weight versions between two comparisons of log-probs that show whether the policy "
-        "engines hold what the learner sent; 0: none",
-        metadata=MAY_CHANGE,
-    )
-    prove_every: int | None = chz.field(
+    verify_every: int | None = chz.field(
         default=None,
-        doc="weight versions between two comparisons of checksums that prove that the policy "
-        "engines hold every bit; 0: none; default: 1 on CUDA, 16 on a CPU, where a checksum costs "
-        "more than a push",
+        doc="weight versions between two checks that the policy engines hold what the learner "
+        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, checksums of "
+        "every version on CUDA and of every 16th on a CPU, where they cost more than a push",
         metadata=MAY_CHANGE,
     )
-    require_handshake: bool = chz.field(
+    handshake: bool = chz.field(
         default=True,
         doc="False: train although the parties disagree, and so on another objective than the one "
         "named; for experiments about just that",
@@ -74,17 +68,17 @@ class PolicySettings(EngineChoices, ServerSettings):
                 f"(policy_server_flags={self.policy_server_flags}); use weights=auto, which sends "
                 "to every rank, or weights=disk"
             )
-        if self.probe_every < 0:
-            raise ConfigError(f"probe_every={self.probe_every} must not be negative")
-        if self.prove_every is not None and self.prove_every < 0:
-            raise ConfigError(f"prove_every={self.prove_every} must not be negative")
+        if self.verify_every is not None and self.verify_every < 0:
+            raise ConfigError(
+                f"verify_every={self.verify_every} must not be negative", field="verify_every"
+            )
         check_served(self.weights, self.engine != "embedded")
 
-    def proofs(self, device: str) -> int:
-        """Versions between two that are proven, on this device."""
-        if self.prove_every is not None:
-            return self.prove_every
-        return 1 if device.startswith("cuda") else 16
+    def verification(self, device: str) -> tuple[int, int]:
+        """Versions between two comparisons of log-probs, and of checksums; 0: none."""
+        if self.verify_every is not None:
+            return self.verify_every, self.verify_every
+        return 1, 1 if device.startswith("cuda") else 16
 
 
 class PoolSize(NamedTuple):

@@ -346,6 +346,7 @@ class RolloutCast:
         config, device = self._config, self._device
         if config.only_keeps:
             return self._keeper(resume_from, queue, attempt)
+        probe_every, prove_every = config.verification(device)
         push = PushSettings(
             choice=config.weights,
             served=choose_engine(config.engine, device) == "sglang",
@@ -354,8 +355,8 @@ class RolloutCast:
             model=config.student,
             temperature=config.temperature,
             learner_dtype=choose_dtype(config.learner_dtype, device),
-            probe_every=config.probe_every,
-            prove_every=config.proofs(device),
+            probe_every=probe_every,
+            prove_every=prove_every,
             timeout_s=config.deadline_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
             teacher_nodes=config.teacher_nodes,

@@ -516,11 +516,11 @@ class _Run:
             )
             return
         self._running.console.print(agreement_table(report))
-        if self._config.require_handshake:
+        if self._config.handshake:
             report.require_agreement()
         doing = "keeping groups" if self._config.only_keeps else "training"
         self._running.console.print(
-            f"[bold red]WARNING: {doing} although the handshake failed (require_handshake=False); "
+            f"[bold red]WARNING: {doing} although the handshake failed (handshake=False); "
             f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
         )
 

@@ -16,7 +16,7 @@ _NOT_WATCHED = "not proven: canary_every=0, so nobody was asked for canaries"
 
 _MOVES = (
     "teacher=policy is the policy as it trains, so it has no answers that must stay as they were; "
-    "that engines hold what was pushed is asked of them after pushes (probe_every, prove_every), "
+    "that engines hold what was pushed is asked of them after pushes (verify_every), "
     "and each score says which version gave it"
 )
 

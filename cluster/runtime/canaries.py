@@ -90,7 +90,7 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
         every=config.canary_every,
         temperature=config.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
-        require=config.require_handshake,
+        require=config.handshake,
         copies=config.copies_teachers or config.base_is_reference,
         base=config.base_is_reference,
     )

@@ -138,7 +138,7 @@ class Fleet:
             roles=self._engine_roles,
             learner=lambda: self.learner,
             examine=examine,
-            require_handshake=config.require_handshake,
+            require_handshake=config.handshake,
             say=say,
             deadline_s=config.deadline_s,
             following=self._following,

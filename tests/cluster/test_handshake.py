@@ -474,7 +474,7 @@ def opd_run(
     parties: Parties,
     teacher: Engine,
     *,
-    require_handshake: bool,
+    handshake: bool,
     objective: ObjectiveConfig | None = None,
     copy: LearnerLogprobs | None = None,
 ) -> Any:
@@ -486,7 +486,7 @@ def opd_run(
         deadline_s=60.0,
         eval_engines=0,
         only_keeps=False,
-        require_handshake=require_handshake,
+        handshake=handshake,
         learner_dtype="auto",
         copies_teachers=objective is not None and objective.estimator == "full",
         teacher_models=lambda: {"": None},
@@ -522,7 +522,7 @@ def opd_run(
 
 
 def test_a_run_refuses_to_train_on_disagreement(parties: Parties) -> None:
-    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), require_handshake=True)
+    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), handshake=True)
     with pytest.raises(CalibrationError):
         run._shake_hands()
     assert "DISAGREES" in run._running.printed.getvalue()
@@ -530,7 +530,7 @@ def test_a_run_refuses_to_train_on_disagreement(parties: Parties) -> None:
 
 
 def test_a_run_may_be_told_to_train_in_spite_of_it(parties: Parties) -> None:
-    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), require_handshake=False)
+    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), handshake=False)
     run._shake_hands()
     assert "WARNING: training although" in run._running.printed.getvalue()
     assert "teacher engine 0 prefill disagrees" in run._running.printed.getvalue()
@@ -538,7 +538,7 @@ def test_a_run_may_be_told_to_train_in_spite_of_it(parties: Parties) -> None:
 
 
 def test_a_run_of_right_parties_says_so(parties: Parties) -> None:
-    run = opd_run(parties, parties.teacher, require_handshake=True)
+    run = opd_run(parties, parties.teacher, handshake=True)
     run._shake_hands()
     assert "handshake: all parties agree" in run._running.printed.getvalue()
     written = run._running.directory.written["calibration.json"]
@@ -556,7 +556,7 @@ def test_the_learner_s_copy_of_a_teacher_is_a_party(
         return copies.logprobs("", rows_D)
 
     run = opd_run(
-        parties, parties.teacher, require_handshake=True,
+        parties, parties.teacher, handshake=True,
         objective=ObjectiveConfig(estimator="full"), copy=copy,
     )  # fmt: skip
     if scale is right:

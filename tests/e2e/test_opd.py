@@ -165,7 +165,7 @@ def test_several_engines_and_workers_share_the_work(
     tiny_pair: TinyPair, tmp_path: Path, local: bool
 ) -> None:
     """On Ray with pushes to engines in bfloat16, beside the next step."""
-    changes: dict[str, Any] = {"dtype": "bfloat16", "lr": 1e-6, "prove_every": 1}
+    changes: dict[str, Any] = {"dtype": "bfloat16", "lr": 1e-6, "verify_every": 1}
     out = distil(
         tiny_pair,
         tmp_path / "run",

@@ -94,8 +94,8 @@ def test_a_mixture_is_trained_through_the_experts_that_servers_chose(
     out = tmp_path / "run"
     arguments = opd_arguments(
         pair, out, engine="sglang", dtype="bfloat16", learner_dtype="float32", steps=2,
-        group_size=4, max_new_tokens=24, max_staleness=0, eval_size=0, require_handshake=False,
-        policy_server_flags=f"--tp-size {ranks}", lr=1e-5, probe_every=0,
+        group_size=4, max_new_tokens=24, max_staleness=0, eval_size=0, handshake=False,
+        policy_server_flags=f"--tp-size {ranks}", lr=1e-5, verify_every=0,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     assert "routing_replay=True" in capsys.readouterr().out, "the default for mixtures"
@@ -173,7 +173,7 @@ def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path:
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=1, steps=5,
-        prove_every=1, eval_every=2, max_new_tokens=16,
+        verify_every=1, eval_every=2, max_new_tokens=16,
         policy_server_flags="--log-level-http info",
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0

@@ -91,7 +91,7 @@ def test_a_run_with_a_policy_over_two_nodes_goes_on_when_one_is_lost(
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", steps=5000, max_staleness=0, eval_size=0, prove_every=1,
+        tiny_pair, out, engine="sglang", steps=5000, max_staleness=0, eval_size=0, verify_every=1,
         policy_server_flags="--tp-size 2 --nnodes 2",
     )  # fmt: skip
     # Where Ray would leave word of this cluster for whoever starts Ray here next.
