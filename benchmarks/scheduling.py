@@ -48,7 +48,7 @@ from cluster.command import run_command
 from cluster.hosts.engine_pool import EnginePool
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, Overdue, StepRuleName, TrainedGroups
+from distill.delivery import Lease, OnStale, StepRuleName, TrainedGroups
 
 SPEED = 40.0  # tokens/s of a slot
 SLOTS = 64  # of an engine
@@ -326,7 +326,7 @@ class Schedule:
     rule: StepRuleName = "in_order"
     max_staleness: int = 1
     steps_in_flight: float | None = None
-    overdue: Overdue = "wait"
+    on_stale: OnStale = "wait"
     workers: int = 4
     sticky: bool = True
     in_place: bool = False
@@ -338,8 +338,10 @@ class Schedule:
             name = f"in_order {self.max_staleness}"
         else:
             name = f"due_first {self.max_staleness}"
-            name += "" if self.overdue == "wait" else f" {self.overdue}"
-            name += f" after {self.begin_again_after:g} medians" if self.overdue == "again" else ""
+            name += "" if self.on_stale == "wait" else f" {self.on_stale}"
+            name += (
+                f" after {self.begin_again_after:g} medians" if self.on_stale == "restart" else ""
+            )
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
         name += f", samples < {self.samples:g} x slots" if self.samples is not None else ""
@@ -409,7 +411,7 @@ class Simulation:
             lease_s=1e9,
             step_rule=schedule.rule,
             groups_in_flight=window,
-            overdue=schedule.overdue,
+            on_stale=schedule.on_stale,
             begin_again_after=schedule.begin_again_after,
         )
         self._each = -(-settings.window // schedule.workers)
@@ -572,7 +574,7 @@ class Simulation:
             for group_id in again:
                 self._tasks[group_id].cancel()
             self._changed.notify_all()
-        looks = self._settings.overdue == "again"
+        looks = self._settings.on_stale == "restart"
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), POLL_S if looks else None)
 
@@ -637,8 +639,8 @@ SCHEDULES = (
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=4),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=4, in_place=True),
-    Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=8, on_stale="train_late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, on_stale="restart", steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=8, samples=0.5),
     Schedule(rule="due_first", max_staleness=8, samples=0.75),
     Schedule(rule="due_first", max_staleness=8, samples=1.0),
@@ -651,12 +653,16 @@ AGENTS = (
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, sticky=False),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, in_place=True),
-    Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=8, on_stale="train_late", steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=4, steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, overdue="late", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, on_stale="train_late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, on_stale="restart", steps_in_flight=3),
     Schedule(
-        rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3, begin_again_after=4.0
+        rule="due_first",
+        max_staleness=4,
+        on_stale="restart",
+        steps_in_flight=3,
+        begin_again_after=4.0,
     ),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=2),
     Schedule(rule="due_first", max_staleness=8, samples=0.5),

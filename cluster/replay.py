@@ -109,8 +109,8 @@ class StepReplay:
         self.config = _config(str(out), {})
         if self.config.only_keeps:
             raise ConfigError(
-                f"out={out} holds groups that no step has trained on (train=False); train on them "
-                f"with rollouts={out}"
+                f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
+                f"them with train_from={out}"
             )
         self._directory = RunDirectory(self.config.recipe, self.config)
         self._kept = KeptSteps(out)

@@ -50,7 +50,7 @@ class _Recipe:
 
 
 def _run_on_policy(config: Any, console: Console) -> None:
-    if config.rehearse:
+    if config.rehearses:
         with collector_off():
             from cluster.rehearsal.rehearse import rehearse as run
     else:
@@ -157,11 +157,11 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     config = with_chat_date(make(recipe.config, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
-    if not (config.local or config.dry_run):
+    if not (config.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]")
     check_early(config, elsewhere=gpus_elsewhere(config))
     out = Path(config.out).resolve()
-    if not config.dry_run:
+    if not config.only_plans:
         wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
     check_out(out)
     with _ray_beside_imports(config):
@@ -171,7 +171,7 @@ def run_recipe(arguments: list[str], console: Console) -> None:
 
 def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
     """Context with the Ray that the run needs if none is there; it comes up during the imports."""
-    if config.local or config.dry_run or not starts_here():
+    if config.local or config.only_plans or not starts_here():
         return nullcontext()
     return local_head(cpus_here(config))
 

@@ -18,7 +18,7 @@ from distill.outlines import GroupOutline
 # Rule for the groups that a step takes (cluster/queue/step_rules.py), and for those that cannot be
 # trained in time.
 StepRuleName = Literal["in_order", "due_first"]
-Overdue = Literal["wait", "late", "again"]
+OnStale = Literal["wait", "train_late", "restart"]
 # Reason for setting aside a group without a fault, which a step has passed over.
 CONSTANT_REWARD = "all members have the same reward"
 

@@ -176,7 +176,7 @@ class SimulatedRun:
         prompts.write_text("\n".join(lines))
         self.config = RlConfig(
             student=student, prompts=str(prompts), out=str(out / "out"), temperature=0.7,
-            local=True, engine="embedded", try_first=False, **({"eval_every": 0} | settings),
+            local=True, engine="embedded", smoke_test=False, **({"eval_every": 0} | settings),
         )  # fmt: skip
         self.inputs = check_rollout(self.config)
         directory = RunDirectory("rl", self.config)

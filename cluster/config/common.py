@@ -127,7 +127,7 @@ class SupervisionSettings:
 
     section: ClassVar[Section] = Section.SUPERVISION
 
-    deadline_s: float = chz.field(
+    no_progress_s: float = chz.field(
         default=1800.0,
         doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
@@ -135,8 +135,8 @@ class SupervisionSettings:
 
     @chz.validate
     def _supervision_in_range(self) -> None:
-        if not self.deadline_s > 0:
-            raise ConfigError(f"deadline_s={self.deadline_s} must be above 0")
+        if not self.no_progress_s > 0:
+            raise ConfigError(f"no_progress_s={self.no_progress_s} must be above 0")
 
 
 @chz.chz
@@ -153,7 +153,7 @@ class OutputSettings:
     checkpoint_every: int = chz.field(
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
-    keep_checkpoints: int = chz.field(
+    keep_last: int = chz.field(
         default=2, doc="number of newest checkpoints that are kept", metadata=MAY_CHANGE
     )
     keep_every: int = chz.field(
@@ -192,15 +192,17 @@ class OutputSettings:
         "https://ui.perfetto.dev",
         metadata=MAY_CHANGE,
     )
-    dry_run: bool = chz.field(
+    dry_run: bool | Literal["rehearse"] = chz.field(
         default=False,
-        doc="check everything and print the plan, but start nothing",
+        doc="check everything and print the plan, but start nothing; rehearse (opd, rl): run in "
+        "small, with random twins of the models, a death of every kind of actor, a resume and an "
+        "evaluation, and report what works and what to expect at full size (docs/forecast.md)",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
 
     @chz.validate
     def _output_in_range(self) -> None:
-        for name in ("checkpoint_every", "keep_checkpoints"):
+        for name in ("checkpoint_every", "keep_last"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.keep_every < 0 or self.keep_every % self.checkpoint_every:
@@ -220,8 +222,18 @@ class OutputSettings:
             )
 
     @property
+    def only_plans(self) -> bool:
+        """True if the run checks everything, prints its plan, and starts nothing."""
+        return self.dry_run is True
+
+    @property
+    def rehearses(self) -> bool:
+        """True if a small version of the run is run in its place."""
+        return self.dry_run == "rehearse"
+
+    @property
     def only_keeps(self) -> bool:
-        """True if the run only samples and stores groups, without training (train=False)."""
+        """True if the run only samples and stores groups, without training (rollout_only=True)."""
         return False
 
     @property

@@ -34,7 +34,7 @@ class DiskPlan:
         written = 1  # the newest is complete before the oldest goes
         return DiskPlan(
             checkpoint=estimate.parameters * (_WEIGHT + moments + followed),
-            count=config.keep_checkpoints + written + apart + bool(config.keep_best),
+            count=config.keep_last + written + apart + bool(config.keep_best),
             final=estimate.parameters * _WEIGHT,
         )
 
@@ -53,7 +53,7 @@ class DiskPlan:
         if self.bytes > free + mine:
             raise ConfigError(
                 f"out={out} needs {self} and has {readable(free)} free; keep fewer "
-                "(keep_checkpoints=1, keep_every=, keep_best=), train an adapter (lora_rank=), or "
+                "(keep_last=1, keep_every=, keep_best=), train an adapter (lora_rank=), or "
                 "give an out= on a larger disk"
             )
 

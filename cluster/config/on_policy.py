@@ -27,7 +27,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.feedback import FeedbackTemplate
 from distill.data.sources import parse_sources
-from distill.delivery import Overdue, StepRuleName
+from distill.delivery import OnStale, StepRuleName
 from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
@@ -94,7 +94,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         default=None,
         doc="weight of the cross-entropy of sft_data, of which an update has 8 rows; default: 0.1",
     )
-    try_first: bool = chz.field(
+    smoke_test: bool = chz.field(
         default=True,
         doc="try a custom environment or reward on the first problem before anything starts, with "
         "the `answer` (or nothing) as the response, in a separate process",
@@ -169,12 +169,12 @@ class SamplingSettings(LengthSettings):
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
     )
-    overdue: Overdue = chz.field(
+    on_stale: OnStale = chz.field(
         default="wait",
         doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
-        "waits for them; late: they are trained beyond max_staleness; again: those that take "
-        "unusually long begin again (at most 3 times). late and again are for tools of unbounded "
-        "time",
+        "waits for them; train_late: they are trained beyond max_staleness; restart: those that "
+        "take unusually long begin again (at most 3 times). train_late and restart are for tools "
+        "of unbounded time",
     )
 
     @chz.validate
@@ -188,9 +188,10 @@ class SamplingSettings(LengthSettings):
         self.train_sampling()
 
     def _check_window(self) -> None:
-        if self.overdue != "wait" and self.step_rule == "in_order":
+        if self.on_stale != "wait" and self.step_rule == "in_order":
             raise ConfigError(
-                f"overdue={self.overdue} needs step_rule=due_first: in_order waits for every group"
+                f"on_stale={self.on_stale} needs step_rule=due_first: in_order waits for every group",
+                field="on_stale",
             )
         most = self.prompts_per_step * (self.max_staleness + 1)
         given = self.groups_in_flight
@@ -200,12 +201,13 @@ class SamplingSettings(LengthSettings):
                 f"{self.prompts_per_step}, and at most {most}, (max_staleness + 1) * "
                 "prompts_per_step: more could not all be trained in time; raise max_staleness"
             )
-        if self.overdue != "wait" and self.window == self.prompts_per_step:
+        if self.on_stale != "wait" and self.window == self.prompts_per_step:
             name = "groups_in_flight" if self.max_staleness else "max_staleness"
             raise ConfigError(
-                f"overdue={self.overdue} changes nothing with {name}={getattr(self, name)}: the "
+                f"on_stale={self.on_stale} changes nothing with {name}={getattr(self, name)}: the "
                 "next step takes all groups that are under way, and waits for each; raise it, or "
-                "leave overdue out"
+                "leave on_stale out",
+                field="on_stale",
             )
 
     @property
@@ -245,7 +247,7 @@ class RolloutConfig(
         "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
         "all responses; none: nothing; a number: as sample, and in out/replay all that so many of "
         "the newest steps trained on, at least those since the last checkpoint, for cluster.replay "
-        "and rollouts=",
+        "and train_from=",
         metadata=MAY_CHANGE,
     )
     routing_replay: bool | None = chz.field(
@@ -255,22 +257,15 @@ class RolloutConfig(
         "and learner can do this for the student",
         metadata=MAY_CHANGE,
     )
-    rehearse: bool = chz.field(
-        default=False,
-        doc="rehearse the run in small, and do nothing else: random twins of the models, every "
-        "kind of actor killed once, a resume, an evaluation; reports what works, and what to "
-        "expect at full size (docs/forecast.md)",
-        metadata=MAY_CHANGE,
-    )
-    rollouts: str | None = chz.field(
+    train_from: str | None = chz.field(
         default=None,
         doc="out= of another run that has kept its steps (keep=N): train on their groups, in "
         "order, without engines; to debug a learner or an objective",
     )
-    train: bool = chz.field(
-        default=True,
-        doc="False: sample and score the groups of `steps` steps, and keep them in out/replay for "
-        "rollouts= of another run, without a learner; to debug an environment or a reward. "
+    rollout_only: bool = chz.field(
+        default=False,
+        doc="sample and score the groups of `steps` steps, and keep them in out/replay for "
+        "train_from= of another run, without a learner; to debug an environment or a reward. "
         "Settings of the learner are left to the other run",
     )
 
@@ -386,31 +381,30 @@ class RolloutConfig(
             )
 
     def _check_rehearsal(self) -> None:
-        for name in ("rollouts", "dry_run"):
-            if self.rehearse and getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} with rehearse=True: a rehearsal starts every "
-                    "kind of actor; leave one of them out"
-                )
+        if self.rehearses and self.train_from is not None:
+            raise ConfigError(
+                f"train_from={self.train_from} with dry_run=rehearse: a rehearsal starts every "
+                "kind of actor; leave one of them out",
+                field="train_from",
+            )
 
     def _check_kept(self) -> None:
-        """Raises ConfigError for settings that need engines, in a run with rollouts=."""
-        if self.rollouts is None:
+        """Raises ConfigError for settings that need engines, in a run with train_from=."""
+        if self.train_from is None:
             return
         for name, value in (("eval_every", 0), ("eval_engines", 0)):
             if (given := getattr(self, name)) != value:
                 raise ConfigError(
-                    f"{name}={given} with rollouts={self.rollouts}: such a run has no engines; "
+                    f"{name}={given} with train_from={self.train_from}: such a run has no engines; "
                     "leave it out, and evaluate its checkpoints with python -m cluster.evaluate"
                 )
 
     def _check_keeping(self) -> None:
-        """Raises ConfigError for settings that need a learner, in a run with train=False."""
+        """Raises ConfigError for settings that need a learner, in a run with rollout_only=True."""
         if not self.only_keeps:
             return
         remedies = {
-            "rollouts": "it samples groups, and those are there; train on them",
-            "rehearse": "a rehearsal ends and resumes a learner; rehearse the run that trains",
+            "train_from": "it samples groups, and those are there; train on them",
             "fork_from": "it begins from no checkpoint; give student=DIR/model, that of one",
             "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
             "merged, the final/ of a run with lora_rank",
@@ -420,10 +414,18 @@ class RolloutConfig(
         fields = chz.chz_fields(type(self))
         for name, why in remedies.items():
             if (given := getattr(self, name)) != fields[name]._default:
-                raise ConfigError(f"{name}={given} with train=False: {why}. Leave one of them out")
+                raise ConfigError(
+                    f"{name}={given} with rollout_only=True: {why}. Leave one of them out"
+                )
+        if self.rehearses:
+            raise ConfigError(
+                "dry_run=rehearse with rollout_only=True: a rehearsal ends and resumes a learner; "
+                "rehearse the run that trains",
+                field="dry_run",
+            )
         if self.whole_steps:
             raise ConfigError(
-                f"keep={self.keep} with train=False: every step is kept; leave keep out",
+                f"keep={self.keep} with rollout_only=True: every step is kept; leave keep out",
                 field="keep",
             )
 
@@ -444,7 +446,7 @@ class RolloutConfig(
 
     @property
     def only_keeps(self) -> bool:
-        return not self.train
+        return self.rollout_only
 
     @property
     def whole_steps(self) -> int:
@@ -652,7 +654,7 @@ class RolloutConfig(
             gpu_share=min(1.0, self.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,
-            request_deadline_s=self.deadline_s,
+            request_deadline_s=self.no_progress_s,
             stops=stops,
         )
 
@@ -682,7 +684,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         require_advantages(self)
-        self.check_teacher_samples(self.steps, self.rollouts)
+        self.check_teacher_samples(self.steps, self.train_from)
         self.text_endpoints()
         self._check_feedback()
         if self.teacher_moves:
@@ -757,8 +759,9 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
                 )
         if self.teacher_rule is not None and self.only_keeps:
             raise ConfigError(
-                f"teacher_lag={self.teacher_lag} teacher_ema={self.teacher_ema} with train=False: "
-                "weights that stay are followed by none that move; leave the teacher's setting out"
+                f"teacher_lag={self.teacher_lag} teacher_ema={self.teacher_ema} with "
+                "rollout_only=True: weights that stay are followed by none that move; leave the "
+                "teacher's setting out"
             )
         if self.teacher_rule is not None:
             check_pushed("teacher_server_flags", self.teacher_server_flags)
@@ -793,7 +796,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         return bool(
             self.estimator != "full"
             or self.only_keeps
-            or self.rollouts is not None
+            or self.train_from is not None
             or self.kl_clip
             or self.advantage
             or self.hint_bonus_coef

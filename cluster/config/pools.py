@@ -47,8 +47,9 @@ class PolicySettings(EngineChoices, ServerSettings):
     verify_every: int | None = chz.field(
         default=None,
         doc="weight versions between two checks that the policy engines hold what the learner "
-        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, checksums of "
-        "every version on CUDA and of every 16th on a CPU, where they cost more than a push",
+        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, "
+        "checksums of every version on CUDA and of every 16th on a CPU, where they cost more than "
+        "a push",
         metadata=MAY_CHANGE,
     )
     handshake: bool = chz.field(

@@ -99,6 +99,12 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
     @chz.validate
     def _batch_in_range(self) -> None:
         self.require_evaluations(self.eval_every)
+        if self.rehearses:
+            raise ConfigError(
+                "dry_run=rehearse is for recipes that sample (opd, rl): it kills every kind of "
+                "actor once, and here there is a learner alone; use dry_run=True",
+                field="dry_run",
+            )
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
         if self.epochs is not None and not 0 < self.epochs < float("inf"):

@@ -184,12 +184,12 @@ class TeacherSampleSettings:
                 )
         return found
 
-    def check_teacher_samples(self, steps: int, rollouts: str | None) -> None:
+    def check_teacher_samples(self, steps: int, train_from: str | None) -> None:
         """Raises ConfigError if sft_steps or sample_share is out of range, or has no effect.
 
         Args:
             steps: optimizer steps of the run.
-            rollouts: the run's setting of this name.
+            train_from: the run's setting of this name.
         """
         if not 0 <= self.sft_steps <= steps:
             raise ConfigError(
@@ -212,8 +212,8 @@ class TeacherSampleSettings:
                 f"{steps}: no step follows; lower sft_steps, or leave it out"
             )
         for name in ("sft_steps", "sample_share"):
-            if rollouts is not None and getattr(self, name):
+            if train_from is not None and getattr(self, name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} changes nothing with rollouts={rollouts}: the "
-                    "groups are there, and say who sampled them; leave it out"
+                    f"{name}={getattr(self, name)} changes nothing with train_from={train_from}: "
+                    "the groups are there, and say who sampled them; leave it out"
                 )

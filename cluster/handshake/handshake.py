@@ -6,8 +6,8 @@
     teacher  prefill and decode reference on the probes, as in training
              the learner's copy of the teacher, if there is one (estimator=full)
 
-In a run without a learner (train=False), the first policy engine's prefill is the reference, which
-that engine's decode path verifies.
+In a run without a learner (rollout_only=True), the first policy engine's prefill is the reference,
+which that engine's decode path verifies.
 
 The first policy engine samples the probes: one set, which the learner scores once for any number of
 engines. The decode of that engine is compared with the learner. The decode of any other engine is

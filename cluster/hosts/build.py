@@ -99,7 +99,7 @@ class RolloutCast:
             lease_s=config.lease_s,
             step_rule=config.step_rule,
             groups_in_flight=config.window,
-            overdue=config.overdue,
+            on_stale=config.on_stale,
             most_replaced=config.most_replaced,
         )
         actor = self._make(
@@ -107,7 +107,7 @@ class RolloutCast:
             secrets.token_hex(8), self._directory.run_id, trained, settings,
             str(self._directory.ledger),
         )  # fmt: skip
-        return GroupQueue(actor, timeout_s=config.deadline_s)
+        return GroupQueue(actor, timeout_s=config.no_progress_s)
 
     @property
     def queue_spec(self) -> ActorSpec:
@@ -182,7 +182,7 @@ class RolloutCast:
             placed = config.rollout_cpus > 0
             options = self._placement.options(ROLLOUT, index) if placed else self._here()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
-            return self._make(RolloutActor, options, build, dataset, config.deadline_s)
+            return self._make(RolloutActor, options, build, dataset, config.no_progress_s)
 
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
@@ -357,7 +357,7 @@ class RolloutCast:
             learner_dtype=choose_dtype(config.learner_dtype, device),
             probe_every=probe_every,
             prove_every=prove_every,
-            timeout_s=config.deadline_s,
+            timeout_s=config.no_progress_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
             teacher_nodes=config.teacher_nodes,
             gpus=parallelism(config.policy_server_flags).gpus_a_node,

@@ -1,4 +1,4 @@
-"""Keeper of groups, in the learner's place with train=False: it keeps the groups of each step.
+"""Keeper of each step's groups, in the learner's place with rollout_only=True.
 
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
 
@@ -152,7 +152,7 @@ class Keeper:
     # the engines', who get no weights
 
     def publish(self) -> str:
-        return "none are pushed: engines keep the student's (train=False)"
+        return "none are pushed: engines keep the student's (rollout_only=True)"
 
     def pushed(self, wait: bool) -> None: ...
 

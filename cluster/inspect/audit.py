@@ -172,7 +172,7 @@ class _Auditor:
         self.ended = False
         settings = event["settings"]
         self.per_step = settings["groups_per_step"]
-        bound = settings.get("overdue") != "late"
+        bound = settings.get("on_stale") != "train_late"
         self._most_stale = settings.get("max_staleness") if bound else None
         self._most_begun = settings.get("most_begun_again")
         run_id = event.get("run_id", "")

@@ -50,7 +50,7 @@ def gpus_elsewhere(config: CommonConfig) -> bool:
 
 
 def _supposes_gpus(config: CommonConfig) -> bool:
-    return config.dry_run and config.gpu_memory_gib is not None
+    return config.only_plans and config.gpu_memory_gib is not None
 
 
 def _decided(config: CommonConfig) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def _decided(config: CommonConfig) -> tuple[str, str]:
 
 
 def _of_cluster(config: CommonConfig) -> tuple[str, str]:
-    if config.dry_run and config.device == "cuda":
+    if config.only_plans and config.device == "cuda":
         return "cuda", ""  # a plan of what was asked for needs no cluster
     from cluster.placement.connect import autoscales, cluster_gpus  # Ray, of no use to local runs
 

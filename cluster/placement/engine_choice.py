@@ -21,5 +21,5 @@ def with_engine(config: Config) -> tuple[Config, str]:
         ConfigError: SGLang was asked for and is not installed; or another setting needs it.
     """
     kind = choose_engine(config.engine, config.device)
-    said = "" if config.rollouts is not None else engine_note(config.engine, kind)
+    said = "" if config.train_from is not None else engine_note(config.engine, kind)
     return chz.replace(config, engine=kind), said

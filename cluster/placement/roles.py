@@ -56,7 +56,7 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     """Resource demands of every role of the run, at its smallest size."""
     compute = _compute(config, device)
     roles = [ResourceDemand(name=LEARNER, count=config.learner_workers, resources=compute)]
-    if not isinstance(config, RolloutConfig) or config.rollouts is not None:
+    if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return roles
     if config.only_keeps:
         roles = []  # no learner; the actor that keeps groups reserves no resources
@@ -93,7 +93,7 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 def colocated(config: CommonConfig) -> tuple[str, ...]:
     """Roles whose actors are placed pairwise: the i-th of one beside the i-th of the other."""
-    if not isinstance(config, RolloutConfig) or config.only_keeps or config.rollouts is not None:
+    if not isinstance(config, RolloutConfig) or config.only_keeps or config.train_from is not None:
         return ()
     return (LEARNER, POLICY) if config.colocate != "no" else ()
 
@@ -177,7 +177,7 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     learner = student | adapter
     if config.copies_teachers:
         learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
-    if config.rollouts is not None:
+    if config.train_from is not None:
         return {LEARNER: learner}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}

@@ -445,13 +445,13 @@ class Ledger:
         self.record("commit", step=step, watermark=watermark)
 
     def overdue(self) -> list[int]:
-        """Groups to begin again, with `overdue=again`.
+        """Groups to begin again, with `on_stale=restart`.
 
         These are groups that the next step would have to wait for, and that have been leased for
         unusually long or are pending.
         """
         settings = self._settings
-        if settings.overdue != "again" or self._promised is not None:
+        if settings.on_stale != "restart" or self._promised is not None:
             return []
         if len(self._seconds) < settings.groups_per_step:
             return []  # too few for a meaningful median

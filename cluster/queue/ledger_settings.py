@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.queue.step_rules import DueFirst, InOrder, StepRule
-from distill.delivery import Overdue, StepRuleName
+from distill.delivery import OnStale, StepRuleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class LedgerSettings:
         step_rule: `in_order` or `due_first`.
         groups_in_flight: most groups between their lease and published weights that contain them;
             0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
-        overdue: `wait` for groups that would be trained too late otherwise, train them `late`, or
-            begin them `again`.
+        on_stale: `wait` for groups that would be trained too late otherwise, `train_late`, or
+            `restart` them.
         begin_again_after: groups that are under way for so many times the median of those that
             have arrived may begin again.
         most_begun_again: how often a group may; after that it is waited for.
@@ -38,7 +38,7 @@ class LedgerSettings:
     max_deaths: int = 10
     step_rule: StepRuleName = "in_order"
     groups_in_flight: int = 0
-    overdue: Overdue = "wait"
+    on_stale: OnStale = "wait"
     most_replaced: int = 0
     begin_again_after: float = 2.0
     most_begun_again: int = 3
@@ -58,4 +58,4 @@ class LedgerSettings:
         """The rule of the run's steps."""
         if self.step_rule == "in_order":
             return InOrder(self.window)
-        return DueFirst(self.max_staleness, self.window, late=self.overdue == "late")
+        return DueFirst(self.max_staleness, self.window, late=self.on_stale == "train_late")

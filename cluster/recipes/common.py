@@ -139,7 +139,7 @@ class RunSession:
         self._finished("rollout", {"steps": steps, "kept": str(self.directory.replay)})
         self.console.print(
             f"kept the groups of {steps} steps in {self.directory.replay}; train on them with "
-            f"rollouts={self.directory.path}"
+            f"train_from={self.directory.path}"
         )
 
     def _finished(self, whose: str, made: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ def opened(
     """
     check_trackers(config)
     receiver_of(config.notify)
-    with nullcontext() if config.dry_run else directory.locked(say, OTHER_JOB_S):
+    with nullcontext() if config.only_plans else directory.locked(say, OTHER_JOB_S):
         yield directory.check(say)
 
 
@@ -322,7 +322,7 @@ def kept_line(config: CommonConfig, model: str, out: Path) -> str:
     if (disk := DiskPlan.of(config, model)) is not None:
         disk.require_room(out)
         needed = f"; {disk}"
-    kept = [f"the newest {config.keep_checkpoints}"]
+    kept = [f"the newest {config.keep_last}"]
     kept += [f"each {config.keep_every}th"] if config.keep_every else []
     kept += [f"the best by {config.keep_best}"] if config.keep_best else []
     told = f"; tracked by {', '.join(config.trackers)}" if config.trackers else ""
@@ -335,7 +335,7 @@ def kept_line(config: CommonConfig, model: str, out: Path) -> str:
 def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:
     """The learner's line of the resource plan."""
     if config.only_keeps:
-        return "none (train=False): groups are kept, for rollouts="
+        return "none (rollout_only=True): groups are kept, for train_from="
     holding = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
     estimate = estimate_memory(model, holding) or "memory unknown"
     if config.learner_workers > 1:

@@ -1,4 +1,4 @@
-"""opd and rl without engines: the learner on groups that another run has kept (rollouts=)."""
+"""opd and rl without engines: the learner on groups that another run has kept (train_from=)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from distill.types import TrajectoryGroup
 
 
 def kept_steps(config: RolloutConfig) -> KeptSteps:
-    """The steps in `rollouts=`, checked as far as their first one tells.
+    """The steps in `train_from=`, checked as far as their first one tells.
 
     Raises:
         ConfigError: there are none, or too few; or they are of another temperature or vocabulary.
     """
-    kept = KeptSteps(Path(config.rollouts or ""))
+    kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
         raise ConfigError(
-            f"rollouts={config.rollouts} holds no kept steps (replay/step-*.groups); give the out= "
-            "of a run with keep=N, or with train=False"
+            f"train_from={config.train_from} holds no kept steps (replay/step-*.groups); give the "
+            "out= of a run with keep=N, or with rollout_only=True"
         )
     if config.steps > len(kept.steps):
         raise ConfigError(
             f"steps={config.steps} is more than the {len(kept.steps)} that "
-            f"rollouts={config.rollouts} holds; give steps={len(kept.steps)} at most"
+            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most"
         )
     size = vocab_size(load_config(config.student))
     for group in kept.groups(kept.steps[0]):
@@ -43,12 +43,13 @@ def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> No
     for segment in (s for member in group.trajectories_G for s in member.segments):
         if segment.temperature != config.temperature:
             raise ConfigError(
-                f"temperature={config.temperature:g}, and rollouts={config.rollouts} were sampled "
-                f"at {segment.temperature:g}, at which they are scored and trained; give that"
+                f"temperature={config.temperature:g}, and train_from={config.train_from} were "
+                f"sampled at {segment.temperature:g}, at which they are scored and trained; give "
+                "that"
             )
         if (largest := int(segment.tokens_T.max())) >= size:
             raise ConfigError(
-                f"rollouts={config.rollouts} have a token {largest}, and the vocabulary of "
+                f"train_from={config.train_from} have a token {largest}, and the vocabulary of "
                 f"student={config.student} is {size}; give the student that sampled them, or one "
                 "of its family"
             )

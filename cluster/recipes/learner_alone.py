@@ -31,7 +31,7 @@ class LearnerAlone:
         self._driver = Driver(
             supervisor=self._supervisor,
             signals=running.signals,
-            deadline_s=config.deadline_s,
+            deadline_s=config.no_progress_s,
         )
         spec = learner_spec(config)
         self._lifecycle = LearnerLifecycle(

@@ -124,13 +124,13 @@ def _run_opened(
             tokenizer=inputs.tokenizer, say=say,
         )  # fmt: skip
         try_own_objective(config, say)
-        if config.rollouts is None:
+        if config.train_from is None:
             try_user_code(config, inputs, say)
-    kept = None if config.rollouts is None else kept_steps(config)
+    kept = None if config.train_from is None else kept_steps(config)
     console.print(_plan(config, inputs, directory, fork))
-    if config.dry_run:
+    if config.only_plans:
         console.print(describe_layout(config, inputs.longest_row), highlight=False)
-    if config.dry_run or already_complete(directory, resume_from, config, console):
+    if config.only_plans or already_complete(directory, resume_from, config, console):
         return
     untrained = TrainedGroups().to_json()
     with session(config, directory, resume_from, console, fork, untrained) as running:
@@ -175,8 +175,8 @@ def _plan(
         f"engine    {config.engine} (dtype={config.dtype}); "
         f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers"
     )
-    if config.rollouts is not None:
-        made = f"rollouts  those that {config.rollouts} has kept, in its order; no engines"
+    if config.train_from is not None:
+        made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"
     return (
         f"{config.recipe}: {config.student} learns from {_teachers(config) or config.judge} at "
         f"T={config.temperature:g}\n"
@@ -506,7 +506,7 @@ class _Run:
             "calibration.json",
             report.to_json()
             | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()}
-            | ({"learner": "none: train=False"} if self._config.only_keeps else {}),
+            | ({"learner": "none: rollout_only=True"} if self._config.only_keeps else {}),
         )
         if report.agrees:
             without = ", without a learner" if self._config.only_keeps else ""
@@ -563,5 +563,5 @@ class _Run:
             temperature=self._config.temperature,
             learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
             copies=copies,
-            deadline_s=min(ENGINE_DEADLINE_S, self._config.deadline_s / PARTS),
+            deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),
         )

@@ -115,10 +115,10 @@ def _run(
         )
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
-        if config.dry_run:
+        if config.only_plans:
             longest = inputs.longest_rows(config.rows_per_unit)
             console.print(describe_layout(config, longest), highlight=False)
-        if config.dry_run or already_complete(directory, resume_from, config, console):
+        if config.only_plans or already_complete(directory, resume_from, config, console):
             return
         untrained = {"num_rows": units}
         with session(config, directory, resume_from, console, fork, untrained) as running:

@@ -1,4 +1,4 @@
-"""`rehearse=True`: a small version of the run, with all of the user's own code and data.
+"""`dry_run=rehearse`: a small version of the run, with all of the user's own code and data.
 
     twins      random models of the same families and vocabularies (distill/models/twins.py)
     run        handshake, steps, pushes, evaluations, checkpoints; one actor of each kind is killed

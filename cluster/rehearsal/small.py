@@ -32,7 +32,6 @@ _NOT_HERE = (
     "keep_every", "keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
-_OWN = ("rehearse", "dry_run")
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
 STEPS_AT_MOST = 1000
 
@@ -74,8 +73,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     left_out = [
         name for name in _NOT_HERE if name in defaults and getattr(config, name) != defaults[name]
     ]
-    here = (*_NOT_HERE, *_OWN)
-    changes: dict[str, Any] = {name: defaults[name] for name in here if name in defaults}
+    changes: dict[str, Any] = {name: defaults[name] for name in _NOT_HERE if name in defaults}
     for name, most in _MOST.items():
         if name in defaults and (value := getattr(config, name)) is not None:
             changes[name] = min(value, most)
@@ -87,7 +85,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     if config.lora_adapter is not None:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {
-        "out": str(out / "run"), "device": "cpu",
+        "out": str(out / "run"), "device": "cpu", "dry_run": False,
         "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep": "all",
         "student": twins["student"].path,
     }  # fmt: skip

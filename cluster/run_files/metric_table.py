@@ -160,7 +160,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "trained trajectories that learner workers had fetched before the step",
         ),
         Metric("rollout/share/source=NAME", "share", "groups of the step from one source"),
-        Metric("rollout/tokens", "tokens", "tokens that a run with `train=False` sampled"),
+        Metric("rollout/tokens", "tokens", "tokens that a run with `rollout_only=True` sampled"),
         Metric(
             "env/NAME",
             "",
@@ -184,13 +184,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "staleness/start_max",
             "versions",
             "from the first lease of the step's oldest group to its training; at most "
-            "`max_staleness`, except with `overdue=late`",
+            "`max_staleness`, except with `on_stale=train_late`",
         ),
         Metric("groups/first", "", "id of the step's first group"),
         Metric("groups/last", "", "id of the step's last group"),
         Metric("groups/watermark", "", "id below which all groups are trained or set aside"),
         Metric("groups/overdue", "groups", "trained groups older than `max_staleness`"),
-        Metric("groups/begun_again", "groups", "restarts of the step's groups (`overdue=again`)"),
+        Metric(
+            "groups/begun_again", "groups", "restarts of the step's groups (`on_stale=restart`)"
+        ),
         Metric(
             "groups/set_aside",
             "groups",

@@ -7,7 +7,7 @@ The newest `keep` steps are kept, and steps that never ended because they were n
 Fingerprints of several workers' shards are merged into those of whole tensors
 (learner/fingerprints.py).
 
-A run with train=False has only the groups of all its steps there, and in addition:
+A run with rollout_only=True has only the groups of all its steps there, and in addition:
 
     out/kept/step-000012/            mark of its newest step: a checkpoint without weights. Groups
                                      of later steps were scored wrongly, or are incomplete

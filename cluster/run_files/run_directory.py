@@ -9,7 +9,7 @@ out/rollouts.jsonl   groups that are kept        (written by the learner;
 out/evaluations.jsonl responses of evaluations that are kept
 out/certificate.json what is proven of the scores (certificate.py)
 out/replay/          steps that can be done again, or that were kept alone; see replay_log.py
-out/kept/            with train=False: what was kept, as checkpoints say what was trained
+out/kept/            with rollout_only=True: what was kept, as checkpoints say what was trained
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RunDirectory:
         window = config.whole_steps if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
             self.path / (KEPT if config.only_keeps else "checkpoints"),
-            config.keep_checkpoints,
+            config.keep_last,
             config.keep_every,
             window,
         )

@@ -98,7 +98,7 @@ class Fleet:
         self.driver = Driver(
             supervisor=self.supervisor,
             signals=signals,
-            deadline_s=config.deadline_s,
+            deadline_s=config.no_progress_s,
             idle=self.poll,
         )
         self._evaluator_calls = EvaluatorCalls(
@@ -106,7 +106,7 @@ class Fleet:
             self.driver,
             say=say,
             prepare=lambda: self._admission.admit_waiting(),
-            deadline_s=config.deadline_s,
+            deadline_s=config.no_progress_s,
         )
         self.background: BackgroundEvaluation[Any] = BackgroundEvaluation(
             self._evaluator_calls.begin, lambda: self.supervisor.serving(EVALUATION)
@@ -140,7 +140,7 @@ class Fleet:
             examine=examine,
             require_handshake=config.handshake,
             say=say,
-            deadline_s=config.deadline_s,
+            deadline_s=config.no_progress_s,
             following=self._following,
             join=self.canaries.join,
         )
@@ -177,7 +177,7 @@ class Fleet:
             say,
             steps_in_flight=config.steps_in_flight,
         )
-        self._watchdog = Watchdog(self, say, config.deadline_s)
+        self._watchdog = Watchdog(self, say, config.no_progress_s)
 
     # who there is
 

@@ -77,7 +77,7 @@ class LearnerLifecycle:
         if checkpoint is None and lost.before is not None and lost.before > self._checkpoint_every:
             raise CheckpointError(
                 f"{lost}. No checkpoint of a step before {lost.before} is kept: keep more of them "
-                "(keep_checkpoints=), and begin another out="
+                "(keep_last=), and begin another out="
             )
         step = checkpoint.step if checkpoint else 0
         say(f"{lost}. The {self._spec.title(0)} is restarted, from step {step}")

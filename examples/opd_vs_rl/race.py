@@ -286,9 +286,9 @@ class Race:
             "warmup_steps": 2,
             "lr": lr,
             "checkpoint_every": 20,
-            "keep_checkpoints": 1,
+            "keep_last": 1,
             "keep": "none",
-            "try_first": False,
+            "smoke_test": False,
             "seed": seed,
         }
         if method is OPD:

@@ -29,7 +29,7 @@ def hanging(tickets: Path) -> dict[str, object]:
     """Settings of a run with such an environment, whose overdue groups begin again."""
     return {
         "env": "tests.chaos.hanging:Hanging", "env.tickets": tickets, "step_rule": "due_first",
-        "overdue": "again",
+        "on_stale": "restart",
     }  # fmt: skip
 
 

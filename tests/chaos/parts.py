@@ -47,7 +47,7 @@ def settings(root: Path) -> dict[str, object]:
         "temperature": 0.7, "steps": _ENDLESS, "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": 2, "max_new_tokens": 8, "lr": 1e-4, "checkpoint_every": 5, "eval_size": 2,
         "engine": "embedded", "max_staleness": 2,
-        "groups_in_flight": 3 * PROMPTS_PER_STEP, "deadline_s": 600,
+        "groups_in_flight": 3 * PROMPTS_PER_STEP, "no_progress_s": 600,
     }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
 
 def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> None:
     run = tortured(
-        "run", steps=1_000_000, max_staleness=2, lr=1e-4, deadline_s=300, checkpoint_every=5,
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, no_progress_s=300, checkpoint_every=5,
     )  # fmt: skip
     run.wait(lambda: run.step >= 2, "the first steps")
     monkey = Monkey(run, seed=20)
@@ -65,7 +65,7 @@ def test_groups_that_begin_again_are_trained_once_whatever_dies(
 ) -> None:
     """Each strike comes when a group that hung has just begun again."""
     run = tortured(
-        "run", steps=1_000_000, max_staleness=2, lr=1e-4, deadline_s=300,
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, no_progress_s=300,
         checkpoint_every=5, rollout_workers=2, **hanging(tmp_path / "tickets"),
     )  # fmt: skip
     run.wait(lambda: run.step >= 2, "the first steps")

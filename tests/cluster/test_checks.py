@@ -368,7 +368,7 @@ def test_what_a_teacher_that_moves_is_told(
         ({"hint_bonus_coef": -0.1}, "hint_bonus_coef=-0.1 must be 0 or above"),
         ({"teacher_lag": 1}, "teacher_lag=1 must be at least 2; 0, the default, is the live"),
         ({"teacher_ema": 1.0}, "teacher_ema=1.0 must lie between 0 and 1"),
-        ({"teacher_lag": 4, "train": False}, "teacher_lag=4 .* with train=False"),
+        ({"teacher_lag": 4, "rollout_only": True}, "teacher_lag=4 .* with rollout_only=True"),
         ({"teacher_lag": 4, "teacher_ema": 0.9}, "a teacher follows in one way"),
         ({"teacher_ema": 0.9, "teacher_server_flags": "--pp-size 2"}, "cannot be pushed"),
         (

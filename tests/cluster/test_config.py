@@ -56,14 +56,14 @@ from tests.samples import ids, sample
 NewOpd = Callable[..., OpdConfig]
 WRITTEN = {"samples_from": "m@http://h:1/v1"}
 POSITIVE = [
-    "steps", "checkpoint_every", "keep_checkpoints", "token_budget", "threads", "prompts_per_step",
+    "steps", "checkpoint_every", "keep_last", "token_budget", "threads", "prompts_per_step",
     "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
     "eval_max_new_tokens",
 ]  # fmt: skip
 NOT_NEGATIVE = [
     "seed", "max_staleness", "eval_every", "eval_size", "warmup_steps", "eval_top_k",
 ]  # fmt: skip
-ABOVE_ZERO = ["lr", "max_grad_norm", "deadline_s", "gpus_per_actor", "temperature"]
+ABOVE_ZERO = ["lr", "max_grad_norm", "no_progress_s", "gpus_per_actor", "temperature"]
 FINITE = ["lr", "max_grad_norm", "temperature", "kl_coef", "reward_coef", "weight_decay"]
 
 
@@ -107,7 +107,7 @@ def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
     assert getattr(opd(**{name: 0}), name) == 0
 
 
-@pytest.mark.parametrize("overdue", ["late", "again"])
+@pytest.mark.parametrize("on_stale", ["train_late", "restart"])
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -120,10 +120,10 @@ def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
     ],
 )
 def test_none_can_be_overdue_where_a_step_waits_for_all(
-    opd: NewOpd, overdue: str, changes: dict, complaint: str
+    opd: NewOpd, on_stale: str, changes: dict, complaint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"overdue={overdue} {complaint}"):
-        opd(overdue=overdue, **changes)
+    with pytest.raises(ConfigError, match=f"on_stale={on_stale} {complaint}"):
+        opd(on_stale=on_stale, **changes)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_temperature_has_one_home() -> None:
         ({"sample_share": math.nan}, r"sample_share=nan must be in \[0, 1\]"),
         ({"sample_share": 1.0, "sft_steps": 1}, "sft_steps=1 changes nothing with sample_share=1"),
         ({"sample_share": 0.5, "sft_steps": 3}, "sample_share=0.5 changes nothing with sft_steps"),
-        ({"sft_steps": 1, "rollouts": "r"}, "sft_steps=1 changes nothing with rollouts=r"),
+        ({"sft_steps": 1, "train_from": "r"}, "sft_steps=1 changes nothing with train_from=r"),
         ({"sample_share": 0.5, "teacher": "policy"}, "sample_share=0.5 with teacher=policy"),
         ({"sft_steps": 1, "samples_from": "http://h:1/v1"}, "must be NAME@http://host/v1"),
         ({"sft_steps": 1, "samples_from": " @http://h:1/v1"}, "must be NAME@http://host/v1"),

@@ -22,28 +22,28 @@ def plan(config: OpdConfig) -> DiskPlan:
 
 
 def test_checkpoints_are_counted_by_what_stays(opd: NewOpd) -> None:
-    least = plan(opd(keep_checkpoints=1))
+    least = plan(opd(keep_last=1))
     assert least.count == 2  # one stays until the next is complete
     assert least.checkpoint == 3 * least.final  # weights and AdamW's two moments
-    assert plan(opd(keep_checkpoints=4)).count == 5
+    assert plan(opd(keep_last=4)).count == 5
     more = opd(
-        keep_checkpoints=1, steps=100, checkpoint_every=10, keep_every=20, eval_every=10,
+        keep_last=1, steps=100, checkpoint_every=10, keep_every=20, eval_every=10,
         keep_best="eval/reverse_kl",
     )  # fmt: skip
     assert plan(more).count == 2 + 5 + 1
-    assert plan(opd(keep_checkpoints=1, lora_rank=4)).checkpoint == least.final
+    assert plan(opd(keep_last=1, lora_rank=4)).checkpoint == least.final
 
 
 def test_a_disk_that_is_too_small_is_refused(
     opd: NewOpd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = plan(opd(keep_checkpoints=1))
+    needed = plan(opd(keep_last=1))
     out = tmp_path / "a" / "run"
     monkeypatch.setattr(
         "cluster.config.disk_plan.shutil.disk_usage",
         lambda path: SimpleNamespace(free=needed.bytes - 1 if path == tmp_path else 0),
     )
-    with pytest.raises(ConfigError, match="keep_checkpoints=1"):
+    with pytest.raises(ConfigError, match="keep_last=1"):
         needed.require_room(out)
     kept = out / "checkpoints" / "step-000001"
     kept.mkdir(parents=True)

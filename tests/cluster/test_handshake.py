@@ -324,7 +324,7 @@ def test_bfloat16_agrees_within_its_own_allowance(parties: Parties, tiny_pair: T
 
 
 def test_engines_prove_one_another_where_there_is_no_learner(parties: Parties) -> None:
-    """train=False: the first policy engine's prefill is in its place, and is proven itself."""
+    """The first policy engine's prefill is in its place, and is proven itself."""
     pool = named_pool("policy", parties.policy, parties.stale_policy).each()
     first, second = pool
     report = parties.shake(policies={first: pool[first]}, learner=None)
@@ -483,7 +483,7 @@ def opd_run(
     printed = io.StringIO()
     run._config = SimpleNamespace(
         temperature=T,
-        deadline_s=60.0,
+        no_progress_s=60.0,
         eval_engines=0,
         only_keeps=False,
         handshake=handshake,

@@ -1,4 +1,4 @@
-"""train=False: groups are made, scored and kept, and nothing is trained; others train on them."""
+"""rollout_only=True: groups are made, scored and kept, nothing is trained; others train on them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def settings(tiny_pair: TinyPair) -> Settings:
                 "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
                 "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
                 "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
-                "max_staleness": 0, "train": False, "keep": "all", **changes,
+                "max_staleness": 0, "rollout_only": True, "keep": "all", **changes,
             }
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: P
     assert summary["status"] == "finished" and summary["kept"] == str(out / "replay")
     assert summary["rollout_tokens"] == sum(lengths)
     calibration = json.loads((out / "calibration.json").read_text())
-    assert calibration["agrees"] and calibration["learner"] == "none: train=False"
+    assert calibration["agrees"] and calibration["learner"] == "none: rollout_only=True"
     assert not any("learner" in c["reference"] for c in calibration["comparisons"])
 
 
@@ -105,7 +105,7 @@ def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[st
     found = audit(out / "ledger.jsonl", steps=3)
     assert found.problems == [] and found.trained == 6 and found.ended
     assert replay([f"out={out}", "step=2"]) == 2
-    assert f"rollouts={out}" in capsys.readouterr().err
+    assert f"train_from={out}" in capsys.readouterr().err
 
 
 class These:
@@ -123,7 +123,7 @@ class These:
 def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
     out: Path, settings: Settings, tmp_path: Path
 ) -> None:
-    config = settings(tmp_path / "alone", train=True, rollouts=str(out))
+    config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out))
     run(config)
     inputs = check_rollout(config)
     loop = policy_loop(
@@ -148,7 +148,7 @@ def test_the_first_step_is_that_of_a_run_that_trains(
     out: Path, settings: Settings, tmp_path: Path
 ) -> None:
     trained = tmp_path / "trained"
-    run(settings(trained, train=True, steps=1, keep=10, eval_size=2))
+    run(settings(trained, rollout_only=False, steps=1, keep=10, eval_size=2))
     for ours, theirs in zip(kept(out), kept(trained), strict=False):
         for mine, its in zip(ours.segments(), theirs.segments(), strict=True):
             assert np.array_equal(mine.tokens_T, its.tokens_T)
@@ -191,8 +191,8 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollouts": "elsewhere"}, "those are there"),
-        ({"rehearse": True}, "rehearse the run that trains"),
+        ({"train_from": "elsewhere"}, "those are there"),
+        ({"dry_run": "rehearse"}, "rehearse the run that trains"),
         ({"fork_from": "elsewhere"}, "student=DIR/model"),
         ({"lora_adapter": "elsewhere"}, "merged"),
         ({"keep": 10}, "every step is kept"),
@@ -204,7 +204,7 @@ def test_what_only_a_learner_can_do_is_refused(
     settings: Settings, tmp_path: Path, changes: dict, said: str
 ) -> None:
     name = next(iter(changes))
-    with pytest.raises(ConfigError, match=rf"^{name}=.* with train=False: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"^{name}=.* with rollout_only=True: .*{said}"):
         settings(tmp_path, **changes)
 
 

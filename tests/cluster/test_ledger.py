@@ -51,7 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
         steps=st.integers(0, 6),
         steps_before=st.integers(0, 2),
         poison_before=st.booleans(),
-        rule=st.sampled_from(["in_order", "due_first", "late", "again"]),
+        rule=st.sampled_from(["in_order", "due_first", "train_late", "restart"]),
         room=st.floats(0, 1),
         most_replaced=st.integers(0, 4),
     )
@@ -80,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "max_deaths": 4,
             "step_rule": "in_order" if rule == "in_order" else "due_first",
             "groups_in_flight": self.window,
-            "overdue": rule if rule in ("late", "again") else "wait",
+            "on_stale": rule if rule in ("train_late", "restart") else "wait",
             "begin_again_after": 0.0,
             "most_begun_again": 2,
             "most_replaced": self.most_replaced,
@@ -202,7 +202,7 @@ class LedgerMachine(RuleBasedStateMachine):
         again, before = self.ledger.overdue(), self.status()
         if not again:
             return
-        assert self.rule == "again" and self.ledger.ready() is None
+        assert self.rule == "restart" and self.ledger.ready() is None
         assert set(again) <= {*before.leased, *before.pending}
         self.ledger.begin_again(again)
         assert self.ledger.ready() is not None and self.ledger.overdue() == []
@@ -249,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert step.start_max == max(ages)
             assert step.overdue == sum(age > self.max_staleness for age in ages)
             assert step.begun_again == sum(self.begun_again[i] for i in step.group_ids)
-            assert step.overdue == 0 or self.rule == "late"
+            assert step.overdue == 0 or self.rule == "train_late"
             if self.taken is None:
                 assert step.replaced.keys() <= self.constant
                 assert self.leaves_time(step.group_ids, list(step.replaced))
@@ -273,7 +273,7 @@ class LedgerMachine(RuleBasedStateMachine):
         gone = self.set_aside()
         live = self.by_age(i for i in self.leased_at if i not in self.trained and i not in gone)
         in_order = (ids, replaced) == self.first_step(live)
-        if self.rule == "late" or in_order:
+        if self.rule == "train_late" or in_order:
             return True
         if self.rule == "in_order":
             return False
@@ -298,7 +298,7 @@ class LedgerMachine(RuleBasedStateMachine):
         foreseen = self.ledger.foreseen(self.trained.after(group_ids, skipped))
         assert foreseen is not None and not set(foreseen.group_ids) & set(group_ids)
         passed, self.taken = self.taken.replaced, None
-        for group_id in group_ids if self.rule != "late" else ():
+        for group_id in group_ids if self.rule != "train_late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
             assert self.version - self.leased_at[group_id] <= self.max_staleness
         self.trained = self.trained.after(group_ids, skipped)

@@ -95,7 +95,7 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
             RlConfig(
                 student=tiny_pair.student, prompts=tiny_pair.prompts, out=str(out),
                 temperature=0.7, steps=12, prompts_per_step=2, group_size=2, max_new_tokens=4,
-                eval_size=0, engine="embedded", local=True, lr=1e-3, try_first=False,
+                eval_size=0, engine="embedded", local=True, lr=1e-3, smoke_test=False,
                 reward="tests.cluster.test_notify:always_the_same", notify=servers[200].url,
             ),
             Console(file=file, width=1000),

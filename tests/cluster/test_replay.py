@@ -49,7 +49,7 @@ def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
             out=str(path), temperature=0.7, steps=7, prompts_per_step=3, group_size=2,
             max_new_tokens=5, eval_size=0, engine="embedded", local=True, lr=3e-3,
-            estimator="top_k", checkpoint_every=3, keep_checkpoints=1, keep=4,
+            estimator="top_k", checkpoint_every=3, keep_last=1, keep=4,
         ),
         Console(quiet=True),
     )  # fmt: skip
@@ -343,7 +343,7 @@ def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
     [
         ({"keep": 3}, "checkpoint_every=10"),
         ({"keep": 0}, "keep=0"),
-        ({"rollouts": "e", "eval_every": 2}, "eval_every=2"),
+        ({"train_from": "e", "eval_every": 2}, "eval_every=2"),
     ],
 )
 def test_settings_that_keep_what_is_of_no_use_are_refused(
@@ -374,18 +374,18 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     made = kept_run(tiny_pair, tmp_path / "made", keep=3)
-    kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"), steps=2)
+    kept_run(tiny_pair, tmp_path / "alone", train_from=str(tmp_path / "made"), steps=2)
     assert not (tmp_path / "alone" / "ledger.jsonl").exists(), "there is no queue"
-    alone = kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"))
+    alone = kept_run(tiny_pair, tmp_path / "alone", train_from=str(tmp_path / "made"))
     assert made.keys() == alone.keys()
     assert all(torch.equal(made[name], alone[name]) for name in made)
-    other = kept_run(tiny_pair, tmp_path / "other", rollouts=str(tmp_path / "made"), loss="ppo")
+    other = kept_run(tiny_pair, tmp_path / "other", train_from=str(tmp_path / "made"), loss="ppo")
     assert not all(torch.equal(made[name], other[name]) for name in made)
     for wrong, complaint in (
         ({"steps": 4}, "steps=4 is more than the 3"),
         ({"temperature": 0.8}, "temperature=0.8.*sampled at 0.7"),
-        ({"rollouts": str(tmp_path)}, "holds no kept steps"),
+        ({"train_from": str(tmp_path)}, "holds no kept steps"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            kept_run(tiny_pair, tmp_path / "new", **{"rollouts": str(tmp_path / "made"), **wrong})
+            kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
     assert not (tmp_path / "new").exists()

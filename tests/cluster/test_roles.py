@@ -46,7 +46,7 @@ def test_what_each_role_takes(opd: Opd) -> None:
 
 def test_a_run_of_kept_rollouts_has_no_engines_to_share_places_with(opd: Opd) -> None:
     assert colocated(opd(colocate="share", policy_engines=1)) == ("learner", "policy")
-    assert colocated(opd(colocate="share", rollouts="runs/kept")) == ()
+    assert colocated(opd(colocate="share", train_from="runs/kept")) == ()
 
 
 def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:

@@ -33,9 +33,9 @@ from learner.checkpoint import Checkpoint
 NewOpd = Callable[..., OpdConfig]
 # Another valid value of every setting that may differ when a run is resumed.
 MAY_CHANGE = {
-    "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
-    "notify": "https://example.org/hook", "keep": 10, "rehearse": True,
-    "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "eval_every": 3,
+    "steps": 7, "checkpoint_every": 3, "keep_last": 5, "wandb": "offline", "device": "cpu",
+    "notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
+    "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
     "weights": "group", "verify_every": 0,
@@ -44,7 +44,7 @@ MAY_CHANGE = {
     "rollout_cpus": 0.5, "colocate": "share", "lease_s": 9.0,
     "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
     "track": "tensorboard", "reward_timeout_s": 9.0,
-    "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
+    "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "smoke_test": False,
     "canary_every": 3,
     "packing": True,
     "routing_replay": True,
@@ -62,7 +62,8 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "fork_from": "other", "rollouts": "other", "train": False, "teacher_feedback": "{prompt}!",
+    "fork_from": "other", "train_from": "other", "rollout_only": True,
+    "teacher_feedback": "{prompt}!",
     "columns": {"prompt": "question"}, "answer_pattern": "#",
     "sft_steps": 1, "sample_share": 0.5,
 }  # fmt: skip
@@ -89,7 +90,7 @@ MUST_STAY_BESIDE = {
     "lora_alpha": ({"lora_rank": 4}, 3.0),
     "lora_targets": ({"lora_rank": 4}, "q_proj"),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
-    "overdue": ({}, "late"),
+    "on_stale": ({}, "train_late"),
     "correct_reward_threshold": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
     "teacher_lag": ({"teacher": "policy", "teacher_lag": 2}, 3),
     "teacher_ema": ({"teacher": "policy", "teacher_ema": 0.9}, 0.95),

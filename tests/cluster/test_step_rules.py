@@ -195,7 +195,7 @@ def test_a_synchronous_run_goes_in_order(rule: StepRule) -> None:
 
 
 def test_what_is_trained_late_is_counted() -> None:
-    rules: dict[str, Any] = {"step_rule": "due_first", "overdue": "late"}
+    rules: dict[str, Any] = {"step_rule": "due_first", "on_stale": "train_late"}
     ledger = Ledger(
         LedgerSettings(
             groups_per_step=1, max_staleness=1, total_groups=4, lease_s=60, **rules
@@ -221,7 +221,7 @@ def test_what_is_trained_late_is_counted() -> None:
 def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
     """Twice here; then it is waited for. What its first lease delivers is dropped."""
     now, path = 0.0, tmp_path / "ledger.jsonl"
-    rules: dict[str, Any] = {"step_rule": "due_first", "overdue": "again", "most_begun_again": 2,
+    rules: dict[str, Any] = {"step_rule": "due_first", "on_stale": "restart", "most_begun_again": 2,
                              "begin_again_after": 4.0}  # fmt: skip
     settings = LedgerSettings(
         groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
@@ -279,7 +279,7 @@ def test_steps_of_many_groups_know_what_is_usual() -> None:
     now, per_step = 0.0, 300
     settings = LedgerSettings(
         groups_per_step=per_step, max_staleness=1, total_groups=4 * per_step, lease_s=1e9,
-        step_rule="due_first", overdue="again",
+        step_rule="due_first", on_stale="restart",
     )  # fmt: skip
     ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now)
     [hangs, *others] = ledger.lease("a", per_step + 1)
@@ -305,7 +305,7 @@ def test_the_audit_finds_a_group_that_began_again_without_cause(tmp_path: Path) 
     path = tmp_path / "ledger.jsonl"
     journal = Journal(path)
     settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
-                "step_rule": "due_first", "overdue": "again", "most_begun_again": 1}  # fmt: skip
+                "step_rule": "due_first", "on_stale": "restart", "most_begun_again": 1}  # fmt: skip
     put = {"id": 0, "worker": "a", "epoch": 1}
     lease = {"ids": [0], "worker": "a", "epoch": 1, "request": ""}
     journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
@@ -348,7 +348,7 @@ def test_a_step_that_was_taken_stays_the_next_whatever_is_lost() -> None:
 
 
 def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
-    """A run with overdue=late is no proof of a bound that its journal claims."""
+    """A run with on_stale=train_late is no proof of a bound that its journal claims."""
     path = tmp_path / "ledger.jsonl"
     journal = Journal(path)
     settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
@@ -390,12 +390,12 @@ def test_of_long_tails_due_first_makes_more_steps_at_no_cost_in_staleness() -> N
 def test_tools_that_hang_hold_up_no_bound_on_what_begins_again() -> None:
     kept: dict[str, Any] = {"agents": True, "hangs": 0.0005, "rule": "due_first",
                             "max_staleness": 4, "steps_in_flight": 3}  # fmt: skip
-    waits, again = simulated(**kept), simulated(**kept, overdue="again")
+    waits, again = simulated(**kept), simulated(**kept, on_stale="restart")
     assert again.age <= 4 and again.again > 0 and again.rate > 1.2 * waits.rate
 
 
 @pytest.mark.slow
 def test_tools_without_end_hold_up_a_bound_and_not_those_that_are_late() -> None:
     bounded = simulated(agents=True, rule="due_first", max_staleness=2)
-    late = simulated(agents=True, rule="due_first", max_staleness=2, overdue="late")
+    late = simulated(agents=True, rule="due_first", max_staleness=2, on_stale="train_late")
     assert bounded.age <= 2 < late.age and late.rate > 1.2 * bounded.rate

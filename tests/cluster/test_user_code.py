@@ -138,11 +138,11 @@ def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code
     fine = opd(reward_coef=1.0, advantage=f"{code.stem}:by_length")
     try_own_objective(fine, pytest.fail)
     with pytest.raises(ConfigError, match=r"is called as .logprobs_N, old_N, advantages_N., and"):
-        try_own_objective(opd(loss=f"{code.stem}:of_two", try_first=False), pytest.fail)
+        try_own_objective(opd(loss=f"{code.stem}:of_two", smoke_test=False), pytest.fail)
     wrong = opd(loss=f"{code.stem}:wrong")
     with pytest.raises(ConfigError, match=r"loss=.*:wrong .*tried before the run on"):
         try_own_objective(wrong, pytest.fail)
-    try_own_objective(chz.replace(wrong, try_first=False), pytest.fail)
+    try_own_objective(chz.replace(wrong, smoke_test=False), pytest.fail)
 
 
 def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:
@@ -186,7 +186,7 @@ def test_a_reward_that_fails_is_named_with_file_line_and_problem(
     message = str(raised.value)
     assert re.search(said.format(code=re.escape(str(code)), line=line), message), message
     assert re.search(r"problem \d+ of env=SingleTurn prompts=.*with the response '\d*'", message)
-    assert message.endswith("try_first=False")
+    assert message.endswith("smoke_test=False")
 
 
 def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
@@ -244,7 +244,7 @@ def test_an_environment_is_played(opd: NewOpd, code: Path, breaks: str, said: st
 def test_what_is_built_in_starts_no_process(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tryout.subprocess, "Popen", pytest.fail)
     assert trial(opd(reward="last_number")) == [] and trial(opd()) == []
-    assert trial(opd(reward="tests.e2e.rewards:broken", try_first=False)) == []
+    assert trial(opd(reward="tests.e2e.rewards:broken", smoke_test=False)) == []
 
 
 def test_the_command_refuses_it_with_code_2_and_starts_nothing(

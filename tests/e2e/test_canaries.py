@@ -135,7 +135,7 @@ def test_what_a_zeroed_teacher_scored_is_not_kept(
 ) -> None:
     out = tmp_path / "run"
     planted = plant(187, lambda parameter: parameter.zero_())
-    assert train(tiny_pair, out, max_staleness=0, train=False) == 0 and planted.done
+    assert train(tiny_pair, out, max_staleness=0, rollout_only=True) == 0 and planted.done
     expect_proven(out)
     assert len(events(out, "rewind")) == 1
     kept = KeptSteps(out)

@@ -158,7 +158,7 @@ def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
     (tmp_path / "backwards.py").write_text(code)
     out = tmp_path / "run"
     arguments = without_prompts(tiny_pair, out, backwards, steps=4,
-        reward_coef=1, local=True, try_first=False,
+        reward_coef=1, local=True, smoke_test=False,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     assert "RuntimeError: no such word" in (out / "ledger.jsonl").read_text()

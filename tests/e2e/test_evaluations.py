@@ -42,7 +42,7 @@ def distil(
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
         "eval_source": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
-        "reward": "tests.e2e.patient_reward:reward", "try_first": False,
+        "reward": "tests.e2e.patient_reward:reward", "smoke_test": False,
         "estimator": "sampled",
     } | overrides  # fmt: skip
     config = OpdConfig(student=pair.student, teacher=pair.teacher, out=str(out), **settings)
@@ -72,7 +72,7 @@ def test_steps_go_on_beside_an_evaluation_and_its_numbers_are_the_same(
 ) -> None:
     out = distil(
         tiny_pair, tmp_path / "beside", waits_for="step", training="none",
-        keep_best="eval/reverse_kl", keep_checkpoints=1,
+        keep_best="eval/reverse_kl", keep_last=1,
     )  # fmt: skip
     assert (
         place(out, "evaluation begins", step=2)

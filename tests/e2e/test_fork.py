@@ -24,7 +24,7 @@ def of(out: Path, name: str) -> dict[str, Any]:
 
 
 def fork_arguments(pair: TinyPair, out: Path, **changes: object) -> list[str]:
-    settings = {"steps": 2, "local": True, "checkpoint_every": 1, "keep_checkpoints": 1}
+    settings = {"steps": 2, "local": True, "checkpoint_every": 1, "keep_last": 1}
     return ["recipe=opd", *opd_arguments(pair, out, **settings | changes)]
 
 
@@ -75,7 +75,7 @@ def test_a_fork_that_dies_before_its_first_checkpoint_begins_there_again(
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert main(fork_arguments(tiny_pair, first, lr=1e-2, eval_size=0)) == 0
-    keep = {"eval_size": 0, "keep_checkpoints": 3}
+    keep = {"eval_size": 0, "keep_last": 3}
     arguments = fork_arguments(tiny_pair, second, fork_from=first, **keep)
     with monkeypatch.context() as patch:
         patch.setattr("cluster.recipes.on_policy._Run.before_step", lambda _: 1 / 0)

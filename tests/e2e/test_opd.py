@@ -136,8 +136,8 @@ def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -
     [
         {"step_rule": "in_order"},
         {"policy_engines": 2, "rollout_workers": 2},
-        pytest.param({"overdue": "late"}, marks=pytest.mark.slow),
-        pytest.param({"overdue": "again"}, marks=pytest.mark.slow),
+        pytest.param({"on_stale": "train_late"}, marks=pytest.mark.slow),
+        pytest.param({"on_stale": "restart"}, marks=pytest.mark.slow),
     ],
     ids=["in_order", "due_first", "late", "again"],
 )

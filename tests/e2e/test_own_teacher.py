@@ -221,7 +221,7 @@ def test_a_teacher_follows_the_policy_across_a_resume(
     out = tmp_path / "run"
     settings: dict[str, Any] = {
         "prompts": hinted(tmp_path / "prompts.jsonl"), "checkpoint_every": 1, "verify_every": 1,
-        "keep_checkpoints": 8, "lr": 3e-3,
+        "keep_last": 8, "lr": 3e-3,
     }  # fmt: skip
     opd(tiny_pair, out, **settings, **rule, steps=5)
     steps = opd(tiny_pair, out, **settings, **rule, steps=7)
@@ -253,7 +253,7 @@ def test_a_mixture_teaches_itself(tmp_path: Path, rule: dict[str, Any]) -> None:
     out = tmp_path / "run"
     steps = opd(
         pair, out, prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, steps=4,
-        keep_checkpoints=8, keep="all", verify_every=1,
+        keep_last=8, keep="all", verify_every=1,
         estimator="auto", prompts_per_step=4, router_aux_coef=0.01, **rule,
     )  # fmt: skip
     assert all(step["train/routing_mismatch"] < 0.01 for step in steps), "not replayed, or wrong"
@@ -272,7 +272,7 @@ def test_a_teacher_follows_on_ray_across_deaths(
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, teacher="policy", prompts=hinted(tmp_path / "prompts.jsonl"), steps=14,
-        checkpoint_every=1, keep_checkpoints=20, keep="all", verify_every=1, **rule,
+        checkpoint_every=1, keep_last=20, keep="all", verify_every=1, **rule,
     )  # fmt: skip
     process = start("cluster.train", "recipe=opd", *arguments)
     for step, victim in ((2, "teacher engine 0"), (6, "learner")):
@@ -297,7 +297,7 @@ def test_a_policy_teaches_itself_on_sglang_servers(
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", teacher="policy", max_staleness=0, steps=4,
-        prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_checkpoints=8,
+        prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_last=8,
         keep="all", verify_every=1, estimator="full", **rule,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0

@@ -213,7 +213,7 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
     built_in = trained("built-in", baseline="global", scale_by_std=True)
     own = trained(
         "own", advantage="tests.e2e.objectives:global_advantage",
-        loss=POLICY_GRADIENT, try_first=False,
+        loss=POLICY_GRADIENT, smoke_test=False,
     )  # fmt: skip
     for name in ("train/loss", "train/grad_norm"):
         assert [s[name] for s in own] == pytest.approx([s[name] for s in built_in], rel=1e-4)
@@ -261,7 +261,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
         config = DpoConfig(
             model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
             checkpoint_every=4, local=True, eval_source=apart, eval_every=2,
-            keep_checkpoints=1, keep_best="validation/loss",
+            keep_last=1, keep_best="validation/loss",
         )  # fmt: skip
         run_dpo(config, QUIET)
         return metrics(out)

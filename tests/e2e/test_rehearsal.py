@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, recipe="opd", rehearse=True)
+    arguments = opd_arguments(tiny_pair, out, recipe="opd", dry_run="rehearse")
     code, told = run("cluster.train", *arguments)
     assert code == 0, told
     assert not out.exists(), "the run itself is not begun"
@@ -38,8 +38,8 @@ def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
     rows = [{"prompt": f"{a} =", "teacher_prompt": f"{a}! {a} ="} for a in range(9)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = opd_arguments(
-        tiny_pair, tmp_path / "run", recipe="opd", rehearse=True, teacher="policy", teacher_lag=50,
-        estimator="auto", prompts=prompts,
+        tiny_pair, tmp_path / "run", recipe="opd", dry_run="rehearse", teacher="policy",
+        teacher_lag=50, estimator="auto", prompts=prompts,
     )  # fmt: skip
     code, told = run("cluster.train", *arguments)
     assert code == 0, told
@@ -60,7 +60,7 @@ def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
 
 def test_what_would_fail_fails_in_the_rehearsal(tiny_pair: TinyPair, tmp_path: Path) -> None:
     arguments = opd_arguments(
-        tiny_pair, tmp_path / "run", recipe="opd", rehearse=True, try_first=False,
+        tiny_pair, tmp_path / "run", recipe="opd", dry_run="rehearse", smoke_test=False,
         reward="tests.e2e.rewards:broken",
     )  # fmt: skip
     code, told = run("cluster.train", *arguments)

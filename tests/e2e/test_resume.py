@@ -136,7 +136,7 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
 @pytest.mark.slow
 def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    changes = {"train": False, "policy_engines": 2}
+    changes = {"rollout_only": True, "policy_engines": 2}
     arguments = opd_arguments(tiny_pair, out, steps=500, **changes)
     process = start_until_step(arguments, out, 3)
     for victim in ("keeper", "policy engine 1"):
@@ -183,7 +183,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     out = tmp_path / "broken"
     arguments = opd_arguments(
         tiny_pair, out, eval_source=unanswered, reward="tests.e2e.rewards:broken", local=True,
-        try_first=False,
+        smoke_test=False,
     )  # fmt: skip
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 1

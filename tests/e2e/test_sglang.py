@@ -313,7 +313,7 @@ def test_a_rehearsal_asks_a_teacher_elsewhere_one_canary(
     tiny_pair: TinyPair, tmp_path: Path, external_teacher: ExternalTeacher
 ) -> None:
     url = external_teacher.start()
-    arguments = opd_arguments(tiny_pair, tmp_path / "run", teacher=url, rehearse=True)
+    arguments = opd_arguments(tiny_pair, tmp_path / "run", teacher=url, dry_run="rehearse")
     code, output = run("cluster.train", "recipe=opd", *arguments)
     assert code == 0, output
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
