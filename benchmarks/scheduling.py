@@ -339,9 +339,8 @@ class Schedule:
         else:
             name = f"due_first {self.max_staleness}"
             name += "" if self.on_stale == "wait" else f" {self.on_stale}"
-            name += (
-                f" after {self.begin_again_after:g} medians" if self.on_stale == "restart" else ""
-            )
+            if self.on_stale == "restart":
+                name += f" after {self.begin_again_after:g} medians"
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
         name += f", samples < {self.samples:g} x slots" if self.samples is not None else ""

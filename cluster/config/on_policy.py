@@ -190,7 +190,8 @@ class SamplingSettings(LengthSettings):
     def _check_window(self) -> None:
         if self.on_stale != "wait" and self.step_rule == "in_order":
             raise ConfigError(
-                f"on_stale={self.on_stale} needs step_rule=due_first: in_order waits for every group",
+                f"on_stale={self.on_stale} needs step_rule=due_first: in_order waits for every "
+                "group",
                 field="on_stale",
             )
         most = self.prompts_per_step * (self.max_staleness + 1)
