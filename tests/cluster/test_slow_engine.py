@@ -273,7 +273,7 @@ def test_a_step_takes_as_long_as_it_gets_on(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
     """Workers that wait for its weights do so, too."""
-    run = run_of(loop, tmp_path, student, deadline_s=100)
+    run = run_of(loop, tmp_path, student, no_progress_s=100)
     began = loop.now
     step = run.fleet.learner.step.remote([90.0] * 8)
     assert run.fleet.driver.ask_learner("the learner's step", step) == "trained"
@@ -284,7 +284,7 @@ def test_a_step_takes_as_long_as_it_gets_on(
 def test_a_step_that_gets_no_further_is_found(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
-    run = run_of(loop, tmp_path, student, deadline_s=100)
+    run = run_of(loop, tmp_path, student, no_progress_s=100)
     began = loop.now
     step = run.fleet.learner.step.remote([90.0, 1e6])
     with pytest.raises(LearnerLost):
@@ -361,7 +361,7 @@ def evaluation(run: SimulatedRun) -> Ask:
 def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
-    run = run_of(loop, tmp_path, student, eval_every=5, deadline_s=300)
+    run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
     began = loop.now
     evaluated = run.fleet.persist(evaluation(run))
     assert evaluated.metrics["eval/response_length"] == TOKENS
@@ -373,7 +373,7 @@ def test_an_evaluation_that_waits_for_no_engine_is_found(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
     """Whatever engines do for others meanwhile."""
-    run = run_of(loop, tmp_path, student, eval_every=5, deadline_s=300)
+    run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
 
     async def never(*_given: Any) -> None:
         await asyncio.Event().wait()
