@@ -137,7 +137,7 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
         ({"prompts_per_step": 64, "estimator": "top_k"}, 64),
         ({"prompts_per_step": 64, "advantage": "here:mine", "reward_coef": 1.0}, 64),
         ({"prompts_per_step": 64, "loss": "here:mine"}, 64),
-        ({"prompts_per_step": 64, "train": False}, 64),
+        ({"prompts_per_step": 64, "rollout_only": True}, 64),
     ],
     ids=str,
 )
