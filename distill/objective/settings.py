@@ -180,7 +180,7 @@ class PolicyObjective:
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """How far a ratio may go below and above 1."""
+        """Distances that a ratio may go below and above 1."""
         if self.clip is None:
             return CLIP.get(self.loss, (0.0, 0.0))
         return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
