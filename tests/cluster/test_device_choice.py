@@ -83,8 +83,8 @@ def test_this_machine_decides_for_a_run_that_starts_here(
         with_device(opd(device="cuda"))
     with pytest.raises(ConfigError, match="liger=True"):
         with_device(opd(liger=True))
-    with pytest.raises(ConfigError, match="weights=group needs engine=sglang"):
-        with_engine(opd(weights="group", device="cpu"))
+    with pytest.raises(ConfigError, match="weights=ipc needs engine=sglang"):
+        with_engine(opd(weights="ipc", device="cpu"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert with_device(opd(local=True))[0].device == "cuda"
 

@@ -99,7 +99,7 @@ def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
         out = tmp_path / scored
         made = opd(
             tiny_pair, out, estimator="full", loss=loss, steps=2, prompts_per_step=12,
-            try_first=False,
+            smoke_test=False,
         )  # fmt: skip
         shown[scored], learnt[scored] = made, weights(out / "final")
         for step in made:

@@ -101,7 +101,7 @@ def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_
     for scored, loss in (("some", "importance_sampling"), ("all", POLICY_GRADIENT)):
         out = tmp_path / scored
         given = {"estimator": "full", "loss": loss, "prompts_per_step": 12, "learner_workers": 2}
-        given |= {"try_first": False}
+        given |= {"smoke_test": False}
         given |= {"max_new_tokens": 48, **mixtures}
         run_on_policy(OpdConfig(**settings(tiny_pair, out, **given)), QUIET)
         steps = metrics(out)
