@@ -51,7 +51,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
         # The learner's step is so long that its wait for quick rewards is nothing.
         "loss": "tests.e2e.slow_reward:loss", "temperature": 1.0, "engine": "embedded",
         "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
-        "checkpoint_every": 100,
+        "checkpoint_every": 100, "device": "cpu",
         "rollout_cpus": 1, "rollout_workers": "1..3",
     }  # fmt: skip
     types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}
@@ -132,7 +132,7 @@ def test_engines_on_nodes_of_their_own_get_weights_by_a_group_and_one_that_dies_
     """Each node has a CPU for one actor, so no policy engine is on the learner's."""
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, steps=100_000, device="cpu", policy_engines=2, prove_every=1, eval_size=0,
+        tiny_pair, out, steps=100_000, device="cpu", policy_engines=2, verify_every=1, eval_size=0,
         checkpoint_every=100_000,
     )  # fmt: skip
     types = {"one": WorkerType(resources={"CPU": 1}, maximum=6)}
