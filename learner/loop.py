@@ -139,11 +139,9 @@ class PolicyLoop:
         record: Record | None = None,
         foresee: Foresee | None = None,
         resume_from: Checkpoint | None = None,
-        background: bool | None = None,
     ) -> None:
         """
         Args:
-            background: as `CheckpointWriter` takes it.
             sleep: makes engines that share the learner's GPUs, and hold this version, release their
                 memory until the next `publish`, before which the learner releases its own.
             push_dtype: dtype that pushed weights are rounded to; None: not rounded.
@@ -162,7 +160,7 @@ class PolicyLoop:
         self.learner = learner
         self._source = source
         self.publisher = publish
-        self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
+        self.writer = CheckpointWriter(learner, tokenizer, store)
         self.loss = loss
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
         self._foresight = None

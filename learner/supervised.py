@@ -84,18 +84,16 @@ class SupervisedLoop:
         held_out: Sequence[HeldOut] = (),
         trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
-        background: bool | None = None,
     ) -> None:
         """
         Args:
             held_out: rows that `evaluate` looks at, by source; they are not trained.
-            background: as `CheckpointWriter` takes it.
         """
         self.step_count = 0
         self.learner = learner
         self._stream = stream
         self._loss = loss
-        self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
+        self.writer = CheckpointWriter(learner, tokenizer, store)
         self._held_out = held_out
         self._trace = trace
         if resume_from:

@@ -167,8 +167,7 @@ class WeightLoads:
     async def _check(self, weights: WeightSource) -> None:
         """Raise EngineError if the weights do not match the model.
 
-        A server would load the tensors that it knows, and keep its old values of the others. The
-        learner has checked that the values are finite.
+        A server would load the tensors that it knows, and keep its old values of the others.
         """
         if isinstance(weights, CollectiveBroadcast):
             self._group.check(weights)

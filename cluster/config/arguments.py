@@ -32,8 +32,6 @@ _NAMES = {
     bool: "True or False",
     str: "a text",
 }
-
-
 # Names of settings of other systems, and what they are here.
 _ELSEWHERE = {
     "prompt_key": "columns.prompt",
@@ -169,11 +167,11 @@ def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
 
 
 def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
-    near = get_close_matches(key, list(_names(kind, given)), n=1)
-    if key in _ELSEWHERE:
-        near = [_ELSEWHERE[key]]
+    fields, ours = chz.chz_fields(kind), _ELSEWHERE.get(key, "")
+    near = [ours] if ours.partition(".")[0] in fields else []
+    near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     if not near:  # search the docs for a name that other libraries use: learning_rate
-        fields, words = chz.chz_fields(kind), key.replace("_", " ")
+        words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
 

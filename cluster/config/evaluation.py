@@ -83,8 +83,8 @@ class HeldOutSettings:
     eval_size: float = chz.field(
         default=64,
         doc="problems (rows, pairs) to hold out, by a seeded choice of prompts: a number, or their "
-        "share below 1, for example 0.05; 0: none. For rollouts, a number is at most a tenth of "
-        "all, and with eval_source so many of it are evaluated",
+        "share below 1, for example 0.05; 0: none. In opd and rl a number holds out at most a "
+        "tenth of all; with eval_source, it is how many of its problems are evaluated",
     )
 
     @chz.validate

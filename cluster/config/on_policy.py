@@ -246,9 +246,8 @@ class RolloutConfig(
         doc="rollouts that are kept. sample: the first group of every 10th step, of the first and "
         "of the last, in out/rollouts.jsonl for cluster.report, and the responses of evaluations "
         "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
-        "all responses; none: nothing; a number: as sample, and in out/replay all that so many of "
-        "the newest steps trained on, at least those since the last checkpoint, for cluster.replay "
-        "and train_from=",
+        "all responses; none: nothing; a number N, at least checkpoint_every: as sample, and in "
+        "out/replay all that the newest N steps trained on, for cluster.replay and train_from=",
         metadata=MAY_CHANGE,
     )
     routing_replay: bool | None = chz.field(

@@ -55,8 +55,9 @@ from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, follow
 
-# Defaults of supervised rows that are trained together with rollouts.
-SFT_COEF = 0.1
+# Supervised rows that are trained together with rollouts: how many an update has, and the default
+# of `sft_coef`.
+SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
 
 
 class TrainingLoop(Protocol):
@@ -271,19 +272,14 @@ def policy_loop(
     keep: Keep | None = None,
     record: Record | None = None,
     membership: Membership | None = None,
-    sft_batch_size: int = 8,
 ) -> PolicyLoop:
-    """Build the loop of an opd or rl run, for any source of groups and any `publish`.
-
-    Args:
-        sft_batch_size: rows of `sft_data` in each update.
-    """
+    """Build the loop of an opd or rl run, for any source of groups and any `publish`."""
     losses = policy_losses(config, learner_config.device, inputs.stops)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
     if inputs.sft_rows_D:
         stream = RowStream(
-            inputs.sft_rows_D, batch_size=sft_batch_size, seed=config.seed, parts=inputs.sft_parts
+            inputs.sft_rows_D, batch_size=SFT_BATCH_SIZE, seed=config.seed, parts=inputs.sft_parts
         )
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = policy_loss_of(losses)

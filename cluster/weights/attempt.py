@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.weights.gather import GatherResult, collect
 from cluster.weights.transport import Transport
-from distill.errors import EngineError
+from distill.errors import EngineError, NonFiniteError
 from distill.pace import loading_s
 from distill.weights.model_weights import Weights, total_bytes
 
@@ -42,7 +42,13 @@ class Attempt:
         version: int,
         waiting: Callable[[], None],
     ) -> Attempt:
-        """Start the push on all transports. Transports by copy have made their copy on return."""
+        """Start the push on all transports. Transports by copy have made their copy on return.
+
+        Raises:
+            NonFiniteError: the weights hold a NaN or an infinity, with which a server would crash.
+        """
+        if (bad := weights.first_non_finite()) is not None:
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         begun = cls(version, [], {}, total_bytes(weights), waiting)
         for transport in transports:
             try:

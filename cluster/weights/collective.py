@@ -45,7 +45,7 @@ from cluster.handles.node import node_address
 from cluster.weights.gather import values
 from cluster.weights.transport import Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
-from distill.errors import EngineError, NonFiniteError
+from distill.errors import EngineError
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
@@ -93,11 +93,8 @@ class CollectiveTransport(Transport):
 
         Raises:
             EngineError: an engine refuses these weights.
-            NonFiniteError: they hold a NaN or an infinity.
         """
         layout = layout_digest(weights.layouts)
-        if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
-            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         if self._group is not None and self._layout != layout:
             self._group.leave()
             self._group = None

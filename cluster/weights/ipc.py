@@ -29,7 +29,7 @@ from cluster.weights.gather import collect
 from cluster.weights.transport import Transport
 from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights
-from distill.errors import EngineError, NonFiniteError
+from distill.errors import EngineError
 from distill.weights.lending import LenderPlace, Lends, OwnWeights
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout, layout_digest
@@ -75,10 +75,7 @@ class IpcTransport(Transport):
 
         Raises:
             ConfigError: an engine has ranks that no worker can lend to.
-            NonFiniteError: the weights hold a NaN or an infinity.
         """
-        if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
-            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         pending = self._tell(weights.layouts)  # of engines that refuse them: they are out
         sources = {
             name: lenders_of(name, self._places[name], ranks, self._lenders)

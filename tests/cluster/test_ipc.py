@@ -281,7 +281,7 @@ def test_weights_that_are_not_finite_are_not_lent(owned) -> None:
     spoilt = model(1.0)
     spoilt["model.layers.9.norm.weight"][3] = float("nan")
     with pytest.raises(NonFiniteError):
-        lent_to(owned(server)).start(HeldWeights(spoilt), 4)
+        push(lent_to(owned(server)), HeldWeights(spoilt), 4)
     assert not server.orders
 
 

@@ -517,9 +517,12 @@ def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Lea
         sent(publish, learner.weights(), 2)
 
 
-def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -> None:
+@pytest.mark.parametrize("choice", ["shared_memory", "disk"])
+def test_weights_that_are_not_finite_are_not_shared(
+    engines, learner: Learner, tmp_path: Path, choice: str
+) -> None:
     only = engines(EmbeddedEngine)
-    publish = publisher(only, learner, Queue())
+    publish = publisher(only, learner, Queue(), choice=choice, directory=str(tmp_path))
     tensors = gather_all(learner.weights())
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("inf"))
     with pytest.raises(NonFiniteError):
