@@ -170,8 +170,11 @@ def run_recipe(arguments: list[str], console: Console) -> None:
 
 
 def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
-    """Context with the Ray that the run needs if none is there; it comes up during the imports."""
-    if config.local or config.only_plans or not starts_here():
+    """Context with the Ray that the run needs if none is there; it comes up during the imports.
+
+    A rehearsal starts its own, for the actors of its small run.
+    """
+    if config.local or config.only_plans or config.rehearses or not starts_here():
         return nullcontext()
     return local_head(cpus_here(config))
 

@@ -14,7 +14,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.inspect.audit import audit
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
+from cluster.placement.local_head import local_head
 from cluster.placement.roles import (
     EVALUATOR,
     LEARNER,
@@ -40,8 +41,10 @@ from cluster.placement.roles import (
     REFERENCE,
     REWARD,
     ROLLOUT,
+    cpus_here,
     served_teachers,
 )
+from cluster.placement.starts_here import starts_here
 from cluster.recipes.observer import Observer, observed_by, present_observer
 from cluster.recipes.on_policy import run_on_policy
 from cluster.rehearsal.elsewhere import ask_once
@@ -89,7 +92,8 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     place = _cleared(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)
     rehearsal = _Rehearsal(config, small, inputs, place, console)
-    rehearsal.run()
+    with local_head(cpus_here(small.config)) if starts_here() else nullcontext():
+        rehearsal.run()
     rehearsal.report(time.monotonic() - began)
 
 
