@@ -12,7 +12,7 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-dev install-sglang demo show opd-vs-rl tutorials test test-all chaos lint docs-generated bench gpu clean
+.PHONY: help install install-dev install-sglang demo show opd-vs-rl tutorials test test-all chaos lint docs docs-generated bench gpu clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (installs first; minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need, by answer length: LENGTHS=4,16,48,128 (long)"
 	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings, SFT to OPD"
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
+	@echo "make docs    the pages as a site, in build/site; fails where a link leads nowhere (make lint does it)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make gpu     checks a machine with a CUDA GPU in half an hour (elsewhere: says what it would do)"
@@ -73,11 +74,17 @@ opd-vs-rl: $(DEV)
 tutorials: $(DEV)
 	$(BIN)/python -m marimo edit tutorials
 
-lint: $(DEV)
+lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.docstring_lint
 	$(BIN)/pyright
+
+# A copy of the pages with the repository's own layout: one set of relative links serves both.
+docs: $(DEV)
+	rm -rf build/docs build/site && mkdir -p build/docs
+	git ls-files '*.md' tutorials examples/configs | grep -v ^tests/ | xargs cp --parents -t build/docs
+	$(BIN)/zensical build --strict -f mkdocs.yml
 
 # docs/settings.md and docs/metrics.md, from the code; a test compares them.
 docs-generated: $(DEV)
