@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import chz
 import yaml
 from chz.field import Field
+from chz.util import MISSING
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
@@ -50,6 +51,37 @@ def read_settings(path: str) -> dict[str, Any]:
     if CONFIG in tree:
         raise ConfigError(f"config={path} names another file; give all settings in one")
     return tree
+
+
+def as_tree(config: Any) -> dict[str, Any]:
+    """All settings of a chz object, with the class of each object within beside its fields."""
+    tree = chz.asdict(config, include_type=True)
+    tree.pop(_WRITTEN_CLASS)
+    return json.loads(json.dumps(tree))
+
+
+def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
+    """A file for `config=FILE` with the settings that differ from their defaults, save `leave`."""
+    tree, fields = as_tree(config), chz.chz_fields(config)
+    changed = (n for n in tree if n not in leave and getattr(config, n) != _default(fields[n]))
+    kept = {name: _readable(tree[name]) for name in changed}
+    return yaml.safe_dump({"recipe": recipe, **kept}, sort_keys=False, allow_unicode=True)
+
+
+def _default(field: Field) -> Any:
+    """Default of a setting; the marker MISSING if it has none."""
+    return field._default if field._default_factory is MISSING else field._default_factory()
+
+
+def _readable(value: Any) -> Any:
+    """Value of a setting with an object's class under `class`; a mapping's are all of one class."""
+    if not isinstance(value, dict):
+        return value
+    named = {_CLASS: value.pop(_WRITTEN_CLASS)} if _WRITTEN_CLASS in value else {}
+    for each in value.values():
+        if isinstance(each, dict):
+            each.pop(_WRITTEN_CLASS, None)
+    return named | value
 
 
 def _settings_of(tree: Any) -> dict[str, Any] | None:

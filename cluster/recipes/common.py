@@ -37,6 +37,13 @@ from learner.lora import check_lora
 from learner.memory import estimate_memory, holding_of
 
 
+def tell_dry_run(console: Console, directory: RunDirectory, layout: str) -> None:
+    """Print the memory plan, and a file that repeats the command; lines are not wrapped there."""
+    console.print(layout, highlight=False)
+    console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
+    console.print(directory.yaml, markup=False, highlight=False, soft_wrap=True, end="")
+
+
 @dataclass(kw_only=True)
 class RunSession:
     """Session of a run: its directory, its records and its signals."""

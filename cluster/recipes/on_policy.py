@@ -51,6 +51,7 @@ from cluster.recipes.common import (
     opened,
     placed,
     session,
+    tell_dry_run,
 )
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps, train_on_kept
@@ -129,7 +130,7 @@ def _run_opened(
     kept = None if config.train_from is None else kept_steps(config)
     console.print(_plan(config, inputs, directory, fork))
     if config.only_plans:
-        console.print(describe_layout(config, inputs.longest_row), highlight=False)
+        tell_dry_run(console, directory, describe_layout(config, inputs.longest_row))
     if config.only_plans or already_complete(directory, resume_from, config, console):
         return
     untrained = TrainedGroups().to_json()

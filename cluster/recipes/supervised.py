@@ -32,6 +32,7 @@ from cluster.recipes.common import (
     opened,
     placed,
     session,
+    tell_dry_run,
 )
 from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.best_checkpoint import check_metric
@@ -117,7 +118,7 @@ def _run(
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
         if config.only_plans:
             longest = inputs.longest_rows(config.rows_per_unit)
-            console.print(describe_layout(config, longest), highlight=False)
+            tell_dry_run(console, directory, describe_layout(config, longest))
         if config.only_plans or already_complete(directory, resume_from, config, console):
             return
         untrained = {"num_rows": units}

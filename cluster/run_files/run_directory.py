@@ -26,9 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import chz
-
 from cluster.config.common import CommonConfig
+from cluster.config.files import as_tree, as_yaml
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
@@ -97,6 +96,11 @@ class RunDirectory:
         return json.loads((self.path / "config.json").read_text())["run_id"]
 
     @property
+    def yaml(self) -> str:
+        """Settings of the run that differ from their defaults, for `config=FILE`."""
+        return as_yaml(self._recipe, self._config, leave=("dry_run",))
+
+    @property
     def final(self) -> Path:
         return self.path / "final"
 
@@ -161,7 +165,7 @@ class RunDirectory:
             raise ConfigError(
                 f"out={self.path} holds a run of recipe={recipe}; choose another out="
             )
-        now = _settings(self._config)
+        now = as_tree(self._config)
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
         kind = type(self._config)
@@ -251,7 +255,7 @@ class RunDirectory:
             {
                 "recipe": self._recipe,
                 "run_id": run_id,
-                "settings": _settings(self._config),
+                "settings": as_tree(self._config),
                 "data": self._data,
                 "stop_tokens": None if self._stops is None else self._stops.to_json(),
                 **({} if forked_from is None else {"forked_from": forked_from}),
@@ -345,13 +349,6 @@ def _copy(source: str, target: Path) -> None:
         raise CheckpointError(
             f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
         ) from error
-
-
-def _settings(config: CommonConfig) -> dict[str, Any]:
-    """The settings, each object's class beside its fields: an environment is told by both."""
-    settings = chz.asdict(config, include_type=True)
-    settings.pop("__chz_type__")
-    return json.loads(json.dumps(settings))
 
 
 def _step_of(line: str) -> float:

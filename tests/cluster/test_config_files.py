@@ -138,7 +138,8 @@ def test_a_run_s_own_config_repeats_it(
     directory = RunDirectory("opd", config)
     directory.path.mkdir()
     directory.start(None)
-    for named in (directory.path, directory.path / "config.json"):
+    as_yaml = written(tmp_path / "given.yaml", directory.yaml)
+    for named in (directory.path, directory.path / "config.json", as_yaml):
         tree = read_settings(str(named))
         assert tree.pop("recipe") == "opd"
         file = written(tmp_path / "again.json", json.dumps(tree))
