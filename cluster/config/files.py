@@ -12,7 +12,6 @@ from typing import Any, get_args, get_origin
 import chz
 import yaml
 from chz.field import Field
-from chz.util import MISSING
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
@@ -70,7 +69,8 @@ def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
 
 def _default(field: Field) -> Any:
     """Default of a setting; the marker MISSING if it has none."""
-    return field._default if field._default_factory is MISSING else field._default_factory()
+    made_by = field._default_factory
+    return made_by() if callable(made_by) else field._default
 
 
 def _readable(value: Any) -> Any:
