@@ -10,11 +10,11 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError, DataError
+from distill.whole_write import whole_write
 from learner.digests import disk_remedy
 
 logger = logging.getLogger(__name__)
@@ -166,12 +166,8 @@ def write_json(setting: str, path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with whole_write(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(texts)
-        partial.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"{setting}={path} cannot be written: {error}") from error

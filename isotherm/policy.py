@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import uuid
@@ -30,6 +29,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
 from distill.sampling import UNSCALED, Sampling
 from distill.types import FloatArray, TokenArray
+from distill.whole_write import whole_write
 from isotherm.losses import Loss, Unit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -298,14 +298,11 @@ class Policy(Samples):
         path = Path(directory)
         if path.exists():
             raise CheckpointError(f"{path} exists; choose another directory, or remove it")
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.learner.export(partial, self.tokenizer)
-            partial.rename(path)
+            with whole_write(path) as partial:
+                self.learner.export(partial, self.tokenizer)
         except Exception as error:  # OSError; safetensors, tokenizers: errors of their own
-            shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
         return path
 

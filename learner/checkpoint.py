@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import CheckpointError
+from distill.whole_write import whole_write
 from learner.digests import digests, disk_remedy, is_full, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
@@ -102,25 +103,22 @@ class CheckpointStore:
         final = self.root / f"step-{step:06d}"
         if (saved := self._saved(final, delivery)) is not None:
             return saved
-        partial = self.root / f".{final.name}.partial"
         try:
             for left in self.root.glob(".step-*.partial"):  # by a writer that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write(partial)
-            hashes = sync_tree(partial)
-            sizes = {name: (partial / name).stat().st_size for name in hashes}
-            manifest: dict[str, Any] = {"step": step, "delivery": dict(delivery), "sizes": sizes}
-            manifest["sha256"] = hashes
-            manifest["seal"] = _seal(manifest)
-            _write_synced(partial / "manifest.json", json.dumps(manifest, indent=2).encode())
-            sync_directory(partial)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            with whole_write(final) as partial:
+                partial.mkdir(parents=True)
+                write(partial)
+                hashes = sync_tree(partial)
+                sizes = {name: (partial / name).stat().st_size for name in hashes}
+                manifest: dict[str, Any] = {"step": step, "delivery": dict(delivery)}
+                manifest |= {"sizes": sizes, "sha256": hashes}
+                manifest["seal"] = _seal(manifest)
+                _write_synced(partial / "manifest.json", json.dumps(manifest, indent=2).encode())
+                sync_directory(partial)
             sync_directory(self.root)
             sync_directory(self.root.parent)
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
-            shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._explain(final, error)) from error
         for old in self._superseded():
             shutil.rmtree(old.path)
@@ -202,11 +200,10 @@ class CheckpointStore:
         self._mark(_BEST, asdict(best))
 
     def _mark(self, name: str, value: Mapping[str, Any]) -> None:
-        partial = self.root / f".{name}.partial"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            _write_synced(partial, json.dumps(dict(value)).encode())
-            partial.rename(self.root / name)
+            with whole_write(self.root / name) as partial:
+                _write_synced(partial, json.dumps(dict(value)).encode())
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.root / name}: {error}. {disk_remedy(error)}"

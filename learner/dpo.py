@@ -18,6 +18,7 @@ from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.objectives import dpo
 from distill.types import FloatArray
+from distill.whole_write import whole_write
 from learner.forward import Forward
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,8 @@ def _score(
 
 def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
     """Writes the file atomically: whole or not at all."""
-    unfinished = path.with_name(f"{path.stem}.unfinished.npz")
-    np.savez(unfinished, digest=np.array(digest), logprobs=logprobs_N)
-    unfinished.replace(path)
+    with whole_write(path) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, digest=np.array(digest), logprobs=logprobs_N)
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:

@@ -31,6 +31,7 @@ from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, TrajectoryId
 from distill.types import TrajectoryGroup
+from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
@@ -236,6 +237,5 @@ def _path(root: Path, step: int, kind: str) -> Path:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    with whole_write(path) as partial:
+        partial.write_bytes(content)

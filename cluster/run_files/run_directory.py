@@ -36,6 +36,7 @@ from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, flagged, identity_of
 from distill.stops import StopTokens
+from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 
@@ -333,19 +334,15 @@ def _unheard(_event: str, _fields: Mapping[str, Any]) -> None:
 
 
 def _copy(source: str, target: Path) -> None:
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(source, partial)
-        copied = sync_tree(partial)
-        for name, expected in digests(Path(source), copied).items():
-            if copied[name] != expected:
-                raise OSError(f"{name} was read as sha256 {expected} and written as {copied[name]}")
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        with whole_write(target) as partial:
+            shutil.copytree(source, partial)
+            copied = sync_tree(partial)
+            for name, read in digests(Path(source), copied).items():
+                if copied[name] != read:
+                    raise OSError(f"{name} was read as sha256 {read} and written as {copied[name]}")
         sync_directory(target.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
         ) from error
@@ -360,13 +357,10 @@ def _step_of(line: str) -> float:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text)
-        partial.replace(path)
+        with whole_write(path) as partial:
+            partial.write_text(text)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
 
 

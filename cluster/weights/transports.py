@@ -36,6 +36,7 @@ from distill.nccl import nccl_settings
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, save_weights
 from distill.weights.shared_memory import SharedBlock
+from distill.whole_write import whole_write
 
 
 class SharedMemoryTransport(Transport):
@@ -81,18 +82,14 @@ class DiskTransport(Transport):
         return self.share(source, version)
 
     def _write(self, weights: Weights, version: int) -> Path:
-        """Renamed into place when it is whole. Not synced: it need not survive this run."""
+        """Write a directory, whole. It is not synced: it need not survive this run."""
         final = self._root / f"version-{version:06d}"
-        partial = self._root / f".{final.name}.partial"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            load_config(self._model).save_pretrained(partial)
-            save_weights(partial, weights)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            with whole_write(final) as partial:
+                partial.mkdir(parents=True)
+                load_config(self._model).save_pretrained(partial)
+                save_weights(partial, weights)
         except Exception as error:  # OSError; safetensors has its own
-            shutil.rmtree(partial, ignore_errors=True)
             raise EngineError(
                 f"cannot write weights version {version} to {final}: {error}. Free some space, or "
                 "use weights=auto; the engines go on with the weights they had"
