@@ -34,9 +34,9 @@ from actors.rollout.text_endpoint import (
     TextEndpoint,
     UselessAnswer,
     text_endpoint,
-    together,
 )
 from actors.sglang.address import is_url
+from actors.together import together
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig

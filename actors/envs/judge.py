@@ -24,8 +24,8 @@ from actors.rollout.text_endpoint import (
     in_a_line,
     open_client,
     read_key,
-    together,
 )
+from actors.together import together
 from distill.errors import ConfigError, DataError, EngineError
 from distill.lookup import known_names
 

@@ -29,7 +29,7 @@ import chz
 import numpy as np
 
 from actors.envs.judge import Judge
-from actors.rollout.text_endpoint import together
+from actors.together import together
 from distill.chat.template import Message
 from distill.data.prompts import ChatStyle, Prompt
 from distill.envs.base import EnvConfig, EnvContext, require_path

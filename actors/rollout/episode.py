@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from actors.together import together
 from distill.chat.segments import SegmentBuilder
 from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
@@ -183,15 +184,9 @@ async def play_group(
 
     try:
         first_G = await _first_turns(policy, envs_G, sampling, seeds_G, session, user_code)
-        async with asyncio.TaskGroup() as tasks:
-            playing = [
-                tasks.create_task(play(member, first)) for member, first in enumerate(first_G)
-            ]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the others were cancelled by the first
+        episodes_G = await together(*(play(member, first) for member, first in enumerate(first_G)))
     finally:
         await _close(envs_G)
-    episodes_G = [task.result() for task in playing]
     async with user_code():
         rewards_G = await builder.group_rewards(envs_G, episodes_G)
     if len(rewards_G) != len(episodes_G):

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.together import together
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest, check_token_ids
 from distill.errors import ConfigError, EngineError
 from distill.lookup import known_names
@@ -80,14 +81,9 @@ async def _score(
         wanted.append(_by_teacher(teacher, segments, top_k))
     if reference is not None:
         wanted.append(_by_reference(reference, segments))
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            found = [tasks.create_task(one) for one in wanted]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the failure of one cancels the other
     made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
-    for task in found:
-        for fields, more in zip(made, task.result(), strict=True):
+    for found in await together(*wanted):
+        for fields, more in zip(made, found, strict=True):
             fields |= {**more, "scored_by": fields["scored_by"] + more["scored_by"]}
     return list(made)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -407,16 +407,3 @@ def _retry_after(error: Exception) -> float | None:
         except (KeyError, ValueError):  # a date, or nothing
             continue
     return None
-
-
-async def together(*asked: Coroutine[Any, Any, T]) -> list[T]:
-    """Run coroutines concurrently and return their results in order.
-
-    The first failure cancels the others and is raised.
-    """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            under_way = [tasks.create_task(each) for each in asked]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in under_way]

@@ -17,8 +17,8 @@ from actors.rollout.text_endpoint import (
     Patience,
     TextEndpoint,
     text_endpoint,
-    together,
 )
+from actors.together import together
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
 from distill.data.written_answers import written_sample

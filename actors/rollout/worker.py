@@ -28,6 +28,7 @@ from typing import Literal, Protocol
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
+from actors.together import task_group
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
@@ -219,16 +220,13 @@ class RolloutWorker:
     async def _run(self) -> None:
         if not self._runs_user_code:
             await self._sink.inside({})  # once: without any report all groups would be suspects
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while leases := await self._lease():
-                    for lease in leases:
-                        group = self._under_way[lease] = UnderWay(lease)
-                        group.task = tasks.create_task(self._deliver(group))
-                        # Not in the task itself, which may be cancelled before it starts.
-                        group.task.add_done_callback(partial(self._has_left, lease))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first failure cancels the others
+        async with task_group() as tasks:
+            while leases := await self._lease():
+                for lease in leases:
+                    group = self._under_way[lease] = UnderWay(lease)
+                    group.task = tasks.create_task(self._deliver(group))
+                    # Not in the task itself, which may be cancelled before it starts.
+                    group.task.add_done_callback(partial(self._has_left, lease))
 
     async def _lease(self) -> Sequence[Lease]:
         while not self._draining and len(self._under_way) >= self.max_groups:
@@ -292,18 +290,15 @@ class RolloutWorker:
         """Sample the group from the policy, and score it."""
         started = time.perf_counter()
         teacher = self._scorer(under_way.lease.group_id, builder.teacher)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                scorer = Scorer(
-                    tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
-                )
-                policy = _PolicyWithExtras(self._policy, self._policy_top_k, self._routed_experts)
-                group = await self._rollout(policy, under_way, builder, scorer.ended)
-                sampled = time.perf_counter()
-                under_way.enter("scoring")
-                scorer.no_more()
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first failure cancels the others
+        async with task_group() as tasks:
+            scorer = Scorer(
+                tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
+            )
+            policy = _PolicyWithExtras(self._policy, self._policy_top_k, self._routed_experts)
+            group = await self._rollout(policy, under_way, builder, scorer.ended)
+            sampled = time.perf_counter()
+            under_way.enter("scoring")
+            scorer.no_more()
         timings = {"time/rollout": sampled - started}
         if teacher is not None or self._reference is not None:
             timings["time/teacher"] = time.perf_counter() - sampled

@@ -52,6 +52,7 @@ from actors.sglang.requests import (
 )
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
+from actors.together import together
 from distill.engine import (
     EngineInfo,
     GenerateRequest,
@@ -278,25 +279,21 @@ class SglangEngine:
         parts = [passes[part] for part in bounded(passes, self._event)]
         namespace, began = self._cache_namespace, time.monotonic()
         tokens = sum(len(request.tokens_T) for request, _ in passes)
-        try:
-            with self._first.sending("scoring"):
-                async with asyncio.TaskGroup() as tasks:
-                    made = [
-                        tasks.create_task(
-                            self._client.exchange(
-                                "/generate",
-                                lambda part=part: scoring_body(part, self._event) | namespace,
-                                partial(self._read_prefilled, part),
-                                repeatable=True,
-                                allowance_s=self._prefilling.allowance_s(tokens),
-                            )
-                        )
-                        for part in parts
-                    ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first failure cancels the others
+        with self._first.sending("scoring"):
+            made = await together(
+                *(
+                    self._client.exchange(
+                        "/generate",
+                        lambda part=part: scoring_body(part, self._event) | namespace,
+                        partial(self._read_prefilled, part),
+                        repeatable=True,
+                        allowance_s=self._prefilling.allowance_s(tokens),
+                    )
+                    for part in parts
+                )
+            )
         self._prefilling.note(time.monotonic() - began, tokens)
-        return [each for one in made for each in one.result()]
+        return [each for one in made for each in one]
 
     def _read_prefilled(
         self, passes: Sequence[tuple[ScoreRequest, float]], content: Any
