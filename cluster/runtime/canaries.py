@@ -1,21 +1,21 @@
-"""Canaries of a run: fixed rows that scorers score again and again, to detect drift.
+"""Canaries of a run: fixed inputs that frozen models answer again and again, to detect drift.
 
-    join         a new scorer: first answers, tolerance, agreement with the others of its role
-    after_step   every `canary_every` steps: canaries are sent with a worker's next batch
-    poll         answers are compared with the scorer's first ones. A scorer that has drifted is
-                 terminated and restarted; its scores since its last good canary are repeated
-    check        if weights contain such scores, the learner goes back
-    ask_last     at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
+    join         first answers of a new model: repeatable, and equal to those of its role's others
+    after_step   every `canary_every` steps: engines' canaries are sent with a worker's next batch,
+                 the learner is idle and answers at once
+    poll         answers are compared with the first ones. An engine or reward model that has
+                 drifted is terminated and restarted; its scores since its last good canary are
+                 repeated
+    check        if weights contain such scores, the learner goes back, with its own frozen models
+    after_last   at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
 
-Frozen models in the learner are checked there, between steps (`copy_canaries.py`). The reward model
-gives no log-probs, and has its own canaries (`reward_canaries.py`).
-An answer proves the scores before it because of the order of the queue's journal
-(cluster/queue/custody.py): canaries are sent after `ask` is written there.
+cluster/runtime/watched.py tells the kinds of models apart. An answer proves the scores before it
+because of the order of the queue's journal (cluster/queue/custody.py): canaries are sent after
+`ask` is written there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +26,16 @@ from cluster.base.outcomes import ActorLost, LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
-from cluster.placement.roles import REFERENCE, ROLLOUT
+from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
-from cluster.runtime.copy_canaries import CopyCanaries
 from cluster.runtime.driver import Driver
-from cluster.runtime.reward_canaries import RewardCanaries
+from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import Member, State, Supervisor
-from distill.engine import EngineInfo, Score
-from distill.errors import EngineError
-from distill.handshake.canary import (
-    COMPANY,
-    CanaryRows,
-    CanaryScores,
-    CanaryVerdict,
-    Tolerance,
-    judge,
-    outliers,
-)
+from distill.errors import CalibrationError, EngineError
+from distill.handshake.canary import COMPANY
+from learner.canaries import CopyQuestion
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +46,7 @@ _QUEUE_S = 120.0
 
 
 class ScoredWrongly(LearnerLost):
-    """Raised if weights may contain scores of a drifted scorer: the learner goes back."""
+    """Raised if weights may contain scores of a drifted model: the learner goes back."""
 
     def __init__(self, why: str, first_bad: int) -> None:
         super().__init__(why)
@@ -96,40 +87,22 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Scorer:
-    """One life of a scoring engine. `asked`: the pending canary, sent at `since`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A canary that was sent at `since`, alone or with a worker's batch."""
 
     number: int
-    member: Member
-    rows: CanaryRows
-    first: CanaryScores
-    tolerance: Tolerance
-    asked: Any = None
-    since: float = 0.0
-    alone: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Introduced:
-    """A scorer that has answered its first canaries."""
-
-    info: EngineInfo
-    answers: list[CanaryScores]
-    tolerance: Tolerance
-
-    def restless(self, rows: CanaryRows) -> CanaryVerdict | None:
-        """Verdict on a repeated answer that differs from the first one; None if none does."""
-        verdicts = [judge(each, self.answers[0], self.tolerance, rows) for each in self.answers]
-        return next((verdict for verdict in verdicts if not verdict.good), None)
+    reference: Any
+    since: float
+    alone: bool
 
 
 class Canaries:
-    """The canaries of one run's scorers: teachers and the reference, on engines and in the learner.
+    """The canaries of one run's frozen models: on engines, in the learner, and the reward model.
 
     Args:
         learner: returns the leader of the current learner.
-        found: called with a finding for each scorer that has drifted.
+        found: called with a finding for each model that has drifted.
         trusted: called with the step up to which weights contain only proven groups.
     """
 
@@ -147,149 +120,117 @@ class Canaries:
     ) -> None:
         self._supervisor, self._driver, self._queue = supervisor, driver, queue
         self._setup, self._say, self._found, self._trusted = setup, say, found, trusted
-        self._scorers: dict[Any, _Scorer] = {}  # by handle
-        self._rows: dict[str, CanaryRows] = {}
-        self._anchors: dict[str, CanaryScores] = {}  # by role
+        self._learner = learner
+        self._engines = Engines(setup.temperature, setup.listed)
+        self._numbers: dict[Watched, int] = {}  # of the lives in the journal
         self._next_number = 0
-        self._turn = 0
-        self._step = 0
+        self._digests: dict[object, str] = {}  # that each life of these weights has to have
+        self._starting: dict[Any, Member] = {}  # reward models, by their first canary
+        self._pending: dict[Watched, _Asked] = {}
         self._told: list[Any] = []  # pending writes of good answers to the journal
         self._bad: tuple[int, str] | None = None
-        self._copies = CopyCanaries(
-            driver,
-            queue,
-            learner=learner,
-            temperature=setup.temperature if setup.every and setup.copies else None,
-            base=setup.base,
-            number=self._number,
-            found=found,
-            bad=self._note_bad,
-            trusted=trusted,
-        )
-
-        self._rewards = RewardCanaries(
-            supervisor=supervisor,
-            driver=driver,
-            queue=queue,
-            on=bool(setup.every),
-            number=self._number,
-            found=found,
-            bad=self._note_bad,
-            trusted=trusted,
-        )
-
-    def _number(self) -> int:
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number
-
-    def _note_bad(self, first_bad: int, why: str) -> None:
-        if self._bad is None or first_bad < self._bad[0]:
-            self._bad = first_bad, why
+        self._turn = 0
+        self._step = 0
+        self._learner_asked_at: int | None = None  # a step
 
     @property
     def lives(self) -> dict[str, int]:
-        """Numbers of the scorers that serve, by name."""
+        """Numbers of the engines that serve, by name."""
         return {
-            scorer.member.name: scorer.number
-            for scorer in self._scorers.values()
-            if scorer.member.state in (State.READY, State.SERVING)
+            watched.who: number
+            for watched, number in self._numbers.items()
+            if isinstance(watched, ScoringEngine)
+            and watched.member.state in (State.READY, State.SERVING)
         }
 
     # first answers
 
     def join(self, members: Sequence[Member]) -> dict[str, str]:
-        """Get first answers of new scorers before they serve; returns reasons of refusals by name.
+        """Get first answers of new engines before they serve; returns reasons of refusals by name.
 
         Raises:
-            EngineError, RunFailed: a scorer did not answer.
+            EngineError, RunFailed: an engine did not answer.
         """
         scorers = [m for m in members if m.spec.name in self._setup.listed]
         if not self._setup.every or not scorers:
             return {}
-        answered = self._driver.run("the first canaries", self._first_answers(scorers))
-        refused = self._strangers(scorers, answered)
+        engines = self._driver.run("the first canaries", self._engines.introduce(scorers))
+        refused = self._engines.inconsistent(engines)
         if refused and not self._setup.require:
             for name, why in refused.items():
                 self._say(f"WARNING: {name} serves although {why}")
             refused = {}
-        for member, introduced in zip(scorers, answered, strict=True):
-            if member.name not in refused:
-                self._welcome(member, introduced)
+        for engine in engines:
+            if engine.who not in refused:
+                self._driver.call("writing down a scorer", self._register(engine))
         return refused
-
-    async def _first_answers(self, members: Sequence[Member]) -> list[_Introduced]:
-        return await asyncio.gather(*(self._introduce(member) for member in members))
-
-    async def _introduce(self, member: Member) -> _Introduced:
-        role, T = member.spec.name, self._setup.temperature
-        info = await member.handle.info.remote()
-        given, top_k = self._setup.listed[role]
-        rows = self._rows.setdefault(role, CanaryRows.of(info, T, given=given, top_k=top_k))
-        answers = []
-        for number in COMPANY:
-            scores: list[Score] = await member.handle.score.remote(rows.with_company(number))
-            answers.append(rows.answer(scores))
-        return _Introduced(info, answers, Tolerance.of(answers, info.dtype, T))
-
-    def _strangers(
-        self, members: Sequence[Member], answered: Sequence[_Introduced]
-    ) -> dict[str, str]:
-        """Find scorers that disagree with themselves or with others of their role; with reasons."""
-        refused: dict[str, str] = {}
-        by_role: dict[str, dict[str, CanaryScores]] = {}
-        between = {
-            each.info.dtype: Tolerance.between(each.info.dtype, self._setup.temperature)
-            for each in answered
-        }
-        for member, introduced in zip(members, answered, strict=True):
-            role = member.spec.name
-            if restless := introduced.restless(self._rows[role]):
-                refused[member.name] = f"it answers the same rows otherwise: {restless.told()}"
-                continue
-            by_role.setdefault(role, {})[member.name] = introduced.answers[0]
-        for role, firsts in by_role.items():
-            loosest = max(between.values(), key=lambda tolerance: tolerance.max_gap)
-            if (anchor := self._anchors.get(role)) is not None:
-                verdicts = {
-                    name: judge(first, anchor, loosest, self._rows[role])
-                    for name, first in firsts.items()
-                }
-            else:
-                verdicts = outliers(firsts, loosest, self._rows[role])
-                agreed = [first for name, first in firsts.items() if name not in verdicts]
-                self._anchors |= {role: agreed[0]} if agreed else {}
-            refused |= {
-                name: f"it is not the {role} that the others are: {verdict.told()}"
-                for name, verdict in verdicts.items()
-                if not verdict.good
-            }
-        return refused
-
-    def _welcome(self, member: Member, introduced: _Introduced) -> None:
-        number = self._number()
-        info, tolerance = introduced.info, introduced.tolerance
-        said = {
-            "who": member.name,
-            "kind": info.kind,
-            "model": info.model,
-            "dtype": info.dtype,
-            "scaling": info.temperature_scaling,
-            "answers": len(introduced.answers),
-            "measured": tolerance.measured,
-            "allowed": tolerance.max_gap,
-        }
-        self._driver.call("writing down a scorer", self._queue.scorer(number, said))
-        self._scorers[member.handle] = _Scorer(
-            number, member, self._rows[member.spec.name], introduced.answers[0], tolerance
-        )
 
     def join_learner(self) -> None:
-        """Get first answers of the frozen models of a learner that has started."""
-        self._copies.introduce()
+        """Get first answers of the frozen models of a learner that has started.
+
+        Raises:
+            CalibrationError: a model differs between workers, from the one of the learner that was
+                replaced, or from one answer to the next.
+            LearnerLost: the learner died meanwhile.
+        """
+        for watched in [w for w in self._numbers if w.member is None]:
+            del self._numbers[watched]
+        self._learner_asked_at = None
+        if not (self._setup.every and self._setup.copies):
+            return
+        leader, T, base = self._learner(), self._setup.temperature, self._setup.base
+        first = CopyQuestion(temperature=T, company=COMPANY, base=base)
+        later = CopyQuestion(temperature=T, base=base)
+        what = "the canaries of the learner's frozen models"
+        by_rank = self._driver.ask_learner(what, leader.canary.remote(first))
+        for rank, answers in enumerate(by_rank):
+            for place, answer in enumerate(answers):
+                model = LearnerModel(leader, later, rank, place, answer)
+                if why := self._changed(model) or model.first.nondeterministic:
+                    raise CalibrationError(f"{model.who} {why}")
+                self._driver.call("writing down a scorer", self._register(model))
 
     def join_reward_model(self) -> None:
-        """Get first answers of the initial reward model, if the run has one."""
-        self._rewards.introduce()
+        """Wait for the first answers of reward models that have started.
+
+        Raises:
+            EngineError, RunFailed: a reward model did not answer.
+        """
+        self._ask_reward_models()
+        for reference, member in list(self._starting.items()):
+            answer = self._driver.call("the first canary of the reward model", reference)
+            if self._starting.pop(reference, None):  # else a poll within the call has seen it
+                self._join_reward_model(RewardModel(member, answer))
+
+    def _ask_reward_models(self) -> None:
+        """Send first canaries to reward models that serve and have not been asked."""
+        if self._setup.every:
+            known = {*self._starting.values(), *(watched.member for watched in self._numbers)}
+            for member in self._supervisor.members(REWARD, State.SERVING):
+                if member not in known:
+                    self._starting[member.handle.canary.remote(COMPANY)] = member
+
+    def _join_reward_model(self, model: RewardModel) -> None:
+        if why := self._changed(model):
+            self._terminate(model, why)
+        else:
+            calls.get(self._register(model), timeout=_QUEUE_S)
+
+    def _changed(self, model: LearnerModel | RewardModel) -> str:
+        """Description of weights that differ from those of the model's first life; "" if equal."""
+        key, digest = model.weights
+        if self._digests.setdefault(key, digest) == digest:
+            return ""
+        return (
+            f"has other weights than the first one that was loaded: {model.described()['model']} "
+            "was changed while the run was under way. Put back what it held, or begin another out="
+        )
+
+    def _register(self, watched: Watched) -> Any:
+        """Give the model's life a number; returns a reference to the journal's note of it."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._numbers[watched] = number
+        return self._queue.scorer(number, {"who": watched.who} | watched.described())
 
     # the later ones
 
@@ -301,123 +242,50 @@ class Canaries:
         """
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
-            self._ask([s for s in self._serving() if s.asked is None], alone=False)
-            self._rewards.ask(step)
-            self._copies.ask(step)
+            idle = [watched for watched in self._serving() if watched not in self._pending]
+            self._pending |= self._ask(idle, alone=False)
+            self._ask_learner()
             self.check()
 
-    def _serving(self) -> list[_Scorer]:
-        self._forget_the_dead()
-        return [s for s in self._scorers.values() if s.member.state is State.SERVING]
-
-    def _forget_the_dead(self) -> None:
-        self._scorers = {
-            handle: scorer
-            for handle, scorer in self._scorers.items()
-            if scorer.member in self._supervisor.members(scorer.member.spec.name)
-        }
-
-    def _ask(self, scorers: Sequence[_Scorer], *, alone: bool) -> None:
-        if not scorers:
-            return
-        numbers = [scorer.number for scorer in scorers]
-        self._driver.call("writing down canaries", self._queue.ask(numbers))
-        for scorer in scorers:
-            self._send(scorer, alone=alone)
-
-    def _send(self, scorer: _Scorer, *, alone: bool) -> None:
-        workers = self._supervisor.members(ROLLOUT, State.SERVING)
-        requests, member = list(scorer.rows.requests), scorer.member
-        scorer.since, scorer.alone = time.monotonic(), alone or not workers
-        if scorer.alone:
-            scorer.asked = member.handle.score.remote(requests)
-            return
-        self._turn += 1
-        worker = workers[self._turn % len(workers)].handle
-        scorer.asked = worker.canary.remote(member.spec.name, member.name, requests, _PATIENCE_S)
-
-    def poll(self) -> None:
-        """Collect answers without blocking, and terminate scorers that have drifted.
+    def before_checkpoint(self, step: int) -> None:
+        """Check the learner's frozen models, so that its checkpoint is proven if it dies.
 
         Raises:
-            RunFailed: a scorer has drifted or died too often.
+            ScoredWrongly: as `check`.
         """
-        self._collect_proofs()
-        self._rewards.poll()
-        asked = {s.asked: s for s in self._scorers.values() if s.asked is not None}
-        if not asked:
-            return
-        self._forget_the_dead()
-        for reference in calls.ended(asked):
-            self._answered(asked[reference])
+        self._step = step
+        self._ask_learner()
+        self.check()
 
-    def _answered(self, scorer: _Scorer) -> None:
-        reference, scorer.asked = scorer.asked, None
+    def after_last(self, step: int) -> None:
+        """Send canaries to all models after the last step, and wait for the answers.
+
+        Raises:
+            ScoredWrongly: as `check`.
+        """
+        self._step = step
+        self._ask_learner()
         try:
-            answer = calls.get(reference)
-        except (errors.RayError, EngineError) as error:
-            if scorer.member.state is State.SERVING and not scorer.alone:
-                self._send(scorer, alone=True)  # the worker died, or its batch was refused
-            else:
-                logger.warning("%s: no canary (%s)", scorer.member.name, reason_of(error))
-            return
-        scores, rode = (answer, False) if scorer.alone else answer
-        self._judge(scorer, scores, rode)
+            self.join_reward_model()
+        except LearnerLost:
+            raise
+        except (ActorLost, EngineError) as error:
+            logger.warning("the reward model: no first canary (%s)", error)
+        self._wait(self._ask(self._serving(), alone=True))
+        self.check()
 
-    def _judge(self, scorer: _Scorer, scores: Sequence[Score], rode: bool) -> None:
-        verdict = judge(scorer.rows.answer(scores), scorer.first, scorer.tolerance, scorer.rows)
-        said = {
-            "step": self._step,
-            "gap": verdict.max_gap,
-            "mean": verdict.mean_gap,
-            "rode": rode,
-            "seconds": time.monotonic() - scorer.since,
-        }
-        if verdict.good:
-            self._told.append(self._queue.canary(scorer.number, True, said))
-            return
-        told = self._queue.canary(scorer.number, False, said | {"why": verdict.told()})
-        self._quarantine(scorer, verdict, self._queue_says(told))
+    def ask_last(self, members: Sequence[Member]) -> None:
+        """Send canaries alone to engines that are about to end, and wait for the answers.
 
-    def _queue_says(self, reference: Any) -> CanaryAnswer:
-        """Answer of the queue, without `Driver.call`, which would poll within this poll."""
-        return calls.get(reference, timeout=_QUEUE_S)
-
-    def _collect_proofs(self) -> None:
-        if not self._told:
-            return
-        done, self._told = calls.wait(self._told, num_returns=len(self._told), timeout=0)
-        if done:
-            self._trusted(max(self._queue_says(reference).proven for reference in done))
-
-    def _quarantine(self, scorer: _Scorer, verdict: CanaryVerdict, answer: CanaryAnswer) -> None:
-        member = scorer.member
-        if (first_bad := answer.first_bad) is not None:
-            contained = (
-                f"the weights of step {first_bad} and later contain what it scored since its last "
-                "good canary"
-            )
-            self._note_bad(first_bad, f"{member.name} has moved, and {contained}")
-        else:
-            contained = "no weights contain what it scored since its last good canary"
-        again = f"; {len(answer.again)} groups are scored again" if answer.again else ""
-        self._found(
-            Finding(
-                name="scorer_moved",
-                step=self._step,
-                text=f"{member.name} has moved from its first answers, {verdict.told()}; "
-                f"{contained}{again}",
-                remedy="it is restarted. Look at its log and its machine; of a server that runs "
-                "elsewhere, see that all replicas behind its address serve one model",
-                settings=("canary_every",),
-            )
-        )
-        del self._scorers[member.handle]
-        if member in self._supervisor.members(member.spec.name):
-            self._supervisor.bury(member, f"it has moved, {verdict.told()}")
+        Raises:
+            ScoredWrongly: as `check`.
+        """
+        ending = [watched for watched in self._numbers if watched.member in members]
+        self._wait(self._ask(ending, alone=True))
+        self.check()
 
     def check(self) -> None:
-        """Raise an error if weights contain scores of a drifted scorer; call it between steps.
+        """Raise an error if weights contain scores of a drifted model; call it between steps.
 
         Raises:
             ScoredWrongly: the learner goes back to the checkpoint before them.
@@ -428,55 +296,157 @@ class Canaries:
         self._bad = None
         raise ScoredWrongly(why, first_bad)
 
-    def before_checkpoint(self, step: int) -> None:
-        """Check the learner's frozen models, so that its checkpoint is proven if it dies.
+    def poll(self) -> None:
+        """Collect answers without blocking, and terminate models that have drifted.
 
         Raises:
-            ScoredWrongly: as `check`.
+            RunFailed: a model has drifted or died too often.
         """
-        self._copies.ask(step)
-        self.check()
-
-    def after_last(self, step: int) -> None:
-        """Send canaries to all scorers after the last step, and wait for the answers.
-
-        Raises:
-            ScoredWrongly: as `check`.
-        """
-        self._step = step
-        self._copies.ask(step)
-        self._rewards.ask(step, wait=True)
-        self.ask_last()
-        self.check()
-
-    def ask_last(self, members: Sequence[Member] | None = None) -> None:
-        """Send canaries alone to the members, or to all that serve; wait for answers; `check`.
-
-        Raises:
-            ScoredWrongly: as `check`.
-        """
-        asked = self._serving() if members is None else [
-            self._scorers[m.handle] for m in members if m.handle in self._scorers
-        ]  # fmt: skip
-        if not self._setup.every or not asked:
-            return
-        self._ask(asked, alone=True)
-        pending = [(scorer, scorer.asked) for scorer in asked]
-        for scorer in asked:
-            scorer.asked = None  # so that no poll collects them
-        for scorer, reference in pending:
+        self._collect_proofs(calls.ended(self._told))
+        self._ask_reward_models()
+        for reference in calls.ended(self._starting):
+            member = self._starting.pop(reference)
             try:
-                scores = self._driver.call(f"the last canary of {scorer.member.name}", reference)
+                answer = calls.get(reference)
+            except (errors.RayError, EngineError) as error:  # asked again if it lives
+                logger.warning("%s: no canary (%s)", member.name, reason_of(error))
+            else:
+                self._join_reward_model(RewardModel(member, answer))
+        by_reference = {asked.reference: watched for watched, asked in self._pending.items()}
+        for reference in calls.ended(by_reference):
+            watched = by_reference[reference]
+            self._answered(watched, self._pending.pop(watched))
+        self._forget_the_dead()
+
+    def _serving(self) -> list[Watched]:
+        """The engines and reward models that serve."""
+        self._forget_the_dead()
+        return [watched for watched in self._numbers if _state(watched) is State.SERVING]
+
+    def _forget_the_dead(self) -> None:
+        for watched in [each for each in self._numbers if self._is_dead(each)]:
+            del self._numbers[watched]
+            self._pending.pop(watched, None)
+
+    def _is_dead(self, watched: Watched) -> bool:
+        member = watched.member
+        return member is not None and member not in self._supervisor.members(member.spec.name)
+
+    def _ask_learner(self) -> None:
+        """Check the learner's models, at most once per step, and wait; the learner is idle."""
+        if self._learner_asked_at != self._step:
+            self._learner_asked_at = self._step
+            models = [watched for watched in self._numbers if watched.member is None]
+            self._wait(self._ask(models, alone=True))
+
+    def _ask(self, models: Sequence[Watched], *, alone: bool) -> dict[Watched, _Asked]:
+        """Send canaries, once the queue's journal says so."""
+        if not models:
+            return {}
+        numbers = {watched: self._numbers[watched] for watched in models}
+        for watched in models:  # an earlier answer would count as one to this canary
+            self._pending.pop(watched, None)
+        self._driver.call("writing down canaries", self._queue.ask(list(numbers.values())))
+        sent: dict[Any, Any] = {}  # by actor: one call asks all models in the learner
+        asked: dict[Watched, _Asked] = {}
+        for watched, number in numbers.items():
+            asked[watched] = self._send(watched, number, sent.get(watched.handle), alone=alone)
+            sent[watched.handle] = asked[watched].reference
+        return asked
+
+    def _send(self, watched: Watched, number: int, reference: Any = None, *, alone: bool) -> _Asked:
+        workers = self._supervisor.members(ROLLOUT, State.SERVING)
+        if not alone and workers and isinstance(watched, ScoringEngine):
+            self._turn += 1
+            worker = workers[self._turn % len(workers)].handle
+            return _Asked(number, watched.ride(worker, _PATIENCE_S), time.monotonic(), False)
+        return _Asked(number, reference or watched.ask(), time.monotonic(), True)
+
+    def _wait(self, asked: Mapping[Watched, _Asked]) -> None:
+        """Wait for answers, judge them, and wait until the queue has noted them."""
+        if not asked:
+            return
+        for watched, one in asked.items():
+            call = self._driver.ask_learner if watched.member is None else self._driver.call
+            try:
+                answer = call(f"a canary of {watched.who}", one.reference)
             except LearnerLost:
                 raise
             except (ActorLost, EngineError) as error:
-                logger.warning("%s: no last canary (%s)", scorer.member.name, error)
-                continue
-            self._judge(scorer, scores, False)
-        for reference in self._told:
-            try:
-                self._trusted(self._queue_says(reference).proven)
-            except errors.GetTimeoutError as error:
-                logger.warning("the queue did not take note of a canary: %s", error)
-        self._told.clear()
-        self.check()
+                logger.warning("%s: no canary (%s)", watched.who, error)
+            else:
+                self._judge(watched, one, answer)
+        self._collect_proofs(self._told)
+
+    def _answered(self, watched: Watched, asked: _Asked) -> None:
+        try:
+            answer = calls.get(asked.reference)
+        except (errors.RayError, EngineError) as error:
+            if not asked.alone and _state(watched) is State.SERVING:
+                # The worker died, or its batch was refused.
+                self._pending[watched] = self._send(watched, asked.number, alone=True)
+            else:
+                logger.warning("%s: no canary (%s)", watched.who, reason_of(error))
+        else:
+            self._judge(watched, asked, answer)
+
+    def _judge(self, watched: Watched, asked: _Asked, answer: Any) -> None:
+        answer, rode = (answer, False) if asked.alone else answer
+        drift = watched.drift(answer)
+        said = {
+            "step": self._step,
+            "gap": drift.gap,
+            "mean": drift.mean,
+            "rode": rode,
+            "seconds": time.monotonic() - asked.since,
+        } | ({"why": drift.why} if drift.why else {})
+        told = self._queue.canary(asked.number, not drift.why, said)
+        if drift.why:
+            self._quarantine(watched, drift.why, calls.get(told, timeout=_QUEUE_S))
+        else:
+            self._told.append(told)
+
+    def _collect_proofs(self, told: Sequence[Any]) -> None:
+        """Take the queue's answers to good canaries; they need not be there yet."""
+        self._told = [reference for reference in self._told if reference not in told]
+        try:
+            notes: list[CanaryAnswer] = [calls.get(each, timeout=_QUEUE_S) for each in told]
+        except errors.GetTimeoutError as error:
+            logger.warning("the queue did not note a canary: %s", error)
+            return
+        if notes:
+            self._trusted(max(note.proven for note in notes))
+
+    def _quarantine(self, watched: Watched, why: str, answer: CanaryAnswer) -> None:
+        first_bad = answer.first_bad
+        if first_bad is None:
+            contained = "no weights contain its scores since its last good canary"
+        else:
+            contained = (
+                f"the weights of step {first_bad} and later contain its scores since its last good "
+                "canary"
+            )
+        if first_bad is None and watched.member is None:
+            first_bad = self._step + 1  # the learner is restarted in any case
+        if first_bad is not None and (self._bad is None or first_bad < self._bad[0]):
+            self._bad = first_bad, f"{watched.who} has moved; {contained}"
+        again = f"; {len(answer.again)} groups are repeated" if answer.again else ""
+        self._found(
+            Finding(
+                name="scorer_moved",
+                step=self._step,
+                text=f"{watched.who} has moved from its first answers, {why}; {contained}{again}",
+                remedy=watched.remedy,
+                settings=("canary_every",),
+            )
+        )
+        self._numbers.pop(watched, None)
+        self._terminate(watched, f"has moved, {why}")
+
+    def _terminate(self, watched: Watched, why: str) -> None:
+        if watched.member is not None and not self._is_dead(watched):
+            self._supervisor.bury(watched.member, f"it {why}")
+
+
+def _state(watched: Watched) -> State | None:
+    return watched.member.state if watched.member else None

@@ -175,8 +175,8 @@ class Tolerance:
         largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
         most = tolerance_at(dtype, temperature)
         return cls(
-            max_gap=_allowed(largest, most),
-            mean_gap=_allowed(mean, most * MEAN_SHARE),
+            max_gap=allowed(largest, most),
+            mean_gap=allowed(mean, most * MEAN_SHARE),
             measured=largest,
         )
 
@@ -187,7 +187,8 @@ class Tolerance:
         return cls(max_gap=most, mean_gap=most * MEAN_SHARE, measured=0.0)
 
 
-def _allowed(measured: float, most: float) -> float:
+def allowed(measured: float, most: float) -> float:
+    """Allowed gap of later answers, from the largest among the first; `most` between kernels."""
     return min(most, max(_ALLOWED_TIMES * measured, _ALLOWED_SHARE * most))
 
 

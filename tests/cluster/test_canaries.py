@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -209,10 +210,20 @@ class House:
 
     def _wait_for_answers(self) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while any(scorer.asked is not None for scorer in self.canaries._scorers.values()):
+        while self._asked() != self._answered():
             self.driver.poll()
             assert time.monotonic() < deadline
             time.sleep(0.005)
+        calls.get(self.queue.status(), DEADLINE_S)  # it has noted all answers
+        self.driver.poll()
+
+    def _asked(self) -> Counter[int]:
+        return Counter(
+            i for e in read_journal(self.path) if e["event"] == "ask" for i in e["replicas"]
+        )
+
+    def _answered(self) -> Counter[int]:
+        return Counter(e["replica"] for e in read_journal(self.path) if e["event"] == "canary")
 
     def plant(self, index: int, *salts: int | None, **how: float) -> None:
         [member] = [m for m in self.supervisor.members(REFERENCE) if m.index == index]
@@ -256,7 +267,7 @@ def test_good_ones_raise_no_alarm_and_prove_what_they_scored(house: Any) -> None
         here.train(0, 1)
         here.round()
     assert here.found == [] and len(here.serving()) == 3
-    here.canaries.ask_last()
+    here.canaries.after_last(here.version)
     here.canaries.check()
     assert here.trusted == here.version == 3
     answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
@@ -351,7 +362,7 @@ def test_without_canaries_nobody_is_asked_and_nobody_has_a_number(house: Any) ->
     here = house(every=0)
     assert here.join([1], [2]) == {} and here.canaries.lives == {}
     here.canaries.after_step(10)
-    here.canaries.ask_last()
+    here.canaries.after_last(here.version)
     calls.get(here.queue.status(), DEADLINE_S)  # it has written what it began with
     assert [event["event"] for event in read_journal(here.path)] == ["start"]
 

@@ -1,0 +1,307 @@
+"""Frozen models that canaries check: scoring engines, models in the learner, the reward model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from actors.embedded.reward_model import RewardAnswer
+from cluster.placement.roles import learner_title, teacher_role
+from cluster.supervision.supervise import Member
+from distill.engine import EngineInfo, Score
+from distill.handshake.canary import (
+    COMPANY,
+    CanaryRows,
+    CanaryScores,
+    CanaryVerdict,
+    Tolerance,
+    allowed,
+    judge,
+    outliers,
+)
+from distill.handshake.comparison import TOLERANCE
+from distill.lookup import listed
+from learner.canaries import CopyAnswer, CopyQuestion
+
+# Number of changed tensors that a finding names.
+_NAMED = 3
+
+
+class Drift(NamedTuple):
+    """Gaps between a later answer and the first one; `why` describes a drift, "" if none."""
+
+    gap: float
+    mean: float
+    why: str
+
+
+class Watched(Protocol):
+    """One life of a frozen model, from its first answers on.
+
+    `remedy` is the advice of the finding if it drifts.
+    """
+
+    remedy: ClassVar[str]
+
+    @property
+    def who(self) -> str: ...
+
+    @property
+    def member(self) -> Member | None:
+        """Its membership; None for a model in the learner, which restarts as a whole."""
+
+    @property
+    def handle(self) -> Any:
+        """Actor that `ask` calls, once for all of the actor's models."""
+
+    def described(self) -> dict[str, Any]:
+        """Fields of its `scorer` event in the queue's journal."""
+        ...
+
+    def ask(self) -> Any:
+        """Send a canary; returns a reference to the answer."""
+
+    def drift(self, answer: Any) -> Drift:
+        """Compare an answer with the first one."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class FirstAnswers:
+    """First answers of a model that gives log-probs, to the same rows in batches of many shapes."""
+
+    info: EngineInfo
+    rows: CanaryRows
+    answers: Sequence[CanaryScores]
+
+    @cached_property
+    def tolerance(self) -> Tolerance:
+        return Tolerance.of(self.answers, self.info.dtype, self.rows.temperature)
+
+    def judge(self, answer: CanaryScores) -> CanaryVerdict:
+        return judge(answer, self.answers[0], self.tolerance, self.rows)
+
+    @property
+    def nondeterministic(self) -> str:
+        """Description of first answers that differ from one another; "" if none do."""
+        verdicts = [self.judge(each) for each in self.answers]
+        told = (verdict.told() for verdict in verdicts if not verdict.good)
+        return next((f"answers the same rows otherwise: {each}" for each in told), "")
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "kind": self.info.kind,
+            "model": self.info.model,
+            "dtype": self.info.dtype,
+            "scaling": self.info.temperature_scaling,
+            "answers": len(self.answers),
+            "measured": self.tolerance.measured,
+            "allowed": self.tolerance.max_gap,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoringEngine:
+    """An engine of a teacher or of the reference."""
+
+    remedy: ClassVar[str] = (
+        "it is restarted. Look at its log and its machine; of a server that runs elsewhere, see "
+        "that all replicas behind its address serve one model"
+    )
+    member: Member
+    first: FirstAnswers
+
+    @property
+    def who(self) -> str:
+        return self.member.name
+
+    @property
+    def handle(self) -> Any:
+        return self.member.handle
+
+    def described(self) -> dict[str, Any]:
+        return self.first.described()
+
+    def ask(self) -> Any:
+        return self.handle.score.remote(list(self.first.rows.requests))
+
+    def ride(self, worker: Any, patience_s: float) -> Any:
+        """As `ask`, with the next batch of a rollout worker; a reference to (answer, it rode)."""
+        requests = list(self.first.rows.requests)
+        return worker.canary.remote(self.member.spec.name, self.who, requests, patience_s)
+
+    def drift(self, answer: Sequence[Score]) -> Drift:
+        verdict = self.first.judge(self.first.rows.answer(answer))
+        return Drift(verdict.max_gap, verdict.mean_gap, "" if verdict.good else verdict.told())
+
+
+class Engines:
+    """First answers of the scoring engines, and their agreement within each role.
+
+    Args:
+        listed: numbers of (given, likeliest) tokens that training requests per position, by role.
+    """
+
+    def __init__(self, temperature: float, listed: Mapping[str, tuple[int, int]]) -> None:
+        self._temperature, self._listed = temperature, listed
+        self._rows: dict[str, CanaryRows] = {}
+        self._anchors: dict[str, CanaryScores] = {}  # by role: an answer that others have to repeat
+
+    async def introduce(self, members: Sequence[Member]) -> list[ScoringEngine]:
+        return await asyncio.gather(*(self._introduce(member) for member in members))
+
+    async def _introduce(self, member: Member) -> ScoringEngine:
+        role, T = member.spec.name, self._temperature
+        info = await member.handle.info.remote()
+        given, top_k = self._listed[role]
+        rows = self._rows.setdefault(role, CanaryRows.of(info, T, given=given, top_k=top_k))
+        answers = []
+        for number in COMPANY:
+            scores: list[Score] = await member.handle.score.remote(rows.with_company(number))
+            answers.append(rows.answer(scores))
+        return ScoringEngine(member, FirstAnswers(info, rows, answers))
+
+    def inconsistent(self, engines: Sequence[ScoringEngine]) -> dict[str, str]:
+        """Engines that differ from themselves or from others of their role, with reasons."""
+        refused: dict[str, str] = {}
+        firsts: dict[str, dict[str, CanaryScores]] = {}  # by role and name
+        for engine in engines:
+            if why := engine.first.nondeterministic:
+                refused[engine.who] = f"it {why}"
+            else:
+                by_name = firsts.setdefault(engine.member.spec.name, {})
+                by_name[engine.who] = engine.first.answers[0]
+        dtypes = {engine.first.info.dtype for engine in engines}
+        between = [Tolerance.between(dtype, self._temperature) for dtype in dtypes]
+        loosest = max(between, key=lambda tolerance: tolerance.max_gap)
+        for role, answers in firsts.items():
+            rows = self._rows[role]
+            if (anchor := self._anchors.get(role)) is None:
+                verdicts = outliers(answers, loosest, rows)
+                agreed = [first for name, first in answers.items() if name not in verdicts]
+                self._anchors |= {role: agreed[0]} if agreed else {}
+            else:
+                verdicts = {n: judge(first, anchor, loosest, rows) for n, first in answers.items()}
+            refused |= {
+                name: f"it is not the {role} that the others are: {verdict.told()}"
+                for name, verdict in verdicts.items()
+                if not verdict.good
+            }
+        return refused
+
+
+@dataclass(frozen=True, eq=False)
+class LearnerModel:
+    """A frozen model on one worker of the learner: a copy of a teacher, or an adapter's base.
+
+    `place` is its index among the worker's models.
+    """
+
+    remedy: ClassVar[str] = (
+        "the learner is restarted, and loads it again. Look at the machine's memory, and at code "
+        "of yours that runs in the learner (loss=, advantage=)"
+    )
+    handle: Any
+    question: CopyQuestion
+    rank: int
+    place: int
+    answer: CopyAnswer
+
+    @property
+    def member(self) -> None:
+        return None
+
+    @property
+    def who(self) -> str:
+        teacher = self.answer.teacher
+        what = "base" if teacher is None else f"copy of {teacher_role(teacher)}"
+        return f"{learner_title(self.rank)}'s {what}"
+
+    @property
+    def weights(self) -> tuple[object, str]:
+        """Key of the weights that it has to hold, and their digest. A base may be sharded."""
+        teacher = self.answer.teacher
+        key = ("copy", teacher) if teacher is not None else ("base", self.rank)
+        return key, self.answer.digest
+
+    @cached_property
+    def first(self) -> FirstAnswers:
+        return FirstAnswers(self.answer.info, self.answer.rows, self.answer.answers)
+
+    def described(self) -> dict[str, Any]:
+        return {"in_learner": True, **self.first.described(), "digest": self.answer.digest}
+
+    def ask(self) -> Any:
+        return self.handle.canary.remote(self.question)
+
+    def drift(self, answer: Sequence[Sequence[CopyAnswer]]) -> Drift:
+        own = answer[self.rank][self.place]
+        verdict = self.first.judge(own.answers[0])
+        told = []
+        if own.changed:
+            others = len(own.changed) - _NAMED
+            more = f" and {others} other tensors" if others > 0 else ""
+            told.append(f"{listed(list(own.changed[:_NAMED]))}{more} changed")
+        if not verdict.good:
+            told.append(verdict.told())
+        return Drift(verdict.max_gap, verdict.mean_gap, "; ".join(told))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardModel:
+    """A reward model. It gives scores, and no log-probs."""
+
+    remedy: ClassVar[str] = "it is restarted. Look at its log and its machine"
+    member: Member
+    answer: RewardAnswer
+
+    @property
+    def who(self) -> str:
+        return self.member.name
+
+    @property
+    def handle(self) -> Any:
+        return self.member.handle
+
+    @property
+    def weights(self) -> tuple[object, str]:
+        return "reward model", self.answer.digest
+
+    @property
+    def _measured(self) -> float:
+        scores = np.array(self.answer.scores)
+        return float(np.abs(scores - scores[0]).max())
+
+    @property
+    def _allowed(self) -> float:
+        largest = max(1.0, float(np.abs(self.answer.scores).max()))
+        return allowed(self._measured, TOLERANCE[self.answer.dtype] * largest)
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "rewards": True,
+            "kind": "reward model",
+            "model": self.answer.model,
+            "dtype": self.answer.dtype,
+            "scaling": "none: it gives a score",
+            "answers": len(self.answer.scores),
+            "measured": self._measured,
+            "allowed": self._allowed,
+            "digest": self.answer.digest,
+        }
+
+    def ask(self) -> Any:
+        return self.handle.canary.remote()
+
+    def drift(self, answer: RewardAnswer) -> Drift:
+        gap_N = np.abs(np.subtract(answer.scores[0], self.answer.scores[0]))
+        gap = float(gap_N.max())
+        told = ["its weights changed"] if answer.digest != self.answer.digest else []
+        if gap > self._allowed:
+            told.append(f"scores differ by up to {gap:.3g} (allowed {self._allowed:.3g})")
+        return Drift(gap, float(gap_N.mean()), "; ".join(told))
