@@ -26,12 +26,14 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
     if not kept.steps:
         raise ConfigError(
             f"train_from={config.train_from} holds no kept steps (replay/step-*.groups); give the "
-            "out= of a run with keep=N, or with rollout_only=True"
+            "out= of a run with keep=N, or with rollout_only=True",
+            field="train_from",
         )
     if config.steps > len(kept.steps):
         raise ConfigError(
             f"steps={config.steps} is more than the {len(kept.steps)} that "
-            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most"
+            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most",
+            field="steps",
         )
     size = vocab_size(load_config(config.student))
     for group in kept.groups(kept.steps[0]):
@@ -45,13 +47,15 @@ def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> No
             raise ConfigError(
                 f"temperature={config.temperature:g}, and train_from={config.train_from} were "
                 f"sampled at {segment.temperature:g}, at which they are scored and trained; give "
-                "that"
+                "that",
+                field="temperature",
             )
         if (largest := int(segment.tokens_T.max())) >= size:
             raise ConfigError(
                 f"train_from={config.train_from} have a token {largest}, and the vocabulary of "
                 f"student={config.student} is {size}; give the student that sampled them, or one "
-                "of its family"
+                "of its family",
+                field="train_from",
             )
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import chz
 from rich.console import Console
-from rich.markup import escape
 
-from actors.config import choose_dtype
 from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
@@ -23,23 +20,12 @@ from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
 from cluster.handles import errors
-from cluster.handshake.handshake import (
-    ENGINE_DEADLINE_S,
-    PARTS,
-    LearnerLogprobs,
-    handshake,
-    scored_by,
-)
 from cluster.hosts.build import RolloutCast
-from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.placement.roles import (
-    EVALUATION,
-    POLICY,
-    served_teachers,
     teacher_roles,
 )
 from cluster.queue.scoring import read_scoring
@@ -55,11 +41,11 @@ from cluster.recipes.common import (
 )
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps, train_on_kept
+from cluster.recipes.run_handshake import RunHandshake
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
-from cluster.run_files.tracking import agreement_table
 from cluster.runtime.canaries import ScoredWrongly
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
@@ -67,9 +53,7 @@ from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn
 from distill.errors import CheckpointError, EngineError, kind_of
-from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
-from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 
@@ -324,10 +308,8 @@ class _Run:
         self._config = config
         self._running = running
         self._tokenizer = inputs.tokenizer
-        self._fingerprint = fingerprint(inputs.tokenizer)
         self._stops = inputs.stops
-        self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
-        self._device = device
+        self._handshake = RunHandshake(config, inputs.tokenizer, device, lambda: self.fleet)
         if config.only_keeps:
             running.progress.hidden = {"staleness/max"}  # nothing is ever stale
         if not inputs.judged:
@@ -345,7 +327,7 @@ class _Run:
             placement=placement,
             directory=running.directory,
             signals=running.signals,
-            examine=self._examine,
+            examine=self._handshake.examine,
             say=running.progress.note,
             trained=trained_in(running.resume_from),
             start_model=(
@@ -491,78 +473,8 @@ class _Run:
         except LearnerLost as lost:
             self._running.progress.note(f"{lost}; its last checkpoint holds every step")
 
-    # the handshake
-
     def _shake_hands(self) -> None:
-        """Raise unless all parties score alike; calibration.json is written in any case."""
-        fleet = self.fleet
-        scorers: dict[str, EnginePool] = {}
-        for role in fleet.scorers:
-            scorers |= fleet.pool(role).each()
-        policies = fleet.pool(POLICY).each()
-        if self._config.eval_engines:
-            policies |= fleet.pool(EVALUATION).each()
-        report = fleet.driver.run("the handshake", self._examine(policies, scorers))
-        self._running.directory.write_json(
-            "calibration.json",
-            report.to_json()
-            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()}
-            | ({"learner": "none: rollout_only=True"} if self._config.only_keeps else {}),
-        )
-        if report.agrees:
-            without = ", without a learner" if self._config.only_keeps else ""
-            self._running.progress.note(
-                f"handshake: all parties agree to {report.largest_gap:.1e} nats "
-                f"at T={self._config.temperature:g}{without}"
-            )
-            return
-        self._running.console.print(agreement_table(report))
-        if self._config.handshake:
-            report.require_agreement()
-        doing = "keeping groups" if self._config.only_keeps else "training"
-        self._running.console.print(
-            f"[bold red]WARNING: {doing} although the handshake failed (handshake=False); "
-            f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
-        )
-
-    async def _examine(
-        self,
-        policies: Mapping[str, EnginePool],
-        scorers: Mapping[str, EnginePool],
-        reference: EnginePool | None = None,
-    ) -> CalibrationReport:
-        """Handshake of some engines with the learner, and with its copies of teachers.
-
-        Args:
-            reference: a policy engine that scores in place of the learner.
-        """
-        learner = self.learner
-
-        async def logprobs(rows_D: Any) -> Any:
-            return await learner.logprobs.remote(rows_D)
-
-        learner_logprobs = None if self._config.only_keeps else logprobs
-        if self._config.only_keeps and reference is None:  # a proven engine replaces it
-            proven = self.fleet.pool(POLICY).each()
-            reference = next((proven[name] for name in proven if name not in policies), None)
-
-        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
-            return await learner.teacher_logprobs.remote(teacher, rows_D)
-
-        copies: dict[str, LearnerLogprobs] = {}
-        follows = self._config.teacher_rule is not None
-        if self._config.copies_teachers or follows:
-            for name, role in served_teachers(self._config).items():
-                engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
-                compared = engines if follows else engines[:1]
-                copies |= dict.fromkeys(compared, partial(copied_logprobs, name))
-        return await handshake(
-            policies=policies,
-            teachers=scorers,
-            learner=learner_logprobs if reference is None else scored_by(reference),
-            tokenizer=self._tokenizer_probe,
-            temperature=self._config.temperature,
-            learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
-            copies=copies,
-            deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),
+        running = self._running
+        self._handshake.before_steps(
+            running.directory, self._stops, running.console, running.progress.note
         )

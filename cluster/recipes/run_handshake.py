@@ -1,0 +1,147 @@
+"""Handshakes of a run: of all parties before its first step, and of engines that join later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.config import choose_dtype
+from cluster.config.on_policy import RolloutConfig
+from cluster.handshake.handshake import (
+    ENGINE_DEADLINE_S,
+    PARTS,
+    LearnerLogprobs,
+    handshake,
+    scored_by,
+)
+from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.roles import EVALUATION, POLICY, served_teachers
+from cluster.run_files.run_directory import RunDirectory
+from cluster.run_files.tracking import agreement_table
+from cluster.runtime.driver import Driver
+from distill.handshake.comparison import CalibrationReport
+from distill.stops import StopTokens
+from distill.tokenizer import fingerprint, probe_tokenizer
+
+
+class Parties(Protocol):
+    """Engines and learner of a run: its fleet."""
+
+    driver: Driver
+
+    @property
+    def learner(self) -> Any: ...
+
+    @property
+    def scorers(self) -> list[str]: ...
+
+    def pool(self, role: str) -> EnginePool: ...
+
+
+class RunHandshake:
+    """Compares the parties of a run on the same tokens.
+
+    Args:
+        parties: returns the run's parties as they are now.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: str,
+        parties: Callable[[], Parties],
+    ) -> None:
+        self._config, self._device, self._parties = config, device, parties
+        self._fingerprint = fingerprint(tokenizer)
+        self._probe = probe_tokenizer(tokenizer)
+
+    def before_steps(
+        self,
+        directory: RunDirectory,
+        stops: StopTokens,
+        console: Console,
+        note: Callable[[str], None],
+    ) -> None:
+        """Compare all parties, and write calibration.json.
+
+        Raises:
+            CalibrationError: parties disagree, unless `handshake=False`.
+        """
+        parties = self._parties()
+        scorers: dict[str, EnginePool] = {}
+        for role in parties.scorers:
+            scorers |= parties.pool(role).each()
+        policies = parties.pool(POLICY).each()
+        if self._config.eval_engines:
+            policies |= parties.pool(EVALUATION).each()
+        report = parties.driver.run("the handshake", self.examine(policies, scorers))
+        directory.write_json(
+            "calibration.json",
+            report.to_json()
+            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": stops.to_json()}
+            | ({"learner": "none: rollout_only=True"} if self._config.only_keeps else {}),
+        )
+        if report.agrees:
+            without = ", without a learner" if self._config.only_keeps else ""
+            note(
+                f"handshake: all parties agree to {report.largest_gap:.1e} nats "
+                f"at T={self._config.temperature:g}{without}"
+            )
+            return
+        console.print(agreement_table(report))
+        if self._config.handshake:
+            report.require_agreement()
+        doing = "keeping groups" if self._config.only_keeps else "training"
+        console.print(
+            f"[bold red]WARNING: {doing} although the handshake failed (handshake=False); "
+            f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
+        )
+
+    async def examine(
+        self,
+        policies: Mapping[str, EnginePool],
+        scorers: Mapping[str, EnginePool],
+        reference: EnginePool | None = None,
+    ) -> CalibrationReport:
+        """Handshake of some engines with the learner, and with its copies of teachers.
+
+        Args:
+            reference: a policy engine that scores in place of the learner.
+        """
+        learner = self._parties().learner
+
+        async def logprobs(rows_D: Any) -> Any:
+            return await learner.logprobs.remote(rows_D)
+
+        learner_logprobs = None if self._config.only_keeps else logprobs
+        if self._config.only_keeps and reference is None:  # a proven engine replaces it
+            proven = self._parties().pool(POLICY).each()
+            reference = next((proven[name] for name in proven if name not in policies), None)
+
+        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
+            return await learner.teacher_logprobs.remote(teacher, rows_D)
+
+        copies: dict[str, LearnerLogprobs] = {}
+        follows = self._config.teacher_rule is not None
+        if self._config.copies_teachers or follows:
+            for name, role in served_teachers(self._config).items():
+                engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
+                compared = engines if follows else engines[:1]
+                copies |= dict.fromkeys(compared, partial(copied_logprobs, name))
+        return await handshake(
+            policies=policies,
+            teachers=scorers,
+            learner=learner_logprobs if reference is None else scored_by(reference),
+            tokenizer=self._probe,
+            temperature=self._config.temperature,
+            learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
+            copies=copies,
+            deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),
+        )
