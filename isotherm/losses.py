@@ -45,7 +45,8 @@ class FunctionLoss:
         if not loss_N.requires_grad:
             raise DataError(
                 f"loss={_name(self.function)} does not depend on the log-probs of its first "
-                "argument: it has no gradient"
+                "argument: it has no gradient",
+                field="loss",
             )
         return loss_N.sum() / counts.tokens, {}
 
@@ -83,11 +84,14 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
         )
     if isinstance(loss, ObjectiveConfig):
         if loss.estimator == AUTO:
-            raise ConfigError("estimator=auto is for isotherm.run; name the estimator")
+            raise ConfigError(
+                "estimator=auto is for isotherm.run; name the estimator", field="estimator"
+            )
         if whole and teacher is None:
             raise ConfigError(
                 "estimator=full needs the teacher's distributions: give forward_backward a "
-                "teacher=DIR, or use estimator=sampled or top_k"
+                "teacher=DIR, or use estimator=sampled or top_k",
+                field="estimator",
             )
         function = PolicyObjectiveLoss(objective=loss, teachers=teacher)
         return ChosenLoss(function=function, unit=loss.normalisation)
@@ -100,7 +104,8 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
     if loss not in _POLICY_LOSSES and not is_own(loss):
         raise ConfigError(
             f"loss={loss!r} is unknown; {known_names(loss, _NAMES)}; or an ObjectiveConfig, a "
-            "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)"
+            "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)",
+            field="loss",
         )
     # The rows' advantages are the whole signal: no row has a teacher's distribution.
     return choose_loss(ObjectiveConfig(loss=loss, kl_coef=0.0))

@@ -161,7 +161,8 @@ class Policy(Samples):
             raise ConfigError(
                 f"loss={loss} is a mean over {chosen.unit}s, and the gradients that have "
                 f"accumulated are means over {others.pop()}s: they have no common divisor. Call "
-                "optim_step between them"
+                "optim_step between them",
+                field="loss",
             )
         count = chosen.count(batch)
         part = Part(
@@ -323,7 +324,8 @@ class Policy(Samples):
 def _learner_config(model: str, device: str, settings: dict[str, Any]) -> LearnerConfig:
     if "total_steps" not in settings and settings.get("lr_schedule", "constant") != "constant":
         raise ConfigError(
-            f"lr_schedule={settings['lr_schedule']} ends at total_steps=; give that, too"
+            f"lr_schedule={settings['lr_schedule']} ends at total_steps=; give that, too",
+            field="lr_schedule",
         )
     all_settings: dict[str, Any] = {"total_steps": 1} | settings
     try:

@@ -107,6 +107,7 @@ def _text(name: str, value: Any) -> str:
     if module == "__main__" or "." in function:
         raise ConfigError(
             f"{name}={function}: the run's workers import functions and classes by name; write it "
-            f"into a file, my_file.py beside this one say, and give {name}='my_file:{function}'"
+            f"into a file, my_file.py beside this one say, and give {name}='my_file:{function}'",
+            field=name,
         )
     return f"{module}:{function}"

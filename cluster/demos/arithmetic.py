@@ -75,7 +75,7 @@ class Problems:
         """
         count = 10 ** (2 * OPERAND_DIGITS)
         if not 0 < held_out < count:
-            raise ConfigError(f"held_out={held_out} must be in [1, {count - 1}]")
+            raise ConfigError(f"held_out={held_out} must be in [1, {count - 1}]", field="held_out")
         order = np.random.default_rng(seed).permutation(count).tolist()
         problems = tuple(Problem(*divmod(index, 10**OPERAND_DIGITS)) for index in order)
         return cls(train=problems[held_out:], held_out=problems[:held_out])
@@ -107,9 +107,9 @@ def write_careless_sft(
         ConfigError: `forget_carry` is not a probability, or there is no edition.
     """
     if not 0 <= forget_carry <= 1:
-        raise ConfigError(f"forget_carry={forget_carry} must be in [0, 1]")
+        raise ConfigError(f"forget_carry={forget_carry} must be in [0, 1]", field="forget_carry")
     if editions < 1:
-        raise ConfigError(f"editions={editions} must be at least 1")
+        raise ConfigError(f"editions={editions} must be at least 1", field="editions")
     rng = np.random.default_rng(seed)
     write_jsonl(
         path,

@@ -147,14 +147,16 @@ def _joining(address: str) -> Iterator[None]:
         raise
     except AuthenticationError as error:
         raise ConfigError(
-            f"RAY_AUTH_MODE=token, and there is no token for RAY_ADDRESS={address}; {_TOKEN}"
+            f"RAY_AUTH_MODE=token, and there is no token for RAY_ADDRESS={address}; {_TOKEN}",
+            field="RAY_AUTH_MODE",
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         if "Version mismatch" in str(error):
             raise _other_version(address, " ".join(str(error).split())) from error
         raise ConfigError(
             f"RAY_ADDRESS={address} cannot be joined: {error}. The driver runs on a node of the "
-            "cluster; leave RAY_ADDRESS out to start Ray here, or submit a job"
+            "cluster; leave RAY_ADDRESS out to start Ray here, or submit a job",
+            field="RAY_ADDRESS",
         ) from error
 
 
@@ -164,7 +166,8 @@ def _head_address(address: str) -> str:
         raise ConfigError(
             f"RAY_ADDRESS={address} is a Ray client's address, and a run's driver must be in the "
             "cluster: submit a job there (ray job submit --address http://HEAD:8265 --working-dir "
-            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379"
+            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379",
+            field="RAY_ADDRESS",
         )
     if address == "auto":
         return canonicalize_bootstrap_address_or_die(address)
@@ -178,7 +181,8 @@ def _require_answer(address: str) -> None:
     _, separator, port = address.rpartition(":")
     if "://" in address or not separator or not port.isdigit():
         raise ConfigError(
-            f"RAY_ADDRESS={address} is no address of a Ray head; it is HOST:PORT, 6379 by default"
+            f"RAY_ADDRESS={address} is no address of a Ray head; it is HOST:PORT, 6379 by default",
+            field="RAY_ADDRESS",
         )
     try:
         with closing(init_grpc_channel(address)) as channel:
@@ -189,13 +193,15 @@ def _require_answer(address: str) -> None:
         code = error.code()  # pyright: ignore[reportAttributeAccessIssue] - every call's error has it
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
-                f"the Ray cluster of RAY_ADDRESS={address} refuses this process's token; {_TOKEN}"
+                f"the Ray cluster of RAY_ADDRESS={address} refuses this process's token; {_TOKEN}",
+                field="RAY_ADDRESS",
             ) from error
         details = error.details()  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
             f"no Ray head answers at RAY_ADDRESS={address} ({code.name.lower()}: {details}). Start "
             "one there (ray start --head), correct the address, or leave RAY_ADDRESS out to start "
-            "Ray on this machine"
+            "Ray on this machine",
+            field="RAY_ADDRESS",
         ) from error
     if reply.ray_version != ray.__version__:
         raise _other_version(
@@ -207,5 +213,6 @@ def _other_version(address: str, what: str) -> ConfigError:
     return ConfigError(
         f"the Ray cluster of RAY_ADDRESS={address} has other versions than this process: {what}. "
         f"Install ray=={ray.__version__} on Python {platform.python_version()} on every node, or "
-        "run with the cluster's own (in its image, or as a submitted job)"
+        "run with the cluster's own (in its image, or as a submitted job)",
+        field="RAY_ADDRESS",
     )

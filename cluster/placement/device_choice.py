@@ -79,21 +79,26 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
         raise ConfigError(
             "device=auto: no node of the Ray cluster has a GPU now, and whether its autoscaler "
             "would start one that has is not known here. Say device=cuda, which waits for GPU "
-            f"nodes (start_deadline_s={config.start_deadline_of(None):g}), or device=cpu"
+            f"nodes (start_deadline_s={config.start_deadline_of(None):g}), or device=cpu",
+            field="device",
         )
     return "cuda", "device=cuda: no node has a GPU yet, and the autoscaler is asked for some"
 
 
 def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
     if config.device == "cuda" and not gpus:
-        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
+        raise ConfigError(
+            f"device=cuda but {where} has no GPU; use device=cpu or add one", field="device"
+        )
     return "cuda" if gpus else "cpu"
 
 
 def _refuse_on_cpu(config: CommonConfig) -> None:
     for name in ("offload_optimizer", "liger"):
         if getattr(config, name):
-            raise ConfigError(f"{name}=True is for CUDA, and the learner is on a CPU; leave it out")
+            raise ConfigError(
+                f"{name}=True is for CUDA, and the learner is on a CPU; leave it out", field=name
+            )
 
 
 def _require_gpus_of_their_own(config: CommonConfig) -> None:
@@ -111,9 +116,11 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
         raise ConfigError(
             f"colocate={config.colocate} gpus_per_actor={share} learner_workers={workers} "
             f"policy_engines={config.policy_engines}: two workers could meet on one GPU, which "
-            f"NCCL refuses; use gpus_per_actor=0.5 and policy_engines={workers // gpus}"
+            f"NCCL refuses; use gpus_per_actor=0.5 and policy_engines={workers // gpus}",
+            field="colocate",
         )
     raise ConfigError(
         f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
-        "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines"
+        "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines",
+        field="gpus_per_actor",
     )

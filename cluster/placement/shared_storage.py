@@ -39,7 +39,8 @@ def require_visible(
             if not exists:
                 raise ConfigError(
                     f"{name}={path} does not exist on the Ray node {ip_of(node)}, which needs it: "
-                    f"{_SHARED}"
+                    f"{_SHARED}",
+                    field=name,
                 )
 
 
@@ -62,7 +63,8 @@ def require_same_directory(
         if read != word:
             raise ConfigError(
                 f"{name}={directory} is another directory on the Ray node {ip_of(node)} than on "
-                f"the driver's (or cannot be read there), and both write to it: {_SHARED}"
+                f"the driver's (or cannot be read there), and both write to it: {_SHARED}",
+                field=name,
             )
 
 
@@ -104,14 +106,16 @@ def ask_nodes(
             ray.cancel(reference, force=True)
             raise ConfigError(
                 f"the Ray node {ip_of(node)} did not look for {what} within {deadline_s:.0f} s; is "
-                "its storage mounted and answering?"
+                "its storage mounted and answering?",
+                field=what,
             ) from error
         except RayError as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
                 f"the Ray node {ip_of(node)} could not look for {what}: {reason}. The run's code "
                 "and packages must be there, too: submit it as a job with --working-dir, in one "
-                "image"
+                "image",
+                field=what,
             ) from error
     return answers
 

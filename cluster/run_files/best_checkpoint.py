@@ -35,7 +35,8 @@ def check_metric(metric: str | None, family: str, known: Collection[str], *, own
         more = ", or what env= measures" if own else ""
         raise ConfigError(
             f"keep_best={metric} is nothing that this run's evaluations measure; "
-            f"{known_names(metric, known)}{more}"
+            f"{known_names(metric, known)}{more}",
+            field="keep_best",
         )
 
 
@@ -67,7 +68,8 @@ class BestCheckpoint:
             known = [name for name in metrics if name.startswith(("eval/", "validation/"))]
             raise ConfigError(
                 f"keep_best={self._metric} is nothing that this run's evaluations measure; they "
-                f"measure {', '.join(sorted(known))}"
+                f"measure {', '.join(sorted(known))}",
+                field="keep_best",
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
         best = self._found or self._store.best()

@@ -89,7 +89,8 @@ def find_fork(
     if run == Path(config.out).resolve():
         raise ConfigError(
             f"fork_from={config.fork_from} is out= itself: the same command without fork_from "
-            "resumes that run; give another out="
+            "resumes that run; give another out=",
+            field="fork_from",
         )
     theirs, run_id, settings = _read_run(run, config.fork_from)
     checkpoint = _checkpoint(run, step, config.fork_from, say)
@@ -117,12 +118,14 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
         if best is None:
             raise ConfigError(
                 f"fork_from={fork_from}: {run} keeps no best checkpoint (keep_best=); write "
-                "RUN:STEP, or RUN"
+                "RUN:STEP, or RUN",
+                field="fork_from",
             )
         return Path(run), best.step
     if not step.isdecimal():
         raise ConfigError(
-            f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, RUN:best, or RUN"
+            f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, RUN:best, or RUN",
+            field="fork_from",
         )
     return Path(run), int(step)
 
@@ -135,7 +138,8 @@ def _read_run(run: Path, fork_from: str) -> tuple[str, str, Mapping[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"fork_from={fork_from} is no run: {run / 'config.json'} cannot be read as one's "
-            f"({error}); give the out= of a run, RUN or RUN:STEP"
+            f"({error}); give the out= of a run, RUN or RUN:STEP",
+            field="fork_from",
         ) from error
 
 
@@ -150,11 +154,13 @@ def _checkpoint(
     if not kept:
         raise ConfigError(
             f"fork_from={fork_from}: {run} has no checkpoint yet; it writes one every "
-            "checkpoint_every= steps"
+            "checkpoint_every= steps",
+            field="fork_from",
         )
     raise ConfigError(
         f"fork_from={fork_from}: {run} keeps no checkpoint of step {step}; it has those of steps "
-        f"{kept} (keep_every= and keep_best= keep more)"
+        f"{kept} (keep_every= and keep_best= keep more)",
+        field="fork_from",
     )
 
 
@@ -166,5 +172,6 @@ def _check_base(settings: Mapping[str, Any], fork_from: str, title: str, model: 
     if Path(theirs).resolve() != Path(model).resolve():
         raise ConfigError(
             f"{title}={model}, and the adapter of fork_from={fork_from} was trained on {theirs}; "
-            f"give {title}={theirs}"
+            f"give {title}={theirs}",
+            field=title,
         )

@@ -44,14 +44,18 @@ def receiver_of(notify: str | None) -> Receiver | None:
         if names_user(notify):  # before the address is printed anywhere
             raise ConfigError(
                 "notify= holds a user or a password, which would stand in config.json; give "
-                "package.module:function, which may take them from the environment"
+                "package.module:function, which may take them from the environment",
+                field="notify",
             )
         if url is None:
-            raise ConfigError(f"notify={notify} names no host; give https://HOST/PATH")
+            raise ConfigError(
+                f"notify={notify} names no host; give https://HOST/PATH", field="notify"
+            )
         return lambda told: _post(notify, told)
     if ":" not in notify:
         raise ConfigError(
-            f"notify={notify} is neither a URL (https://...) nor package.module:function"
+            f"notify={notify} is neither a URL (https://...) nor package.module:function",
+            field="notify",
         )
     return resolve_function("notify", notify, ())
 

@@ -145,7 +145,8 @@ class KeptSteps:
         can = [each for each in self.steps if start(each) is not None]
         raise ConfigError(
             f"step={step} cannot be done again: it, or a step between it and the checkpoint before "
-            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (keep=N)"
+            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (keep=N)",
+            field="step",
         )
 
     def groups(self, step: int) -> list[TrajectoryGroup]:

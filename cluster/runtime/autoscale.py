@@ -78,7 +78,8 @@ class Pool:
         if not 0 <= self.minimum <= self.maximum:
             raise ConfigError(
                 f"pool {self.name}: minimum={self.minimum} and maximum={self.maximum} must be "
-                "0 <= minimum <= maximum"
+                "0 <= minimum <= maximum",
+                field="minimum",
             )
 
     def clamp(self, size: int) -> int:
@@ -214,11 +215,13 @@ class Autoscaler:
         if not 0 <= up_after_s <= down_after_s:
             raise ConfigError(
                 f"up_after_s={up_after_s:g} and down_after_s={down_after_s:g} must be "
-                "0 <= up_after_s <= down_after_s: growing is the more urgent of the two"
+                "0 <= up_after_s <= down_after_s: growing is the more urgent of the two",
+                field="up_after_s",
             )
         if min(cooldown_s, memory_s) < 0:
             raise ConfigError(
-                f"cooldown_s={cooldown_s:g} and memory_s={memory_s:g} must be at least 0"
+                f"cooldown_s={cooldown_s:g} and memory_s={memory_s:g} must be at least 0",
+                field="cooldown_s",
             )
         self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
         self._cooldown_s = cooldown_s

@@ -79,7 +79,8 @@ def plan_ways(
     if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
-            "nodes; use weights=auto"
+            "nodes; use weights=auto",
+            field="weights",
         )
     grouped = {name: engines[name] for name in ways.get("group", ())}
     if choice == "auto":  # NCCL takes one engine per GPU; the others of it use shared memory
@@ -143,7 +144,8 @@ def _is_lent(engine: Place, lenders: Sequence[LenderPlace]) -> bool:
 def _not_lent(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"weights=ipc, but {name} {why}: it reads weights where a worker of the learner has them. "
-        "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)"
+        "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)",
+        field="weights",
     )
 
 
@@ -174,7 +176,8 @@ def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
             if learner.nccl.get(setting) != value:
                 raise ConfigError(
                     f"{setting} is {learner.nccl.get(setting)} for the learner and {value} for "
-                    f"{name}: a group of both would hang. Set it alike on all nodes, or nowhere"
+                    f"{name}: a group of both would hang. Set it alike on all nodes, or nowhere",
+                    field=setting,
                 )
 
 
@@ -182,5 +185,6 @@ def _shared_gpu(engines: Sequence[str], other: str) -> ConfigError:
     return ConfigError(
         f"weights go by a group, but {', '.join(engines)} shares a GPU with {other}: NCCL takes a "
         "GPU once in a group; give each of them GPUs of its own, or use weights=auto on the "
-        "learner's node and weights=disk elsewhere"
+        "learner's node and weights=disk elsewhere",
+        field="weights",
     )

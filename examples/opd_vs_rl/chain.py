@@ -213,7 +213,8 @@ class Chain(EnvConfig):
         if setting.max_new_tokens % LINK_TOKENS:
             raise ConfigError(
                 f"max_new_tokens={setting.max_new_tokens} must be a multiple of {LINK_TOKENS}, the "
-                "tokens of a link"
+                "tokens of a link",
+                field="max_new_tokens",
             )
         prompts_P = setting.prompts(require_path(path, "Chain"))
         links = setting.max_new_tokens // LINK_TOKENS

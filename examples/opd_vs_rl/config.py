@@ -36,11 +36,12 @@ class OpdVsRlConfig:
     def _in_range(self) -> None:
         for name in ("seeds", "schooling"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
         given = ",".join(map(str, self.lengths))
         ascending = sorted(set(self.lengths)) == list(self.lengths)
         if not self.lengths or not ascending or any(n < 1 or n % 4 for n in self.lengths):
             raise ConfigError(
                 f"lengths={given} must be multiples of 4 (the tokens of a link), ascending: "
-                "lengths=4,16,48,128"
+                "lengths=4,16,48,128",
+                field="lengths",
             )
