@@ -139,7 +139,7 @@ async def _measure(url: str, config: DecodingConfig, *, in_one_piece: bool) -> d
         if not in_one_piece:
             return await _latest_beat(score)
         with (
-            mock.patch("actors.sglang.requests._ANSWER_BYTES", 1 << 40),
+            mock.patch("actors.sglang.requests.ANSWER_BYTES", 1 << 40),
             mock.patch.object(client, "_aside", on_the_loop),
         ):
             return await _latest_beat(score)

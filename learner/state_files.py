@@ -32,7 +32,7 @@ from distill.errors import CheckpointError
 
 TRAINER = "trainer.json"
 # The writer makes the bytes of a file in memory. A file holds tensors of about so many, unsharded.
-_FILE_BYTES = 1 << 30
+FILE_BYTES = 1 << 30
 
 
 def write_tensors(
@@ -141,7 +141,7 @@ def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     taken = 0
     for name, tensor in state.items():
-        numbers[name] = 1 + taken // _FILE_BYTES
+        numbers[name] = 1 + taken // FILE_BYTES
         taken += tensor.nbytes
     return numbers
 

@@ -37,7 +37,7 @@ _REFUSED_KEY = (401, 403)
 _FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
-_LARGEST_ANSWER = 64 << 20
+LARGEST_ANSWER = 64 << 20
 # Some models reject the first name, with an error that mentions the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 
@@ -230,7 +230,7 @@ def open_client(
 
 
 async def _bound(response: httpx.Response) -> None:
-    """Make the body of a response raise DecodingError beyond `_LARGEST_ANSWER` bytes."""
+    """Make the body of a response raise DecodingError beyond `LARGEST_ANSWER` bytes."""
     import httpx
 
     if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -243,8 +243,8 @@ async def _bound(response: httpx.Response) -> None:
             size = 0
             async for part in inner:
                 size += len(part)
-                if size > _LARGEST_ANSWER:
-                    raise httpx.DecodingError(f"more than {_LARGEST_ANSWER >> 20} MiB of answer")
+                if size > LARGEST_ANSWER:
+                    raise httpx.DecodingError(f"more than {LARGEST_ANSWER >> 20} MiB of answer")
                 yield part
 
         async def aclose(self) -> None:

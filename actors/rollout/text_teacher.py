@@ -31,7 +31,7 @@ T = TypeVar("T")
 _ATTEMPT_S = 600.0
 # Maximum number of concurrent requests of one rollout worker.
 _MOST_AT_ONCE = 32
-_TICK_S = 10.0
+TICK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +109,11 @@ class TextSampler:
 
 
 async def _ticking(waited_for: Coroutine[Any, Any, T], tick: Callable[[], None]) -> T:
-    """Await a coroutine and return its result, calling `tick` every `_TICK_S` seconds meanwhile."""
+    """Await a coroutine and return its result, calling `tick` every `TICK_S` seconds meanwhile."""
     task = asyncio.ensure_future(waited_for)
     try:
         while not task.done():
-            await asyncio.wait([task], timeout=_TICK_S)
+            await asyncio.wait([task], timeout=TICK_S)
             tick()
         return task.result()
     finally:

@@ -32,7 +32,7 @@ _BACK_OFF_S = 0.2
 # Below the server's 5 s keep-alive timeout, so that a reused connection is never half closed.
 _KEEPALIVE_S = 2.0
 # Bytes. Four times the largest expected answer: 128k tokens with 64 likeliest each, as lists.
-_LARGEST_ANSWER = 1 << 30
+LARGEST_ANSWER = 1 << 30
 
 
 class SglangClient:
@@ -196,9 +196,9 @@ class SglangClient:
         size = 0
         async for part in response.content.iter_any():
             size += len(part)
-            if size > _LARGEST_ANSWER:
+            if size > LARGEST_ANSWER:
                 raise EngineError(
-                    f"{self._url()}{path} answers with more than {_LARGEST_ANSWER >> 20} MiB, "
+                    f"{self._url()}{path} answers with more than {LARGEST_ANSWER >> 20} MiB, "
                     "which is no answer to such a request"
                 )
             parts.append(part)

@@ -89,13 +89,13 @@ def merged(event: tuple[int, ...]) -> int:
 
 # Bytes of an answer for each scored row, and for each token listed with it (int32 and float32 in
 # base64); and the maximum number of bytes of an answer to several passes.
-_ROW_BYTES, _LISTED_BYTES, _ANSWER_BYTES = 40, 11, 16 << 20
+_ROW_BYTES, _LISTED_BYTES, ANSWER_BYTES = 40, 11, 16 << 20
 
 
 def bounded(
     passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
 ) -> list[slice]:
-    """Split a list of passes into slices whose answers have up to `_ANSWER_BYTES` bytes.
+    """Split a list of passes into slices whose answers have up to `ANSWER_BYTES` bytes.
 
     The answer to a slice of one pass may be larger.
     """
@@ -103,7 +103,7 @@ def bounded(
     for i, (request, _) in enumerate(passes):
         listed = request.listed + (len(event) if request.listed else 0)
         size = (len(request.tokens_T) - request.start) * (_ROW_BYTES + listed * _LISTED_BYTES)
-        if i > cuts[-1] and filled + size > _ANSWER_BYTES:
+        if i > cuts[-1] and filled + size > ANSWER_BYTES:
             cuts.append(i)
             filled = 0
         filled += size

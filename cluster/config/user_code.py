@@ -37,7 +37,7 @@ _TRIED = 4
 _RESPONSES = ("", "0", "no answer")
 _ENOUGH_S = 10.0
 # For the child to start, on top of what a reward may take.
-_START_S = 30.0
+START_S = 30.0
 _OURS = ("distill.", "actors.")
 _WAY_OUT = "Correct it, or start without this trial: smoke_test=False"
 
@@ -53,7 +53,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
     """
     if not config.smoke_test or not _has_user_code(config):
         return
-    timeout_s = config.reward_timeout_s + _START_S
+    timeout_s = config.reward_timeout_s + START_S
     plays = [
         _Play(
             problem=problem,
@@ -108,7 +108,7 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
             wrong = tried(play.trial, timeout_s)
         except TimeoutError:
             raise ConfigError(
-                f"does not end within {timeout_s:g} s (reward_timeout_s= and {_START_S:g}): code "
+                f"does not end within {timeout_s:g} s (reward_timeout_s= and {START_S:g}): code "
                 f"{play.label}. {_WAY_OUT}"
             ) from None
         if wrong is not None:
@@ -139,14 +139,14 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
         trials.append((f"divergence={objective.divergence}", trial))
     for setting, trial in trials if config.smoke_test else ():
         try:
-            wrong = tried(trial, _START_S)
+            wrong = tried(trial, START_S)
         except NotTried as error:
             say(f"{setting} is not tried before the run: {error}")
             continue
         except TimeoutError:
             raise ConfigError(
                 f"{setting}, tried before the run on made-up numbers, did not end within "
-                f"{_START_S:g} s. {_WAY_OUT}"
+                f"{START_S:g} s. {_WAY_OUT}"
             ) from None
         if wrong is not None:
             raise ConfigError(f"{wrong}; tried before the run on made-up numbers. {_WAY_OUT}")

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _REST_S = 5.0
 _POLL_S = 0.1
 # An engine that does not tell its queue within this is judged by what was sent there from here.
-_TELL_S = 0.2
+TELL_S = 0.2
 # Of the system's: workers must not choose alike, whatever seeds an environment sets.
 _RANDOM = random.SystemRandom()
 # A session leaves its engine once that is so much busier than another: its samples, and how many
@@ -353,7 +353,7 @@ async def _loads(members: Sequence[_Member]) -> list[int]:
 async def _queue_length(member: _Member) -> int | None:
     """Length of its queue; None if it is late or dead, which the request itself will find out."""
     try:
-        async with asyncio.timeout(_TELL_S):
+        async with asyncio.timeout(TELL_S):
             return await member.handle.queue_length.remote()
     except (TimeoutError, errors.RayError):
         return None

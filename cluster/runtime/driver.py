@@ -50,7 +50,7 @@ from distill.lookup import listed
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
 # Time until a slow start first reports missing actors; it doubles up to the second value.
-_SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
+SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
 # Two signals within this time are one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
@@ -221,7 +221,7 @@ class Driver:
                 `deadline_s` and their own deadlines.
         """
         since = said = time.monotonic()
-        pause = _SAY_FIRST_S
+        pause = SAY_FIRST_S
         while missing := self._members(roles, State.STARTING):
             self.poll()
             now = time.monotonic()

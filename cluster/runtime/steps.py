@@ -25,8 +25,8 @@ from learner.digests import is_full
 # A checkpoint that cannot be written is tried again between steps: so often, and later and later.
 # On a full disk training then pauses, and the tries go on, for so long since the first of them.
 _SAVE_TRIES = 10
-_SAVE_PAUSE_S, _LONGEST_PAUSE_S = 3.0, 30.0
-_FULL_S = 1800.0
+SAVE_PAUSE_S, _LONGEST_PAUSE_S = 3.0, 30.0
+FULL_S = 1800.0
 # Longest that a run which ends waits for its last checkpoint: a signal's, and a failure's.
 _LAST_S = 600.0
 _RESCUE_S = 120.0
@@ -232,7 +232,7 @@ class _Saving:
             if not self._failures:
                 self._first_failure = now
             pause = self._next_pause()
-            patient = is_full(str(error)) and now - self._first_failure < _FULL_S
+            patient = is_full(str(error)) and now - self._first_failure < FULL_S
             if self._failures > _SAVE_TRIES and not patient:
                 raise
             self._not_before = now + pause
@@ -244,7 +244,7 @@ class _Saving:
     def _next_pause(self) -> float:
         """Counts a failure; returns the seconds until the next try."""
         self._failures += 1
-        return min(_SAVE_PAUSE_S * 1.5 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        return min(SAVE_PAUSE_S * 1.5 ** (self._failures - 1), _LONGEST_PAUSE_S)
 
     def _note(self, written: Written | None) -> None:
         if written is not None:

@@ -22,7 +22,7 @@ from distill.errors import ConfigError
 
 # Most fp32 logits whose statistics are made at once. On a CPU 4 MiB stay in its cache, which pays
 # for computing them twice when training; a GPU wants large kernels.
-_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # Most fp32 logits that training holds at once on a GPU: 1 GiB. Each chunk of them reads and writes
 # the whole fp32 gradient of the projection.
 _TRAINED_ELEMENTS = 1 << 28
@@ -50,7 +50,7 @@ def positions_per_trained_chunk(device: torch.device, vocab_size: int) -> int:
 
 def positions_together(device: torch.device, vocab_size: int) -> int:
     """Number of positions whose statistics are computed at a time, in training."""
-    return max(_FEWEST_TOGETHER, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
+    return max(_FEWEST_TOGETHER, CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
 
 
 class TokenStats(NamedTuple):

@@ -40,7 +40,7 @@ _VISION = {"num_hidden_layers": 1, "depth": 1}
 # good at any temperature.
 _SHARPNESS, _TIED_SHARPNESS = 10.0, 2.0
 # Parameters beside embeddings; a twin that has more did not shrink.
-_LARGEST = 20_000_000
+LARGEST = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _check_size(model: PreTrainedModel) -> None:
     if (head := model.get_output_embeddings()) is not None:
         embeddings.add(id(head.weight))
     size = sum(each.numel() for each in model.parameters() if id(each) not in embeddings)
-    if size > _LARGEST:
+    if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} M parameters beside its embeddings are left")
 
 

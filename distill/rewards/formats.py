@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # A pattern that backtracks without end would hold up every reward after it.
 _TIMEOUT_S = 1.0
 # The child that reads patterns and schemas of others is ended then. It may have to wait for a core.
-_CHILD_TIMEOUT_S = 5.0
+CHILD_TIMEOUT_S = 5.0
 
 
 def matches(response: str, answer: str) -> float:
@@ -47,7 +47,7 @@ def json_schema(response: str, answer: str) -> float:
 
 def _in_child(prepare: Any, check: Any, response: str, answer: str) -> float:
     try:
-        return in_child(prepare, check, response, answer, timeout_s=_CHILD_TIMEOUT_S)
+        return in_child(prepare, check, response, answer, timeout_s=CHILD_TIMEOUT_S)
     except OverLimit as error:
         logger.warning(f"a response could not be held to {answer[:80]!r}: {error}")
         return 0.0

@@ -21,7 +21,7 @@ from distill.sandbox.bounded_calls import OverLimit, in_child
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 # Relative difference of a decimal and a number that count as equal: nine digits.
 _DECIMAL = 1e-9
 # Digits to which exact numbers are compared, and those that agree again.
@@ -54,7 +54,7 @@ def math_answer(response: str) -> str | None:
 def _ask(function: Callable[..., Any], *arguments: str) -> Any:
     """The call's result; None if it took too long, or too much memory."""
     try:
-        return in_child(_prepare, function, *arguments, timeout_s=_TIMEOUT_S)
+        return in_child(_prepare, function, *arguments, timeout_s=TIMEOUT_S)
     except OverLimit as error:
         logger.warning("%r could not be read as mathematics: %s", arguments[0][-80:], error)
         return None

@@ -13,7 +13,7 @@ from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-_LIMITS = SandboxLimits()
+LIMITS = SandboxLimits()
 _CHILD = Path(__file__).with_name("unit_tests_child.py")
 _RUNNER = Path(__file__).with_name("unit_tests_runner.py")
 
@@ -58,7 +58,7 @@ def tested(response: str, answer: str) -> Verdict:
         "tests": asdict(read_tests(answer)),
         "runner": _RUNNER.read_text(),
     }
-    result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=_LIMITS))
+    result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=LIMITS))
     passed = result.outcome == "ok"
     return Verdict(reward=float(passed), feedback=_told(result))
 
@@ -70,7 +70,7 @@ def _told(result: SandboxResult) -> str:
     said = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]
     if result.outcome == "error":
         return f"The tests failed:\n{said}"
-    return f"The tests were ended, {_LIMITS.said_of(result.outcome)}:\n{said}".rstrip(":\n")
+    return f"The tests were ended, {LIMITS.said_of(result.outcome)}:\n{said}".rstrip(":\n")
 
 
 def _program(response: str) -> str:

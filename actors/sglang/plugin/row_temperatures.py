@@ -25,7 +25,7 @@ from torch import Tensor
 # Maximum number of logits in one logsumexp. Its scratch memory is twice their bytes, and may come
 # from memory that SGLang has reserved. The bound is larger on CUDA, where each block costs several
 # kernel launches: the scratch stays below that of SGLang's own log-softmax over 2,048 rows.
-_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_CUDA = 1 << 22, 1 << 26
+BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_CUDA = 1 << 22, 1 << 26
 # Characters of base64 that one call decodes (half a millisecond); a multiple of four.
 _BASE64_PIECE = 1 << 18
 
@@ -329,7 +329,7 @@ def decoded(text: str) -> bytes:
 
 def _blocks(first: int, last: int, logits_NV: Tensor) -> Iterator[tuple[int, int]]:
     """Split the rows from `first` to `last` into ranges for one logsumexp each."""
-    elements = _BLOCK_ELEMENTS_ON_CUDA if logits_NV.is_cuda else _BLOCK_ELEMENTS
+    elements = _BLOCK_ELEMENTS_ON_CUDA if logits_NV.is_cuda else BLOCK_ELEMENTS
     step = max(1, elements // logits_NV.shape[1])
     for row in range(first, last, step):
         yield row, min(row + step, last)
