@@ -71,12 +71,6 @@ def test_ray_up_accepts_its_cluster() -> None:
     assert spot in types["gpu"]["node_config"] and spot not in types["head"]["node_config"]
 
 
-def test_ray_up_would_refuse_a_misspelt_setting() -> None:
-    config = prepare_config(manifest("ray-cluster.yaml") | {"max_wokers": 4})
-    with pytest.raises(Exception, match="max_wokers"):
-        validate_config(config)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("kuberay-cluster.yaml", "RayCluster"), ("kuberay-job.yaml", "RayJob")]
 )

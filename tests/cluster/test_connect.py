@@ -19,6 +19,7 @@ from cluster.placement.connect import connect
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.e2e.ray_head import HOST, Head, autoscaling, ray_head
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.e2e
 
@@ -164,21 +165,14 @@ def test_an_address_where_nothing_answers_is_refused() -> None:
         assert "no Ray head answers" in join(f"{HOST}:{port}")["error"]
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("ray://head:10001", "submit a job"),
-        ("http://head:8265", "HOST:PORT"),
-        ("head", "HOST:PORT"),
-    ],
-)
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "head"])
 def test_an_address_of_another_kind_is_refused(
-    monkeypatch: pytest.MonkeyPatch, address: str, words: str
+    monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever ran before in this process
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ConfigError, match=words), connect("x", 1):
+    with refuses(ConfigError, "RAY_ADDRESS"), connect("x", 1):
         raise AssertionError("joined")
 
 

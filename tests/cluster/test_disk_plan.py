@@ -43,7 +43,7 @@ def test_a_disk_that_is_too_small_is_refused(
         "cluster.config.disk_plan.shutil.disk_usage",
         lambda path: SimpleNamespace(free=needed.bytes - 1 if path == tmp_path else 0),
     )
-    with pytest.raises(ConfigError, match="keep_last=1"):
+    with pytest.raises(ConfigError):
         needed.require_room(out)
     kept = out / "checkpoints" / "step-000001"
     kept.mkdir(parents=True)

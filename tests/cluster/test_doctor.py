@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from actors.sglang.cuda_tools import CudaTools, cuda_home, find_cuda_tools
-from actors.sglang.installed import sglang_installed
 from cluster.inspect import doctor
 from cluster.inspect.doctor import CheckResult, CheckState
 
@@ -74,14 +73,6 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem() -> None:
     [*_, lacks] = doctor.gpus(GOOD, ["H200"], None)
     assert states(lacks) == [CheckState.NOTE] and "weights=group" in lacks.remedy
     assert states(*doctor.gpus(replace(GOOD, driver=None), [], None)) == [CheckState.FINE]
-
-
-def test_what_a_gpu_machine_has_for_sglang_is_listed() -> None:
-    found = {f.what: f.found for f in doctor.sglang_checks("0.5.23", GOOD, lambda: None)}
-    assert found["nvcc"] == "CUDA 13.1 at /usr/local/cuda/bin/nvcc"
-    assert found["libnuma"] == "libnuma.so.1 loads"
-    missing = doctor.sglang_checks("0.5.23", replace(GOOD, libnuma=False), lambda: None)
-    assert "libnuma" not in {f.what for f in missing}
 
 
 def test_the_cluster_that_a_run_would_join_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +171,6 @@ def test_a_toolkit_of_python_packages_serves_where_no_other_fits(
     assert find_cuda_tools("99.0").nvcc == (f"{home}/bin/nvcc", "99.0")
     monkeypatch.setenv("PATH", f"{packages / 'bin'}:{os.environ['PATH']}")
     assert cuda_home() is None, "SGLang finds that one by itself"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
-def test_the_sglang_that_is_installed_is_asked() -> None:
-    assert doctor._plugin() is None
 
 
 def test_the_command_tells_of_this_machine_and_its_code_is_the_truth() -> None:

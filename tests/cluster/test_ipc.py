@@ -37,6 +37,7 @@ from distill.weights.tensors import TensorLayout
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer
+from tests.refusals import refuses
 from tests.weights import shared
 
 TIMEOUT_S = 60.0
@@ -377,5 +378,5 @@ def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.Monkey
 def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> None:
     server = WeightsServer(model(0.0), 2)
     transport = lent_to(owned(server), [LenderPlace(host="here", gpu="0")])
-    with pytest.raises(ConfigError, match="weights=ipc, but e0 is on a CPU"):
+    with refuses(ConfigError, "weights"):
         transport.start(HeldWeights(model(1.0)), 1)

@@ -17,6 +17,7 @@ from cluster.recipes.on_policy import run_on_policy
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
+from tests.refusals import refuses
 
 heard: list[dict[str, Any]] = []
 released = threading.Event()
@@ -165,18 +166,19 @@ def test_nobody_need_be_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notify", "complaint"),
+    "notify",
     [
-        ("https:///path", "names no host"),
-        ("https://h[/x", "names no host"),
-        ("https://host:99999/x", "names no host"),
-        ("https://me:secret@host/path", "holds a user or a password"),
-        ("https://me:secret@h[/path", "holds a user or a password"),
-        ("somewhere", "neither a URL"),
-        ("tests.cluster.test_notify:nothing", "cannot be imported"),
-        ("tests.cluster.test_notify:heard", "not a function"),
+        "https:///path",
+        "https://h[/x",
+        "https://host:99999/x",
+        "https://me:secret@host/path",
+        "https://me:secret@h[/path",
+        "somewhere",
+        "tests.cluster.test_notify:nothing",
+        "tests.cluster.test_notify:heard",
     ],
 )
-def test_what_cannot_be_told_is_refused(notify: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_what_cannot_be_told_is_refused(notify: str) -> None:
+    with refuses(ConfigError, "notify") as caught:
         receiver_of(notify)
+    assert "secret" not in str(caught.value)

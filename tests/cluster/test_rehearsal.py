@@ -140,7 +140,7 @@ def test_only_a_rehearsals_directory_is_replaced(tmp_path: Path) -> None:
     (place / "twins").mkdir()
     assert not (_cleared(place) / "twins").exists()
     (place / "rehearsal.json").rename(place / "thesis.tex")
-    with pytest.raises(ConfigError, match="move it away"):
+    with pytest.raises(ConfigError):
         _cleared(place)
     assert (place / "thesis.tex").exists()
 

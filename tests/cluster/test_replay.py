@@ -35,6 +35,7 @@ from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.fingerprints import Fingerprints
 from tests.conftest import TinyPair
+from tests.refusals import refuses
 from tests.samples import group, keep_step
 
 Printed = Callable[..., tuple[int, str]]
@@ -307,7 +308,7 @@ def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
     start = kept.start_of(4)
     assert start is not None and start.step == 2
     assert [each.group_id for each in kept.groups(4)] == [4]
-    with pytest.raises(ConfigError, match="These can: 3, 4"):
+    with refuses(ConfigError, "step", names="3, 4"):
         kept.start_of(5)
 
 
@@ -339,17 +340,12 @@ def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"keep": 3}, "checkpoint_every=10"),
-        ({"keep": 0}, "keep=0"),
-        ({"train_from": "e", "eval_every": 2}, "eval_every=2"),
-    ],
+    "settings", [{"keep": 3}, {"keep": 0}, {"train_from": "e", "eval_every": 2}]
 )
 def test_settings_that_keep_what_is_of_no_use_are_refused(
-    tiny_pair: TinyPair, settings: dict, complaint: str
+    tiny_pair: TinyPair, settings: dict
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError):
         OpdConfig(student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings)
 
 
@@ -381,11 +377,7 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     assert all(torch.equal(made[name], alone[name]) for name in made)
     other = kept_run(tiny_pair, tmp_path / "other", train_from=str(tmp_path / "made"), loss="ppo")
     assert not all(torch.equal(made[name], other[name]) for name in made)
-    for wrong, complaint in (
-        ({"steps": 4}, "steps=4 is more than the 3"),
-        ({"temperature": 0.8}, "temperature=0.8.*sampled at 0.7"),
-        ({"train_from": str(tmp_path)}, "holds no kept steps"),
-    ):
-        with pytest.raises(ConfigError, match=complaint):
+    for wrong in ({"steps": 4}, {"temperature": 0.8}, {"train_from": str(tmp_path)}):
+        with refuses(ConfigError, *wrong):
             kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
     assert not (tmp_path / "new").exists()

@@ -78,23 +78,23 @@ def test_a_server_over_several_nodes_takes_its_part_of_each(
     assert "each policy engine on 2 different nodes" in plan
     assert re.search(r"^needs +8 CPU, 50 GPU$", plan, re.MULTILINE)
     embedded = opd(engine="embedded", policy_server_flags="--tp-size 2 --nnodes 2")
-    with pytest.raises(ConfigError, match="--nnodes 2 change nothing"):
+    with refuses(ConfigError, "server_flags"):
         placed_roles(embedded, "cpu")
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes",
     [
-        ({"weights": "shared_memory"}, "first of the 2 nodes .* use weights=auto"),
-        ({"local": True}, "local=True: this process is on one node"),
-        ({"colocate": "share"}, "an engine over 2 nodes has no place beside a learner worker"),
-        ({"policy_server_flags": "--node-rank 1"}, "give --nnodes, and the run numbers the nodes"),
+        {"weights": "shared_memory"},
+        {"local": True},
+        {"colocate": "share"},
+        {"policy_server_flags": "--node-rank 1"},
     ],
 )
 def test_a_server_over_several_nodes_is_refused_where_it_has_no_place(
-    opd: Opd, changes: dict, message: str
+    opd: Opd, changes: dict
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError):
         opd(**{"policy_server_flags": "--tp-size 2 --nnodes 2"} | changes)
 
 

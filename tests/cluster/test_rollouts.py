@@ -23,6 +23,7 @@ from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.learner.conftest import World
+from tests.refusals import refuses
 from tests.samples import group, keep_step, segment, trajectory
 
 OBJECTIVE = ObjectiveConfig(reward_coef=1.0, bonus_coef=0.5)
@@ -148,7 +149,7 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "r").read_text())
     row["trajectories"][0]["segments"][0]["teacher_top"].pop()
     (tmp_path / "r").write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="teacher_top has 2 entries for 3 actions"):
+    with refuses(DataError, None, names="r:1"):
         read_rollouts(tmp_path / "r")
 
 
@@ -190,27 +191,25 @@ def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value"),
     [
-        ("actions", [[2, 1]], "no runs of"),
-        ("actions", [[0, 999]], "no runs of"),
-        ("advantages", [1.0], "advantages has 1 entries for 3 actions"),
-        ("tokens", None, "TypeError"),
-        ("tokens", [-1, 1, 2, 3, 4], "a negative token id, -1"),
+        ("actions", [[2, 1]]),
+        ("actions", [[0, 999]]),
+        ("advantages", [1.0]),
+        ("tokens", None),
+        ("tokens", [-1, 1, 2, 3, 4]),
     ],
 )
-def test_a_line_that_is_no_group_is_named(
-    tmp_path: Path, field: str, value: object, said: str
-) -> None:
+def test_a_line_that_is_no_group_is_named(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "r"
     kept(path, [group()], range(1, 3))
     first, second = map(json.loads, path.read_text().splitlines())
     second["trajectories"][0]["segments"][0][field] = value
     path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
-    with pytest.raises(DataError, match=rf"r:2 is no kept group.*{said}"):
+    with refuses(DataError, None, names="r:2"):
         read_rollouts(path)
     path.write_text('{"step": 1}\n')
-    with pytest.raises(DataError, match="r:1 is no object with group_id and step and traj"):
+    with refuses(DataError, None, names="r:1"):
         read_rollouts(path)
 
 

@@ -136,7 +136,7 @@ def test_a_learner_that_copies_nothing_is_waited_for() -> None:
 
 
 def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
     run = Run(takes=1, fails={2, 6})
     go(run, steps=6, every=2)
     assert run.told == [
@@ -165,7 +165,7 @@ def test_a_full_disk_pauses_training_until_it_has_room(
     monkeypatch: pytest.MonkeyPatch, steps: int, signalled: bool
 ) -> None:
     """At the end, or in the middle: every step is kept, however many tries it takes."""
-    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
     run = Run()
     run.learner = LocalActor(FullDisk, run.told, 25)
     if signalled:
@@ -183,8 +183,8 @@ def test_a_full_disk_pauses_training_until_it_has_room(
 
 
 def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
-    monkeypatch.setattr(cluster.runtime.steps, "_FULL_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.steps, "FULL_S", 0.0)
     run = Run()
     run.learner = LocalActor(FullDisk, run.told, 1000)
     with pytest.raises(CheckpointError):

@@ -10,6 +10,7 @@ from cluster.weights.ways import Place, lenders_of, plan_ways
 from distill.errors import ConfigError
 from distill.nccl import nccl_settings
 from distill.weights.lending import LenderPlace
+from tests.refusals import refuses
 
 
 def place(node: str, *gpus: int, **nccl: str) -> Place:
@@ -61,20 +62,17 @@ def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
 
 
 @pytest.mark.parametrize(
-    "engines, message",
+    "engines, field",
     [
-        ({"x": place("a", 0)}, "x shares a GPU with the learner: NCCL takes a GPU once"),
-        ({"x": place("a", 2, 0)}, "x shares a GPU with the learner"),
-        ({"x": place("a", 1), "y": place("a", 1)}, "y shares a GPU with another engine"),
-        (
-            {"x": place("b", 1, NCCL_CUMEM_ENABLE="1")},
-            "NCCL_CUMEM_ENABLE is 0 for the learner and 1 for x: a group of both would hang",
-        ),
-        ({"x": place("b", 1, NCCL_NVLS_ENABLE="1")}, "NCCL_NVLS_ENABLE is 0 for the learner and 1"),
+        ({"x": place("a", 0)}, "weights"),
+        ({"x": place("a", 2, 0)}, "weights"),
+        ({"x": place("a", 1), "y": place("a", 1)}, "weights"),
+        ({"x": place("b", 1, NCCL_CUMEM_ENABLE="1")}, "NCCL_CUMEM_ENABLE"),
+        ({"x": place("b", 1, NCCL_NVLS_ENABLE="1")}, "NCCL_NVLS_ENABLE"),
     ],
 )
-def test_a_group_that_would_hang_is_refused(engines: dict[str, Place], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_group_that_would_hang_is_refused(engines: dict[str, Place], field: str) -> None:
+    with refuses(ConfigError, field):
         plan_ways("group", LEARNER, engines, served=True)
     without_gpu = {name: place(e.node) for name, e in engines.items()}
     assert plan_ways("group", ON_CPU, without_gpu, served=True) == {"group": [*engines]}
@@ -125,21 +123,21 @@ def test_each_rank_reads_on_its_own_gpu(engine, ranks, lenders, expected) -> Non
 
 
 @pytest.mark.parametrize(
-    "engine, ranks, lenders, message",
+    "engine, ranks, lenders",
     [
-        (place("c", 0), 1, WORKERS, "e and the learner are on different nodes"),
-        (replace(place("a", 0), nodes=2), 1, WORKERS, "e and the learner are on different nodes"),
-        (place("a", 5), 1, WORKERS, "e computes on GPU 5, where no learner worker is"),
-        (place("a", 0), 2, WORKERS, "e has 2 ranks on 1 GPUs"),
-        (place("a"), 1, WORKERS, "e is on a CPU, and the learner on GPUs"),
-        (place("a", 0), 1, [worker("a")], "e computes on GPU 0, where no learner worker is"),
+        (place("c", 0), 1, WORKERS),
+        (replace(place("a", 0), nodes=2), 1, WORKERS),
+        (place("a", 5), 1, WORKERS),
+        (place("a", 0), 2, WORKERS),
+        (place("a"), 1, WORKERS),
+        (place("a", 0), 1, [worker("a")]),
     ],
 )
-def test_engines_that_no_worker_can_lend_to_are_refused(engine, ranks, lenders, message) -> None:
-    with pytest.raises(ConfigError, match=f"weights=ipc, but {message}.* Use weights=auto"):
+def test_engines_that_no_worker_can_lend_to_are_refused(engine, ranks, lenders) -> None:
+    with refuses(ConfigError, "weights"):
         lenders_of("e", engine, ranks, lenders)
     if ranks == 1:
-        with pytest.raises(ConfigError, match=message):
+        with refuses(ConfigError, "weights"):
             plan_ways("ipc", LEARNER, {"e": engine}, served=True, lenders=lenders)
 
 
@@ -149,12 +147,12 @@ def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place
     here = replace(place("a", *([1] if learner.gpus else [])), nodes=2)
     assert plan_ways("auto", learner, {"e": here}, served=True) == {"group": ["e"]}
     assert plan_ways("disk", learner, {"e": here}, served=True) == {"disk": ["e"]}
-    with pytest.raises(ConfigError, match="e and the learner are on different nodes"):
+    with refuses(ConfigError, "weights"):
         plan_ways("shared_memory", learner, {"e": here}, served=True)
 
 
 def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() -> None:
-    with pytest.raises(ConfigError, match="y shares a GPU with another engine"):
+    with refuses(ConfigError, "weights"):
         plan_ways("auto", LEARNER, {"x": place("b", 1), "y": place("b", 1)}, served=True)
 
 
@@ -168,5 +166,5 @@ def test_a_process_and_the_server_that_it_starts_agree() -> None:
 
 
 def test_shared_memory_reaches_this_node_only() -> None:
-    with pytest.raises(ConfigError, match="x and the learner are on different nodes"):
+    with refuses(ConfigError, "weights"):
         plan_ways("shared_memory", LEARNER, {"x": place("b", 1)}, served=True)
