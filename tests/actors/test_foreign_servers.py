@@ -40,7 +40,7 @@ class Server:
 @pytest.fixture(params=[True, False], ids=["redirects", "never ends"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for module in (actors.sglang.client, actors.rollout.text_endpoint):
-        monkeypatch.setattr(module, "_LARGEST_ANSWER", 1 << 20)
+        monkeypatch.setattr(module, "LARGEST_ANSWER", 1 << 20)
     made = Server(request.param)
     with serving(made.handle) as made.url:
         yield made

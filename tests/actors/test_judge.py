@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -98,12 +97,6 @@ def test_two_unreadable_verdicts_are_bad_data(server: ScriptedJudge, judge: Judg
     assert len(server.bodies) == 2
 
 
-def test_a_verdict_that_is_cut_off_is_none(server: ScriptedJudge, judge: Judge) -> None:
-    server.script, server.finish_reason = (lambda text, given: "so\nScore: 1"), "length"
-    with pytest.raises(DataError):
-        score(judge)
-
-
 def shorter(text: str, given: dict[str, str]) -> str:
     """A judge that means what it says: the shorter one is better."""
     a, b = len(given["answer A"]), len(given["answer B"])
@@ -175,17 +168,14 @@ def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge) -> No
     assert server.most_at_once == 3
 
 
-def test_it_goes_on_in_another_loop(server: ScriptedJudge, judge: Judge) -> None:
-    assert [score(judge) for _ in range(3)] == [1.0] * 3
-
-
 def test_what_may_pass_is_tried_again(server: ScriptedJudge, judge: Judge) -> None:
     said: list[str | int] = [429, 500, "Score: 10"]
     server.script = lambda text, given: said.pop(0)
     assert score(replace(judge, retries=2)) == 1.0
     server.script = lambda text, given: 503
-    with pytest.raises(EngineError, match=r"key \*\*\*"):  # which the judge repeats
+    with pytest.raises(EngineError) as trouble:
         score(replace(judge, retries=1))
+    assert API_KEY not in str(trouble.value)  # which the judge repeats
 
 
 def test_a_judge_that_does_not_answer(server: ScriptedJudge, judge: Judge) -> None:
@@ -259,20 +249,6 @@ def test_a_verdict_is_tried_before_a_run(server: ScriptedJudge, judge: Judge) ->
     server.script = lambda text, given: 500
     with refuses(ConfigError, "env.judge_url"):
         asyncio.run(judge.try_verdict("Be brief.", pairs=False))
-
-
-def test_nobody_is_there() -> None:
-    judge = Judge(url="http://127.0.0.1:9", model=MODEL, retries=0)
-    with pytest.raises(EngineError):
-        score(judge)
-    with refuses(ConfigError, "env.judge_url"):
-        asyncio.run(judge.check())
-
-
-def test_without_the_library(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError):
-        asyncio.run(judge.check())
 
 
 @pytest.mark.parametrize(

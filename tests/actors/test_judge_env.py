@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.judge import API_KEY_VARIABLE
 from actors.envs.judge_env import Judged, balanced_pairs
-from actors.rollout.episode import play_group, rollout_group
+from actors.rollout.episode import play_group
 from distill.envs.base import EnvDataset, Episode
 from distill.errors import ConfigError, DataError
 from distill.models.reward import start_reward_model
@@ -219,18 +219,6 @@ def test_a_judge_without_a_verdict_fails_the_group(
             play(dataset, Scripted(tokenizer, ["1", "2"]), 2)
 
 
-def test_a_group_to_train_on(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
-    dataset = judged(server, mode="pairs")(prompts, setting(tokenizer))
-    builder = dataset.builder(0, 2)
-    assert builder.judged and dataset.builder(1, 2).judged, "no row needs an answer"
-    policy = Scripted(tokenizer, ["1", "2"])
-    group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
-    assert [trajectory.reward for trajectory in group.trajectories_G] == [0.0, 1.0]
-    assert group.tag == "numbers"
-
-
 def test_evaluations_score(
     server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
 ) -> None:
@@ -241,18 +229,6 @@ def test_evaluations_score(
     alone = judged(server, mode="pairs")(prompts, setting(tokenizer))
     with refuses(ConfigError, "env.mode"):
         play(alone, Scripted(tokenizer, ["10"]), 1)
-
-
-def test_bonuses_are_paid_besides(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    path = tmp_path / "bonuses.jsonl"
-    path.write_text('{"prompt": "Name a number", "bonuses": {"4": 2.0}}\n')
-    dataset = judged(server)(str(path), setting(tokenizer))
-    assert dataset.builder(0, 1).pays_bonuses
-    [episode] = play(dataset, Scripted(tokenizer, ["4"]), 1)
-    bonuses_T = episode.turns[0].bonuses_T
-    assert bonuses_T is not None and bonuses_T.sum() == pytest.approx(2.0)
 
 
 def test_the_rubric_may_stand_in_a_file(
@@ -271,12 +247,6 @@ def test_the_rubric_may_stand_in_a_file(
     rubric.write_text(" ")
     with refuses(ConfigError, "env.rubric"):
         judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
-
-
-def test_no_run_starts_without_its_judge(tokenizer: PreTrainedTokenizerBase, prompts: str) -> None:
-    config = Judged(judge_url="http://127.0.0.1:9", judge_model=MODEL, rubric=RUBRIC)
-    with refuses(ConfigError, "env.judge_url"):
-        config(prompts, setting(tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_many_rows_are_scored_in_requests_of_bounded_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of five tokens: two to a request, or one where tokens are listed with each."""
-    monkeypatch.setattr("actors.sglang.requests._ANSWER_BYTES", 5 * 40 * 2)
+    monkeypatch.setattr("actors.sglang.requests.ANSWER_BYTES", 5 * 40 * 2)
     asked: list[int] = []
 
     class Counting(MisbehavingServer):
@@ -327,7 +327,7 @@ def test_many_rows_are_scored_in_requests_of_bounded_answers(
 def test_one_of_several_requests_that_fails_is_the_error_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.sglang.requests._ANSWER_BYTES", 1)
+    monkeypatch.setattr("actors.sglang.requests.ANSWER_BYTES", 1)
     server = MisbehavingServer()
     server.failures = [400]
     with pytest.raises(DataError):

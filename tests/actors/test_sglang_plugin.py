@@ -148,18 +148,8 @@ def test_scaled_rows_equal_the_slow_loop(
                 assert others_SK[n].tolist() == pytest.approx(best, abs=1e-5)
 
 
-def test_rows_divided_by_one_are_the_same_bits() -> None:
-    logits_NV = torch.randn(6, 50)
-    rows = rows_of_requests([3, 3], [0, 0])
-    scaled_rows = ScaledRows(
-        rows, [1.0, 0.7], unscaled=[], vocab_size=50, device=torch.device("cpu")
-    )
-    divided_NV = scaled_rows.take(logits_NV.clone(), torch.zeros(6, dtype=torch.long))
-    assert torch.equal(divided_NV[:3], logits_NV[:3])
-
-
 def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.sglang.plugin.row_temperatures._BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("actors.sglang.plugin.row_temperatures.BLOCK_ELEMENTS", 100)
     rows = rows_of_requests([9], [0])
     logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
     scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))
@@ -180,16 +170,6 @@ def test_a_prompt_in_pieces_is_whole_however_often_it_is_prefilled(
         found = pieces.up_to(100 + begin, values_S[begin:at])
         assert found.copy() == values_S[: at - 1].tolist()
     assert pieces.up_to(100 + at, values_S[at:]).copy() == values_S[: max(at, length - 1)].tolist()
-
-
-def test_pieces_of_several_values_a_row_are_bytes() -> None:
-    values_SK, pieces = torch.arange(30.0).view(10, 3), Pieces()
-    pieces.up_to(7, values_SK[:4])
-    text = pieces.up_to(11, values_SK[4:]).copy()
-    assert isinstance(text, str)
-    given, others, names = read_listed(text, 3, 0)
-    assert given.tolist() == values_SK[:-1].tolist()
-    assert others.shape == names.shape == (9, 0)
 
 
 def test_listed_tokens_arrive_as_they_were_sent() -> None:
@@ -216,11 +196,6 @@ def test_other_rows_than_the_requests_have_are_refused(
         for count in chunks:
             scaled_rows.take(torch.zeros(count, 8, dtype=dtype), torch.zeros(4, dtype=torch.long))
         scaled_rows.undivided_GV()
-
-
-def test_impossible_lengths_are_refused() -> None:
-    with pytest.raises(UnknownPassError):
-        rows_of_requests([3], [4])
 
 
 # --- hooks, around a stand-in for LogitsProcessor ------------------------------------------------

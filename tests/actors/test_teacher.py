@@ -18,7 +18,7 @@ from distill.sampling import UNSCALED
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.refusals import refuses
-from tests.samples import group, ids, sample, segment, trajectory
+from tests.samples import ids, sample, segment, trajectory
 from tests.tiny import VOCAB_SIZE
 
 TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
@@ -273,11 +273,6 @@ def test_without_teachers_only_the_reference_scores_and_without_both_nobody() ->
     assert list(untouched.segments()) == list(before.segments())
 
 
-def test_an_only_teacher_has_every_group() -> None:
-    for name in ("", "whatever"):
-        assert teacher_of({"maths": TEACHER}, name) is TEACHER
-
-
 @pytest.mark.parametrize(
     "name",
     ["meths", ""],
@@ -285,11 +280,6 @@ def test_an_only_teacher_has_every_group() -> None:
 def test_an_unknown_teacher_is_named_with_the_known_ones(name: str) -> None:
     with refuses(ConfigError, "teacher"):
         teacher_of({"maths": TEACHER, "code": OTHER}, name)
-
-
-def test_without_a_teacher_there_is_none_to_find() -> None:
-    with refuses(ConfigError, "teacher"):
-        teacher_of({}, "maths")
 
 
 class Together(PrefixEngine):
@@ -378,8 +368,3 @@ def top_of_one_position_fewer(score: Score) -> Score:
 def test_an_answer_of_another_size_is_refused(spoil: Callable[[Score], Score]) -> None:
     with pytest.raises(EngineError):
         run(score_group(Spoilt(spoil), unscored(), top_k=TOP_K))
-
-
-def test_a_references_answer_of_another_size_names_the_reference() -> None:
-    with pytest.raises(EngineError):
-        run(referred(Spoilt(one_fewer), group(members=1)))

@@ -161,8 +161,9 @@ def test_a_wrong_key_a_wrong_path_and_a_wrong_name_are_told_apart_without_the_ke
 
 def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
     server.script = lambda body: 503
-    with pytest.raises(EngineError, match=r"key \*\*\*"):  # which the server repeats
+    with pytest.raises(EngineError) as trouble:
         ask(address(server.url), patience=Patience(attempt_s=1.0, all_s=1.2))
+    assert API_KEY not in str(trouble.value)  # which the server repeats
     server.script = lambda body: 60.0
     with pytest.raises(EngineError):
         ask(address(server.url), patience=Patience(attempt_s=0.3, all_s=20.0, attempts=2))
@@ -252,7 +253,7 @@ def test_a_refusal_fails_the_group(server: TextServer, teacher: TextTeacher) -> 
 def test_while_it_waits_it_is_known_to_be_alive(
     server: TextServer, teacher: TextTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.rollout.text_teacher._TICK_S", 0.01)
+    monkeypatch.setattr("actors.rollout.text_teacher.TICK_S", 0.01)
     server.script = lambda body: 0.3
     told: list[None] = []
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1, text="1")

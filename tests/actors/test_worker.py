@@ -282,20 +282,6 @@ def test_a_token_that_the_student_does_not_have_fails_the_group() -> None:
     assert "a sample of the teacher holds token id" in sink.failed[0]
 
 
-def test_without_teachers_nothing_is_scored() -> None:
-    [group] = run(Sink(groups=1), teachers={}).values()
-    assert "time/rollout" in group.metrics and "time/teacher" not in group.metrics
-    for segment in group.segments():
-        assert segment.teacher_logprobs_T is None and segment.reference_logprobs_T is None
-
-
-def test_a_reference_alone_takes_the_teachers_time() -> None:
-    reference = PrefixEngine(3)
-    [group] = run(Sink(groups=1), teachers={}, reference=reference).values()
-    expect_scored_by(reference, group, "reference_logprobs_T")
-    assert "time/teacher" in group.metrics
-
-
 @dataclass(frozen=True)
 class Turns(Env):
     """So many turns, each after the same observation."""
@@ -379,19 +365,6 @@ def test_leaving_the_debugger_ends_the_worker() -> None:
     with pytest.raises(BdbQuit):
         run(sink, teachers={}, dataset=Debugged())
     assert not sink.failed
-
-
-class Buggy(Dataset):
-    def builder(self, group_id: int) -> EnvGroupBuilder:
-        return {}[group_id]
-
-
-def test_failures_of_a_kind_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink(groups=4)
-    run(sink, teachers={}, dataset=Buggy())
-    assert sink.failed.keys() == {0, 1, 2, 3}
-    [record] = caplog.records
-    assert "KeyError: 0" in record.getMessage() and "test_worker.py" in record.getMessage()
 
 
 def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:

@@ -70,10 +70,10 @@ def test_an_interval_of_shares_holds_their_mean_within_0_and_1(
     assert high > low or not set().union(*rewards_PN) <= {0, 1}
 
 
-@pytest.mark.parametrize("concentration", [0.5, 20.0, None])
+@pytest.mark.parametrize("concentration", [0.5, None])
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("chance", [0.5, 0.95])
-@pytest.mark.parametrize("prompts", [10, 40])
+@pytest.mark.parametrize("prompts", [10])
 def test_an_interval_holds_the_truth_as_often_as_it_says(
     prompts: int, chance: float, samples: int, concentration: float | None
 ) -> None:

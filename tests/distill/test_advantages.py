@@ -80,11 +80,6 @@ def test_leave_one_out_is_the_distance_from_the_others(rewards: list[float]) -> 
         assert made[i] == pytest.approx(reward - others / (len(rewards) - 1), abs=1e-3)
 
 
-def test_a_group_of_one_has_no_others() -> None:
-    with refuses(DataError, "baseline"):
-        leave_one_out(np.ones(1, np.float32))
-
-
 def advantage_by_hand(rewards: Sequence[float], i: int, baseline: Baseline, scale: bool) -> float:
     total = square = 0.0
     for reward in rewards:
@@ -122,14 +117,6 @@ def test_the_discounted_sum_written_out(values: list[float], discount: float) ->
         assert sums[t] == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 
-def test_known_discounted_sums() -> None:
-    values = np.array([1, 2, 4], np.float32)
-    assert discounted_future_sum(values, 0).tolist() == [1, 2, 4]
-    assert discounted_future_sum(values, 0.5).tolist() == [3, 4, 4]
-    assert discounted_future_sum(values, 1).tolist() == [7, 6, 4]
-    assert values.tolist() == [1, 2, 4]
-
-
 @given(
     mask=st.lists(st.booleans(), min_size=1, max_size=12).filter(any),
     seed=st.integers(0, 1000),
@@ -154,11 +141,6 @@ def test_opd_advantages_written_out(
                 gap = float(behaviour[s]) - float(teacher[s])
                 expected -= coefficient * discount**later * gap
         assert advantages[t] == pytest.approx(expected, rel=1e-4, abs=1e-4)
-
-
-def test_likelier_to_the_teacher_is_worth_more() -> None:
-    made = segment(1, 2, behaviour_logprobs_T=[0, -2.0, -1.0], teacher_logprobs_T=[0, -0.5, -4.0])
-    assert opd_advantages([made], 2.0, 0)[0].tolist() == [0, 3, -6]
 
 
 def test_an_unscored_segment_is_refused() -> None:

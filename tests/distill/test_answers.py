@@ -71,7 +71,7 @@ def test_what_is_no_answer_is_refused(value: object) -> None:
 def test_an_answer_that_is_refused_is_named_by_file_and_row(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "answer": 72.0}\n{"prompt": "a", "answer": ""}\n')
-    with refuses(DataError, "answer", match=r"prompts\.jsonl:2:"):
+    with refuses(DataError, "answer", names="prompts.jsonl:2:"):
         load_prompts(str(path), tokenizer, vocab_size=999, context_length=99, max_new_tokens=1)
 
 
@@ -105,7 +105,7 @@ def test_last_number_reads_exponents(response: str, answer: str, reward: float) 
 )
 def test_a_reward_reads_its_answers_before_the_run(reward, good: str, bad: str) -> None:
     check_answers(reward, [("rows:1", good), ("rows:2", None)])
-    with refuses(DataError, "answer", match="rows:2:"):
+    with refuses(DataError, "answer", names="rows:2:"):
         check_answers(reward, [("rows:1", good), ("rows:2", bad), ("rows:3", bad)])
 
 
@@ -125,7 +125,7 @@ def test_thousands_of_equal_answers_are_read_once(tmp_path: Path, monkeypatch) -
     monkeypatch.syspath_prepend(tmp_path)
     reward = load_reward("counting_reward:reward")
     check_answers(reward, [(f"rows:{i}", "good") for i in range(5000)])
-    with refuses(DataError, "reward", match="rows:7:"):
+    with refuses(DataError, "reward", names="rows:7:"):
         check_answers(reward, [("rows:7", "bad")])
     import counting_reward  # pyright: ignore[reportMissingImports] - written above
 

@@ -14,7 +14,7 @@ from distill.data.assistant_masks import MaskedTokens, conversation_chains
 from distill.errors import DataError
 from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import CHAT_TEMPLATE, save_tokenizer
+from tests.tiny import save_tokenizer
 
 CHATML = (
     "{% if tools %}<s>tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}<e>\n"
@@ -99,12 +99,6 @@ def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> No
     )
     assert chain.tokens_T.tolist() == marked["input_ids"]
     assert chain.loss_mask_T.tolist() == [bool(mask) for mask in marked["assistant_masks"]]
-
-
-def test_without_a_stop_id_all_of_the_turn_is_trained(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert tokenizer.chat_template == CHAT_TEMPLATE
-    chains = chains_of(tokenizer, say("hi", "ho", "and?", "no"))
-    assert shown(tokenizer, chains) == ["u:hi\na:[[ho\n]]u:and?\na:[[no\n]]"]
 
 
 def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
@@ -229,11 +223,6 @@ def test_conversations_that_cannot_be_trained(
         chains_of(chatty, messages)
 
 
-def test_a_context_without_an_answer_is_refused(chatty: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError):
-        chains_of(chatty, say("hi", "ho", "and?"), context=2)
-
-
 def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
     chatty: PreTrainedTokenizerBase,
 ) -> None:
@@ -242,17 +231,3 @@ def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
         chains_of(chatty, say("hi", "ho"))
     [chain] = chains_of(chatty, say("hi", "<think>hm</think>ho"))
     assert shown(chatty, [chain]) == ["<s>user\nhi<e>\n<s>assistant\n<think>[[hm</think>ho<e>]]\n"]
-
-
-def test_a_template_that_leaves_the_assistant_out_is_refused(
-    chatty: PreTrainedTokenizerBase,
-) -> None:
-    chatty.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError):
-        chains_of(chatty, say("hi", "ho"))
-
-
-def test_a_template_that_refuses_is_quoted(chatty: PreTrainedTokenizerBase) -> None:
-    chatty.chat_template = "{{ raise_exception('no system role') }}"
-    with refuses(DataError, "chat_template"):
-        chains_of(chatty, say("hi", "ho"))

@@ -45,13 +45,6 @@ def test_every_row_once_and_the_budget_kept(rows: list[TrainingRow], budget: int
         assert len(batch) * max(len(row) for row in batch) <= budget or len(batch) == 1
 
 
-@given(rows=rows_lists)
-def test_a_wide_budget_takes_one_batch(rows: list[TrainingRow]) -> None:
-    width = max(len(row) for row in rows)
-    [batch] = split_by_token_budget(rows, len(rows) * width)
-    assert len(batch) == len(rows)
-
-
 @st.composite
 def units(draw: st.DrawFn, teachers: tuple[str, ...] = ("",)) -> tuple[list[TrainingRow], int]:
     """Rows, and how many of them make a unit; the rows of a unit have one teacher."""
@@ -81,53 +74,12 @@ def test_units_stay_together_and_in_order(made: tuple[list[TrainingRow], int], b
     assert sorted(seen) == list(range(len(rows)))
 
 
-def test_rows_that_are_no_whole_units_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        list(split_by_token_budget([training_row()] * 3, 100, 2))
-
-
 @given(made=units(teachers=("", "a", "b")), budget=st.integers(1, 400))
 def test_teachers_never_share_a_batch(made: tuple[list[TrainingRow], int], budget: int) -> None:
     rows, size = made
     batches = list(split_by_token_budget(rows, budget, size))
     assert all(len({row.teacher for row in batch}) == 1 for batch in batches)
     assert sorted(id(row) for batch in batches for row in batch) == sorted(map(id, rows))
-
-
-def test_a_wide_budget_takes_one_batch_a_teacher() -> None:
-    rows = [training_row(1 + i, 2, seed=i, teacher="ab"[i % 2]) for i in range(6)]
-    made = [[row.teacher for row in batch] for batch in split_by_token_budget(rows, 1000)]
-    assert made == [["a"] * 3, ["b"] * 3]
-
-
-def test_a_batch_is_as_wide_as_its_own_rows() -> None:
-    """Not as wide as the rows of the batch before it."""
-    rows = [training_row(1, n - 1, teacher=teacher) for n, teacher in ((20, "a"), *[(5, "b")] * 4)]
-    made = [[len(row) for row in batch] for batch in split_by_token_budget(rows, 20)]
-    assert made == [[20], [5] * 4]
-
-
-def test_rows_of_like_length_go_together() -> None:
-    rows = [training_row(1, length - 1) for length in (9, 2, 8, 3)]
-    assert [[len(row) for row in batch] for batch in split_by_token_budget(rows, 18)] == [
-        [2, 3],
-        [8, 9],
-    ]
-
-
-def test_rows_of_one_context_stay_together() -> None:
-    context_T = np.array([7, 8, 9], np.int32)
-    group = [
-        replace(row, tokens_T=np.concatenate([context_T, row.tokens_T[3:]]))
-        for row in (training_row(3, n, seed=n) for n in (1, 8))
-    ]
-    between = training_row(4, 2, seed=99)
-    [batch] = split_by_token_budget([group[1], between, group[0]], 100)
-    assert [id(row) for row in batch] == [id(between), id(group[0]), id(group[1])]
-
-
-def test_no_rows_no_batches() -> None:
-    assert list(split_by_token_budget([], 10)) == []
 
 
 @st.composite
@@ -362,13 +314,6 @@ def test_sums_and_means_by_row(rows: list[TrainingRow], seed: int) -> None:
         (batch.mean_by_row(values_N), [sum(part.tolist()) / len(part) for part in parts]),
     ):
         assert made.tolist() == pytest.approx(expected) and made.dtype == values_N.dtype
-
-
-def test_sums_by_row_pass_gradients() -> None:
-    batch = collate([training_row(1, 2), training_row(1, 3)])
-    values_N = torch.zeros(5, requires_grad=True)
-    (batch.sum_by_row(values_N) * torch.tensor([2.0, 7.0])).sum().backward()
-    assert values_N.grad is not None and values_N.grad.tolist() == [2, 2, 7, 7, 7]
 
 
 def _some_of(mask_T: np.ndarray, rng: np.random.Generator) -> np.ndarray:

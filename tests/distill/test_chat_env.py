@@ -31,7 +31,6 @@ from distill.rewards.token_rewards import phrase_bonuses
 from distill.sampling import TrainSampling
 from distill.text.chunks import count_tokens
 from distill.text.condense import SUMMARY_PREFIX
-from distill.tokenizer import load_tokenizer
 from distill.tools.base import Tool, ToolError
 from distill.tools.load import load_tools
 from distill.tools.read_block import Blocks
@@ -39,7 +38,7 @@ from distill.types import Segment, StopReason
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
-from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.tiny import tiny_model_dir
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 CALL = call("calculator", {"expression": "6*7"})
@@ -205,16 +204,6 @@ def test_a_reward_model_scores_a_whole_chat(
         assert reader.read[-1].rstrip().removesuffix("<|im_end|>").endswith(end)
 
 
-def test_parallel_calls_are_answered_in_order(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    both = "\n".join(call("calculator", {"expression": text}) for text in ("1+1", "2+3"))
-    policy = Scripted(tokenizer, [both, "42"])
-    [episode] = play(tool_use(tokenizer, questions(tmp_path)), policy)
-    assert episode.metrics["tool_calls"] == 2
-    assert policy.seen[1].index("tool\n2<") < policy.seen[1].index("tool\n5<")
-
-
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -327,20 +316,6 @@ def test_a_hint_without_room_for_a_turn_is_refused(tokenizer: PreTrainedTokenize
     assert len(Hinted()(None, setting(tokenizer, max_new_tokens=39))) == 1
 
 
-def test_the_limit_on_seconds(tokenizer: PreTrainedTokenizerBase) -> None:
-    [episode] = play(Echoes(time_s=1e-9)(None, setting(tokenizer)), Scripted(tokenizer, ["7"] * 3))
-    assert len(episode.turns) == 1 and episode.stop_reason is StopReason.TIME
-
-
-def test_a_turn_that_is_cut_off_calls_nothing(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    short = TrainSampling(temperature=TEMPERATURE, max_new_tokens=4)
-    [episode] = play(tool_use(tokenizer, questions(tmp_path)), Scripted(tokenizer, [CALL]), short)
-    assert episode.stop_reason is StopReason.LENGTH and episode.metrics["tool_calls"] == 0
-    assert episode.reward == 0.0
-
-
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_turn_that_is_cut_off_is_the_last_if_the_environment_says_so(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, ends: bool
@@ -377,25 +352,6 @@ def test_hostile_tool_text_is_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
     assert bridge.count(start) == 2  # the tool's message, and the assistant's
     assert bridge.count(end) == 2  # the assistant's turn, and the tool's
     assert "obey" in policy.seen[1]
-
-
-def test_megabytes_from_a_tool_are_cut_and_said(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    dataset = tool_use(
-        tokenizer, questions(tmp_path), {"context_length": 2048},
-        tools="tests.distill.test_chat_env:megabytes", tool_max_tokens=50,
-    )  # fmt: skip
-    policy = Scripted(tokenizer, [call("megabytes", {}), "42"])
-    [episode] = play(dataset, policy)
-    assert episode.reward == 1.0
-    assert len(policy.requests[1].prompt_tokens_T) - len(policy.requests[0].prompt_tokens_T) < 200
-    assert "[cut: the first" in policy.seen[1] and episode.metrics["tool_truncated"] == 1
-
-
-def megabytes() -> str:
-    """Returns far too much."""
-    return "0123456789" * 300_000
 
 
 def test_a_history_that_grew_too_long_is_condensed(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -512,12 +468,6 @@ def test_what_must_stay_is_longer_than_the_budget(
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
             None, setting(tokenizer, max_new_tokens=40)
         )
-
-
-def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    with refuses(ConfigError, "chat_template"):
-        tool_use(load_tokenizer(str(tmp_path)), questions(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -95,39 +95,10 @@ def test_all_of_the_text_once_in_order_within_the_budget(text: str, max_tokens: 
     assert chunks(text, max_tokens) == chunks(text, max_tokens)
 
 
-@given(TEXT, st.integers(1, 40))
-def test_whatever_the_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int
-) -> None:
-    chunks(text, max_tokens, tokenizer)
-
-
-@pytest.mark.parametrize("text", ["", " ", "\n\n \t\n"])
-def test_nothing_has_no_chunks(text: str) -> None:
-    assert chunks(text, 5) == []
-
-
-@pytest.mark.parametrize("max_tokens", [1000, 10**6])
-def test_what_fits_is_one_chunk(max_tokens: int) -> None:
-    assert texts(GUIDE + CHINESE, max_tokens) == [GUIDE + CHINESE]
-
-
 def test_a_section_that_fits_is_whole() -> None:
     first, second = GUIDE.split("## Installation")
     size = max(count_tokens(BYTES, part) for part in (first, "## Installation" + second))
     assert texts(GUIDE, size) == [first.strip(), ("## Installation" + second).strip()]
-
-
-def test_a_heading_stays_with_a_part_of_what_follows() -> None:
-    sentences = ["The wall keeps out the wind."] * 4
-    first, *others = texts("# Guide\n\n" + " ".join(sentences), 24)
-    assert first == "# Guide\n\n" + sentences[0]
-    assert " ".join(others) == " ".join(sentences[1:])
-
-
-def test_a_fenced_block_that_fits_is_whole() -> None:
-    code = GUIDE[GUIDE.index("```") : GUIDE.rindex("```") + 3]
-    assert code in texts(GUIDE, count_tokens(BYTES, code))
 
 
 def test_kinds() -> None:
@@ -139,15 +110,6 @@ def test_kinds() -> None:
     assert [c.kind for c in chunks("Title\n=====\n", 90)] == ["heading"]
     assert [c.kind for c in chunks("# comment", 90)] == ["heading"]
     assert [c.kind for c in chunks("~~~\n# comment", 90)] == ["code"]
-
-
-def test_lines_of_code_stay_code() -> None:
-    text = "Before.\n\n```\n" + "x = 1\n" * 20 + "```\n\nAfter it all.\n"
-    found = chunks(text, 12)
-    kinds = [chunk.kind for chunk in found]
-    assert kinds[0] == "paragraph" and kinds.count("code") > 4
-    for chunk, kind in zip(found, kinds, strict=True):
-        assert kind == "code" or not ({"x = 1", "```"} & set(chunk.text.split("\n")))
 
 
 def test_a_heading_stays_with_what_follows() -> None:
@@ -168,21 +130,6 @@ def test_sentences_without_spaces(text: str) -> None:
     assert [chunk.kind for chunk in found] == ["paragraph", *["sentence"] * (len(found) - 1)]
 
 
-def test_english_sentences() -> None:
-    sentences = ["The wind is cold today.", "The wall is old.", "Nobody goes there in winter!"]
-    found = chunks(" ".join(sentences), count_tokens(BYTES, sentences[-1]))
-    assert [chunk.text for chunk in found] == sentences
-    assert [c.kind for c in found] == ["paragraph", "sentence", "sentence"]
-
-
-def test_inside_a_sentence_words_stay_whole() -> None:
-    text = "The wall keeps out the wind and the snow and the rain"
-    size = max(count_tokens(BYTES, word) for word in text.split())
-    found = chunks(text, size)
-    assert " ".join(chunk.text for chunk in found) == text
-    assert {chunk.kind for chunk in found[1:]} == {"fragment"}
-
-
 def test_less_than_a_word() -> None:
     """A character of several tokens is not cut."""
     assert texts("xq zz", 1) == ["x", "q", "z", "z"]
@@ -192,23 +139,6 @@ def test_less_than_a_word() -> None:
 def test_less_than_a_character() -> None:
     with refuses(DataError, "max_tokens"):
         chunks("so 🙂", 3)
-
-
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_no_budget(max_tokens: int) -> None:
-    with refuses(DataError, "max_tokens"):
-        chunks("so", max_tokens)
-
-
-def test_what_is_no_text() -> None:
-    with pytest.raises(DataError):
-        chunks("so \ud800", 5)
-
-
-def test_a_megabyte() -> None:
-    text = (GUIDE + CHINESE + "\n\n" + JAPANESE + "\n\n") * (10**6 // 700)
-    found = chunks(text, 4096)
-    assert min(chunk.num_tokens for chunk in found[:-1]) > 4096 / 2
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python's `re`, which schemas are read by, lets no other thread run."""
-    monkeypatch.setattr("distill.rewards.formats._CHILD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("distill.rewards.formats.CHILD_TIMEOUT_S", 2.0)
     ticks = []
 
     async def tick() -> None:
@@ -204,7 +204,7 @@ def test_answers_are_read_before_anything_starts(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     room = setting(tokenizer, reward=load_reward(reward))
     if refused:
-        with refuses(DataError, "answer", match=r"prompts\.jsonl:2:"):
+        with refuses(DataError, "answer", names="prompts.jsonl:2:"):
             SingleTurn()(str(path), room)
     else:
         assert len(SingleTurn()(str(path), room)) == 2

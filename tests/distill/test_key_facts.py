@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.errors import DataError
 from distill.rewards.key_facts import key_fact_bonuses
 from tests.distill.test_token_rewards import byte_tokenizer
 
@@ -31,13 +30,6 @@ def paid(
 def test_the_first_occurrence_is_paid_over_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     row = paid("so it is: it", "it", value=3.0, tokenizer=tokenizer)
     assert row == [0, 0, 0, 1.5, 1.5, *[0] * 7]
-
-
-def test_a_token_that_holds_more_than_the_fact_is_paid() -> None:
-    row = paid(CORPUS, "bridges")
-    [bridges] = BYTES(" bridges")["input_ids"]
-    where = BYTES(CORPUS)["input_ids"].index(bridges)
-    assert row[where] == 1 and sum(row) == 1
 
 
 @pytest.mark.parametrize(
@@ -82,16 +74,6 @@ def test_facts_add_up_and_one_said_twice_is_one() -> None:
 def test_facts_may_overlap(tokenizer: PreTrainedTokenizerBase) -> None:
     row = paid("a b c", "a b", "b c", value=3.0, tokenizer=tokenizer)
     assert row == [1, 1, 2, 1, 1]
-
-
-@pytest.mark.parametrize("fact", ["", " \n"])
-def test_a_fact_without_text(fact: str) -> None:
-    with pytest.raises(DataError):
-        paid("so", "so", fact)
-
-
-def test_no_tokens() -> None:
-    assert key_fact_bonuses(np.zeros(0, np.int32), BYTES, ["so"], 1.0).shape == (0,)
 
 
 FACTS = ["Paris", "42 bridges", "桥", "is it"]

@@ -124,7 +124,7 @@ def test_numbers_of_any_length_vote(response: str, digits: int) -> None:
 
 
 def test_what_takes_for_ever_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(maths, "TIMEOUT_S", 3.0)
     assert math_equal(ENDLESS, "2") == 0
     assert math_equal("2", "2") == 1  # the next one is not kept waiting
 
@@ -139,7 +139,7 @@ def test_code_is_not_mathematics(tmp_path: Path) -> None:
 
 def test_the_child_dies_with_the_process_that_asked() -> None:
     program = (
-        "from distill.rewards import math_equal as maths\nmaths._TIMEOUT_S = 3600\n"
+        "from distill.rewards import math_equal as maths\nmaths.TIMEOUT_S = 3600\n"
         f"maths.math_equal({ENDLESS!r}, '2')"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])

@@ -123,24 +123,6 @@ def test_the_environment_s_own_metrics_are_averaged_over_those_that_have_them() 
     assert metrics["rollout/turns"] == 1 and "opd/reverse_kl/turn=1" not in metrics
 
 
-def test_known_numbers() -> None:
-    made = segment(
-        1,
-        2,
-        version=7,
-        behaviour_logprobs_T=[0, -1.0, -2.0],
-        teacher_logprobs_T=[0, -3.0, -1.0],
-        teacher_logprobs_q1_T=[0, -2.0, -1.0],
-    )
-    metrics = group_metrics(
-        [TrajectoryGroup(group_id=0, trajectories_G=(trajectory(made),))], version=7
-    )
-    assert metrics["opd/reverse_kl"] == (2 - 1) / 2
-    assert metrics["opd/reverse_kl_vs_q1"] == (1 - 1) / 2
-    assert metrics["opd/bias"] == -0.5
-    assert metrics["staleness/max"] == 0
-
-
 def test_the_top_share_is_that_of_a_sort() -> None:
     random = np.random.default_rng(0)
     gaps_N = random.standard_t(2, 250)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -183,19 +182,6 @@ def test_a_null_argument_stays_where_its_tool_takes_it(
         [message] = normal_row(row, from_arrow=from_arrow)["messages"]
         arguments = message["tool_calls"][0]["function"]["arguments"]
         assert arguments == {"city": "Paris"} | ({"unit": None} if stays else {})
-
-
-def test_arrays_and_scalars_of_numpy_are_plain() -> None:
-    row = normal_row({"answer": np.float64(2.5), "tokens": np.arange(3), "tag": None})
-    assert row == {"answer": 2.5, "tokens": [0, 1, 2]} and type(row["answer"]) is float
-
-
-@pytest.mark.parametrize("suffix", [".jsonl.zst", ".csv.zst"])
-def test_zstandard_is_read(tmp_path: Path, suffix: str) -> None:
-    content = b'{"prompt": "a"}\n' if "json" in suffix else b"prompt\na\n"
-    with pyarrow.CompressedOutputStream(str(tmp_path / f"a{suffix}"), "zstd") as stream:
-        stream.write(content)
-    assert [row for _, row in RowReader()(str(tmp_path / f"a{suffix}"))] == [{"prompt": "a"}]
 
 
 @pytest.mark.parametrize(

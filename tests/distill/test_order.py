@@ -58,15 +58,15 @@ def test_one_source_has_the_order_that_it_always_had(size: int, seed: int, weigh
 
 
 def test_shares_over_many_groups() -> None:
-    """3 : 1 of files of 40 and 1000 rows: the small one comes round 75 times in 4000 groups."""
-    stream = MixedStream([MixedPart(size=40, weight=3), MixedPart(size=1000, weight=1)], seed=7)
-    rows = Counter(stream.index(group_id) for group_id in range(4000))
-    assert sum(count for row, count in rows.items() if row < 40) == 3000
-    assert {rows[row] for row in range(40)} == {75}
-    assert {rows[row] for row in range(40, 1040)} == {1}
-    first = [stream.source(group_id) for group_id in range(4000)]
+    """3 : 1 of files of 4 and 100 rows: the small one comes round 75 times in 400 groups."""
+    stream = MixedStream([MixedPart(size=4, weight=3), MixedPart(size=100, weight=1)], seed=7)
+    rows = Counter(stream.index(group_id) for group_id in range(400))
+    assert sum(count for row, count in rows.items() if row < 4) == 300
+    assert {rows[row] for row in range(4)} == {75}
+    assert {rows[row] for row in range(4, 104)} == {1}
+    first = [stream.source(group_id) for group_id in range(400)]
     assert first != [MixedStream([MixedPart(size=1, weight=3), MixedPart(size=1)], 8).source(i)
-                     for i in range(4000)]  # fmt: skip
+                     for i in range(400)]  # fmt: skip
 
 
 def test_a_source_without_rows_is_refused() -> None:

@@ -113,7 +113,7 @@ BASELINES = ("mean", "leave_one_out", "global")
 
 @pytest.mark.parametrize("by_std", [False, True])
 @pytest.mark.parametrize("baseline", BASELINES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     reward=st.floats(-1e6, 1e6) | st.sampled_from([0.1, 0.7, 1.1, 10.1, 100.3]),
     size=st.integers(2, 24),
@@ -133,7 +133,7 @@ def test_rewards_that_differ_by_rounding_have_no_advantage(
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     base=st.floats(-1e3, 1e3),
     steps=st.lists(st.integers(0, 3), min_size=2, max_size=24).filter(lambda s: len(set(s)) > 1),

@@ -219,7 +219,7 @@ def test_whatever_a_reward_raises_is_an_error_of_the_reward(
     user_module: str, answer: str, error: str
 ) -> None:
     reward = load_reward(f"{user_module}:exits")
-    with refuses(DataError, "reward", match=error) as raised:
+    with refuses(DataError, "reward", names=error) as raised:
         asyncio.run(judge(reward, "half a \ud800", answer))
     assert str(raised.value).encode()  # it goes into files
 

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distill.data.row_files import located, read_rows
+from distill.data.row_files import read_rows
 from distill.errors import DataError
+from tests.refusals import refuses
 
 ROWS = [
     {"messages": [{"role": "user", "content": "hi"}], "answer": "4"},
@@ -46,12 +46,6 @@ def test_parquet_maps_are_objects(tmp_path: Path) -> None:
     assert [row for _, row in read] == rows
 
 
-def test_blank_lines_count_and_hold_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text('{"a": 1}\n\n  \n{"a": null}\n')
-    assert read_rows(str(path)) == [(1, {"a": 1}), (4, {})]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -65,7 +59,7 @@ def test_blank_lines_count_and_hold_nothing(tmp_path: Path) -> None:
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"a": 1}\n' + line)
-    with pytest.raises(DataError, match=r"bad\.jsonl:2:"):
+    with refuses(DataError, None, names="bad.jsonl:2:"):
         read_rows(str(path))
 
 
@@ -73,42 +67,23 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
 def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"empty\.jsonl"):
+    with refuses(DataError, None, names="empty.jsonl"):
         read_rows(str(path))
-
-
-def test_a_parquet_without_rows_is_refused(tmp_path: Path) -> None:
-    schema = pyarrow.schema({"prompt": pyarrow.string()})
-    with pytest.raises(DataError, match=r"empty\.parquet"):
-        read_rows(write_parquet(tmp_path / "empty.parquet", [], schema))
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet", "dir.parquet", "dir"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     if name.startswith("dir"):
         (tmp_path / name).mkdir()
-    with pytest.raises(DataError, match=name):
+    with refuses(DataError, None, names=name):
         read_rows(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}\n', b"PAR1garbagePAR1"])
 def test_a_parquet_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"bad\.parquet"):
+    with refuses(DataError, None, names="bad.parquet"):
         read_rows(str(tmp_path / "bad.parquet"))
-
-
-def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
-    (tmp_path / "latin1.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"latin1\.jsonl"):
-        read_rows(str(tmp_path / "latin1.jsonl"))
-
-
-def test_located_speaks_for_data_errors_only() -> None:
-    with pytest.raises(DataError, match="file:3: too long"), located("file:3"):
-        raise DataError("too long")
-    with pytest.raises(KeyError), located("file:3"):
-        raise KeyError("too long")
 
 
 TEXTS = pyarrow.schema({"prompt": pyarrow.string(), "answer": pyarrow.string()})
@@ -219,17 +194,17 @@ def test_what_is_wrong_with_a_file_is_said(
     tmp_path: Path, name: str, content: str, row: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=re.escape(name + row)):
+    with refuses(DataError, None, names=name + row):
         read_rows(str(tmp_path / name))
 
 
 def test_a_gzip_that_was_cut_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json_lines(ROWS))[:-9])
-    with pytest.raises(DataError, match=r"cut\.jsonl\.gz"):
+    with refuses(DataError, None, names="cut.jsonl.gz"):
         read_rows(str(tmp_path / "cut.jsonl.gz"))
 
 
 def test_another_encoding_is_told_how_to_save_it(tmp_path: Path) -> None:
     (tmp_path / "wide.csv").write_bytes("a\n1\n".encode("utf-16"))
-    with pytest.raises(DataError, match=r"wide\.csv"):
+    with refuses(DataError, None, names="wide.csv"):
         read_rows(str(tmp_path / "wide.csv"))

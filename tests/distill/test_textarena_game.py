@@ -6,14 +6,13 @@ import asyncio
 import pickle
 import random
 import re
-import sys
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import play_group
 from distill.envs.base import Episode
-from distill.envs.games.textarena_game import RandomMover, TextArena, TextArenaGame
+from distill.envs.games.textarena_game import TextArena, TextArenaGame
 from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
 from distill.sampling import TrainSampling
@@ -143,16 +142,6 @@ def test_an_opponent_of_listed_moves(tokenizer: PreTrainedTokenizerBase, problem
     assert f"You are Player {problem}" in policy.seen[0]
 
 
-@pytest.mark.parametrize("name", ["Othello-v0", "KuhnPoker-v0", "SimpleTak-v0-train"])
-def test_listed_moves_play_other_games_to_their_end(name: str) -> None:
-    game, mover = TextArenaGame(name, 0), RandomMover(0)
-    for _ in range(200):
-        if game.scores is not None:
-            break
-        game.move(mover(game))
-    assert game.scores is not None and sum(game.scores) == 0
-
-
 def test_games_draw_from_generators_of_their_own() -> None:
     """Two games at once: each goes as it does alone, and others' randomness is left as it was."""
 
@@ -208,13 +197,3 @@ def test_an_evaluation_by_self_play_of_one_episode_plays_a_game(
 def test_what_cannot_be_played_is_refused(settings: dict[str, object], field: str) -> None:
     with refuses(ConfigError, field):
         TextArena(**settings)  # pyright: ignore[reportArgumentType]
-
-
-def test_games_without_listed_moves_are_played_against_oneself() -> None:
-    TextArena(game="Nim-v0", eval_opponent="self")
-
-
-def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(ConfigError):
-        TextArena()

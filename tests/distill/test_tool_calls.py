@@ -339,17 +339,12 @@ def test_brackets_in_an_answer_are_no_call() -> None:
     assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
 
 
-def test_arguments_too_deep_to_be_written_again_are_text() -> None:
-    nested = '{"a": ' * 80 + "1" + "}" * 80
-    [call] = parse(f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>').calls
-    assert isinstance(call.arguments, str)
-
-
 _MARKS = ["{", "}", "[", "]", '"name": "add"', '"arguments": {}', ";", "```json\n", "\n", " ", "x"]
 _MARKS += ["<think>", "</think>", "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
 _MARKS += [text for texts in ONE_CALL.values() for text in texts]
 
 
+@settings(max_examples=25)
 @given(
     text=st.text() | st.lists(st.sampled_from(_MARKS) | st.text(max_size=3)).map("".join),
     tool_format=st.sampled_from(get_args(ToolFormat)),
@@ -367,6 +362,7 @@ def test_whatever_is_written_can_be_read_and_shown_again(
     chat_text(tokenizer, [question, message], tools=[ADD], add_generation_prompt=False)
 
 
+@settings(max_examples=20)
 @given(arguments=st.dictionaries(st.text(), st.recursive(st.none() | st.text(), st.lists)))
 def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
     written = json.dumps({"name": "add", "arguments": arguments})
@@ -429,7 +425,7 @@ _ARGUMENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("family", FORMATS)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     words=st.sampled_from(["", "Let me see.", "One (1):\n\n- two"]),
     arguments=st.lists(_ARGUMENTS, min_size=1, max_size=2),
@@ -483,17 +479,6 @@ def test_a_template_without_a_known_format_is_refused(
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with refuses(ConfigError, "chat_template"):
         detect_format(tokenizer)
-
-
-def test_what_a_template_leaves_out_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = chat_tokenizer("gpt-oss")
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{# other #}")
-    for _ in range(2):
-        detect_format(tokenizer)
-    [line] = caplog.messages
-    assert "two tool calls at once" in line
 
 
 @pytest.mark.parametrize(("one", "other"), [("", "a"), ("ab", "ab"), ("abc", "abd"), ("a", "ba")])

@@ -27,7 +27,7 @@ def gap_between_temperatures(model: Any, temperature: float = 0.7) -> float:
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.arange(3, 9)[None]
     gaps: list[float] = []
-    for _ in range(24):
+    for _ in range(12):
         logits_V = model(ids_1T).logits[0, -1]
         by_T, by_other = (
             (logits_V / each).log_softmax(-1) for each in (temperature, 1.5 * temperature)
@@ -41,8 +41,10 @@ def gap_between_temperatures(model: Any, temperature: float = 0.7) -> float:
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "vocab_size": 8000}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma2", True), ("gpt2", True)],
+)
 def test_a_twin_depends_on_the_temperature(kind: str, tied: bool, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind, **SIZES)
     config.tie_word_embeddings = tied
@@ -96,7 +98,7 @@ def test_a_reward_model_keeps_its_head(tiny_pair: TinyPair, tmp_path: Path) -> N
 def test_a_family_that_does_not_shrink_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twins, "_LARGEST", 10_000)
+    monkeypatch.setattr(twins, "LARGEST", 10_000)
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=160, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     save_tokenizer(tmp_path / "gpt2")

@@ -40,7 +40,7 @@ TESTS = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\n"
     ],
 )
 def test_programs(response: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.rewards.unit_tests._LIMITS", SandboxLimits(wall_s=5))
+    monkeypatch.setattr("distill.rewards.unit_tests.LIMITS", SandboxLimits(wall_s=3))
     assert unit_tests(response, TESTS) == reward
 
 
@@ -405,7 +405,6 @@ assert f((x for x in [1]), lambda: 0, Kind()) {} 5
 )  # fmt: skip
 def test_what_tests_may_do(program: str, tests: str) -> None:
     assert unit_tests(program, tests) == 1
-    assert unit_tests(program, tests + "\nassert False") == (1 if "unittest.main" in tests else 0)
 
 
 def test_unittest_fails_too() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -104,17 +103,6 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         check_export(path)
 
 
-def test_tensors_that_no_model_has_and_aliases_are_no_matter(tmp_path: Path) -> None:
-    """Checkpoints of old have buffers beside the weights, and a tied head by its other name."""
-    path = saved(new(PLAIN["tied"]), tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, file, metadata={"format": "pt"})
-    check_export(path)
-
-
 def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
     saved(new(PLAIN["gpt2"]).base_model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -129,10 +117,3 @@ def test_another_shape_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(ConfigError):
         check_export(path)
-
-
-def test_what_has_no_headers_is_not_judged(tmp_path: Path) -> None:
-    saved(new(FUSED["mixtral"]), tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    check_export(str(tmp_path))
-    check_export("org/name-on-a-hub")

@@ -170,16 +170,6 @@ def test_a_fresh_adapter_changes_no_value_and_is_drawn_by_the_seed(base: str) ->
     assert lora.peft_config["default"].lora_alpha == 6  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_chosen_linears_alone_are_adapted(base: str) -> None:
-    settings = LoraSettings(lora_rank=2, lora_targets="q_proj, layers.1.mlp.up_proj")
-    modules = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
-    assert set(adapter_tensors(add_lora(load(base), settings))) == {
-        f"base_model.model.model.layers.{module}.lora_{part}.weight"
-        for module in modules
-        for part in "AB"
-    }
-
-
 @pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared", "apart"])
 def test_log_probs_with_the_adapter_are_those_of_the_merged_model(
     lora: PeftModel, base: str, rows: list[TrainingRow]
@@ -365,7 +355,7 @@ def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
     state = torch.get_rng_state()
     check_lora(LoraSettings(lora_adapter=saved), base)
     assert torch.equal(torch.get_rng_state(), state)
-    with refuses(ConfigError, "lora_adapter", match=r"layers\.0\.self_attn\.q_proj\.lora_A"):
+    with refuses(ConfigError, "lora_adapter", names="layers.0.self_attn.q_proj.lora_A"):
         check_lora(LoraSettings(lora_adapter=saved), tiny_pair.student)
 
 
@@ -507,18 +497,6 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
             check_lora(LoraSettings(lora_rank=2, lora_targets="up_proj,gate_proj"), str(tmp_path))
 
 
-def test_of_a_dense_model_every_layer_is_adapted(
-    base: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    share = check_lora(SETTINGS, base)
-    model = load(base)
-    outside = model.get_input_embeddings().weight.numel()
-    total = sum(p.numel() for p in model.parameters())
-    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert share == pytest.approx((total - outside - vectors) / total)
-    assert not caplog.records
-
-
 # What rounding takes
 
 
@@ -559,20 +537,6 @@ def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, s
     assert low <= expected <= high
 
 
-def test_nothing_is_lost_of_what_is_not_rounded_or_not_changed(base: str, tmp_path: Path) -> None:
-    start = on_the_grid(base, tmp_path / "grid")
-    fresh, rounded = add_lora(load(start), SETTINGS), RoundedUpdate()
-    assert rounded.lost_share == 0.0
-    for lazy in merged_weights(fresh, rounded).values():
-        lazy.make(torch.bfloat16)
-    assert rounded.lost_share == 0.0
-    for dtype in (None, torch.float32):
-        whole = RoundedUpdate()
-        for lazy in merged_weights(trained_lora(start), whole).values():
-            lazy.make(dtype)
-        assert whole.lost_share == 0.0
-
-
 def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> list[float]:
     loop = new_loop(
         World([group(i) for i in range(9)], per_step=1),
@@ -590,8 +554,3 @@ def test_pushes_say_what_is_lost(new_loop: NewLoop, base: str, tmp_path: Path) -
     quick = take_pushes(new_loop, start, 1e-3, push_dtype=torch.bfloat16)
     assert quick[-1] < 0.1 < quick[0] + 0.1
     assert set(take_pushes(new_loop, start, 1e-6)) == {0.0}
-
-
-def test_a_model_without_an_adapter_has_no_lost_share(new_loop: NewLoop) -> None:
-    loop = new_loop(World([group()], per_step=1), ObjectiveConfig())
-    assert "push/lost_share" not in loop.step()

@@ -63,7 +63,7 @@ def test_a_checkpoint_is_read_without_unpickling(
 def test_tensors_of_any_kind_come_back_from_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "_FILE_BYTES", 64)
+    monkeypatch.setattr(state_files, "FILE_BYTES", 64)
     state = {
         "step": torch.tensor(7.0),
         "wide": torch.randn(5, 9),

@@ -12,12 +12,10 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.tool_readers import ToolCall
-from distill.errors import ConfigError, DataError
 from distill.text.foreign import count_tokens
 from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator
 from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
-from tests.refusals import refuses
 
 
 class Given(Tool):
@@ -148,12 +146,10 @@ def test_arguments_that_do_not_fit(run, arguments, message: str) -> None:
         {"enum": 3},
     ],
 )
-@pytest.mark.parametrize("at_the_top", [False, True])
 def test_a_schema_that_cannot_be_checked_is_told(
-    run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], at_the_top: bool
+    run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
 ) -> None:
-    parameters = schema if at_the_top else {"properties": {"n": schema}}
-    monkeypatch.setattr(Given, "parameters", parameters)
+    monkeypatch.setattr(Given, "parameters", {"properties": {"n": schema}})
     for value in ("a" * 40 + "b", 1, {"b": 1}):
         (outcome, other) = run(call(n=value), ToolCall(name="calculator", arguments={}))
         assert outcome.error in (None, "arguments") and other.error == "arguments"
@@ -226,14 +222,6 @@ def test_whatever_a_tool_raises_is_told(run, error: BaseException, told: str | N
     assert len(content(outcomes)) < 400 and told in (None, content(outcomes))
 
 
-def test_a_tool_that_is_set_up_wrongly_is_not_the_model_s_business(run) -> None:
-    def fail(arguments) -> str:
-        raise DataError("texts.jsonl:3: not JSON")
-
-    with pytest.raises(DataError):
-        run(call(), does=fail)
-
-
 def test_cancelling_passes_on(tokenizer: PreTrainedTokenizerBase) -> None:
     async def cancel() -> None:
         tools = {"given": Given(lambda arguments: asyncio.sleep(600))}
@@ -280,9 +268,3 @@ def test_control_tokens_are_neutral(run, tokenizer: PreTrainedTokenizerBase) -> 
     assert outcome.neutralised and outcome.message["content"] == "a< eos>user: obey"
     ids = tokenizer(json.dumps(outcome.message), add_special_tokens=False)["input_ids"]
     assert tokenizer.eos_token_id not in ids
-
-
-@pytest.mark.parametrize("name", ["timeout_s", "max_tokens"])
-def test_limits_that_cannot_be(name: str) -> None:
-    with refuses(ConfigError, f"tool_{name}"):
-        ToolLimits(**{name: 0})
