@@ -28,7 +28,9 @@ def check_out(path: Path) -> None:
     if (path / "config.json").is_file():
         return
     if path.is_dir() and any(each for each in path.iterdir() if each.name != ".lock"):
-        raise ConfigError(f"out={path} is not empty and holds no isotherm run; choose another out=")
+        raise ConfigError(
+            f"out={path} is not empty and holds no isotherm run; choose another out=", field="out"
+        )
     try:  # permissions do not tell that nothing can be made: in /proc
         with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=_nearest(path)):
             pass
@@ -39,13 +41,15 @@ def check_out(path: Path) -> None:
 def check_permissions(path: Path) -> None:
     """Raises ConfigError if `out/` is a file, or part of it cannot be written."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"out={path} is a file; give a directory")
+        raise ConfigError(f"out={path} is a file; give a directory", field="out")
     for part in (_nearest(path), *(path / name for name in (*_DIRECTORIES, *_FILES))):
         if part.exists() and not os.access(part, os.W_OK):
-            raise ConfigError(f"out={path} cannot be written (no permission in {part})")
+            raise ConfigError(
+                f"out={path} cannot be written (no permission in {part})", field="out"
+            )
     for name in _DIRECTORIES:
         if (path / name).exists() and not (path / name).is_dir():
-            raise ConfigError(f"{path / name} is no directory; remove it")
+            raise ConfigError(f"{path / name} is no directory; remove it", field="out")
 
 
 def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
@@ -62,7 +66,8 @@ def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"out={path} cannot be written ({error.strerror} in {_nearest(path)}); choose another out="
+        f"out={path} cannot be written ({error.strerror} in {_nearest(path)}); choose another out=",
+        field="out",
     )
 
 

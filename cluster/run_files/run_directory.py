@@ -164,7 +164,8 @@ class RunDirectory:
             ) from error
         if recipe != self._recipe:
             raise ConfigError(
-                f"out={self.path} holds a run of recipe={recipe}; choose another out="
+                f"out={self.path} holds a run of recipe={recipe}; choose another out=",
+                field="recipe",
             )
         now = as_tree(self._config)
         # The end of a schedule shapes every step of it.
@@ -177,7 +178,8 @@ class RunDirectory:
             if was != given:
                 raise ConfigError(
                     f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "
-                    f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"
+                    f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was",
+                    field=name,
                 )
 
         stops = self._stops and self._stops.to_json()
@@ -185,14 +187,16 @@ class RunDirectory:
             raise ConfigError(
                 f"out={self.path} holds another run: its responses end at {stopped}, and now at "
                 f"{stops}: the end of a model was changed, in its generation_config.json or its "
-                "tokenizer. Put it back, or choose another out="
+                "tokenizer. Put it back, or choose another out=",
+                field="stop_tokens",
             )
         for name in sorted(data.keys() - moved):
             raise ConfigError(
                 f"{name}={now.get(name)} does not hold the rows that the run in out={self.path} "
                 f"began with: their sha256 is {self._data.get(name)} and was {data[name]}, and a "
                 "group's number says which row it is. Put them back as they were, or choose "
-                "another out="
+                "another out=",
+                field=name,
             )
 
     def is_finished(self) -> bool:

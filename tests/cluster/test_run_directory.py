@@ -29,6 +29,7 @@ from distill.errors import CheckpointError, ConfigError, DataError
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
+from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
 # Another valid value of every setting that may differ when a run is resumed.
@@ -163,7 +164,7 @@ def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None
 @pytest.mark.parametrize("name", list(MUST_STAY))
 def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
     started(opd())
-    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+    with refuses(ConfigError, name):
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
 
 
@@ -176,7 +177,7 @@ def test_the_rate_that_is_meant_by_default_is_written_down(
     written = json.loads((directory.path / "config.json").read_text())
     assert written["settings"]["lr"] == default
     assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
-    with pytest.raises(ConfigError, match=r"lr was .* there and is"):
+    with refuses(ConfigError, "lr"):
         RunDirectory("opd", opd(**beside, lr=3e-5)).check()
 
 
@@ -184,7 +185,7 @@ def test_the_rate_that_is_meant_by_default_is_written_down(
 def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
     beside, value = MUST_STAY_BESIDE[name]
     started(opd(**beside))
-    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+    with refuses(ConfigError, name):
         RunDirectory("opd", opd(**beside | {name: value})).check()
 
 
@@ -234,12 +235,12 @@ def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> 
     moved = with_file(opd, tmp_path, '{"prompt": "1"}\n', "moved.jsonl")
     assert check(moved) is None
     other = with_file(opd, tmp_path, '{"prompt": "2"}\n', "other.jsonl")
-    with pytest.raises(ConfigError, match="holds another run: prompts was"):
+    with refuses(ConfigError, "prompts"):
         check(other)
 
     edited = with_file(opd, tmp_path, '{"prompt": "1"}\n{"prompt": "2"}\n')
     now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
-    with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl does not .* {now} and was {was}"):
+    with refuses(ConfigError, "prompts", names=now):
         check(edited)
 
 
@@ -253,28 +254,24 @@ PUT = '{"t": 1.0, "event": "put", "id": 0, "attempt": 1, "worker": "a", "epoch":
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "complaint"),
+    ("name", "text", "line"),
     [
-        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is no JSON .*; remove the line"),
-        ("metrics.jsonl", '{"step": "1"}\n', r"metrics.jsonl: .* has no number of a step"),
-        ("metrics.jsonl", "[" * 100_000 + "\n", r"metrics.jsonl:1 is no JSON"),
-        ("events.jsonl", '{"t": 1.0}\n{}\n', r"events.jsonl:1 is no object with event and t"),
-        ("ledger.jsonl", start_line("r") + "x\n" + PUT, r"ledger.jsonl, line 2: not an .* move it"),
-        (
-            "ledger.jsonl",
-            start_line("r") + PUT * 2,
-            r"line 2 contradicts the lines before it: .* mo",
-        ),
-        ("ledger.jsonl", start_line("r", settings=3), r"line 1 contradicts .* move it"),
-        ("ledger.jsonl", "\0" * 4096 + "\n", r"line 1: not an event of a ledger .* move it away"),
+        ("metrics.jsonl", 'x\n{"step": 1}\n', "metrics.jsonl:1"),
+        ("metrics.jsonl", '{"step": "1"}\n', "metrics.jsonl"),
+        ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl:1"),
+        ("events.jsonl", '{"t": 1.0}\n{}\n', "events.jsonl:1"),
+        ("ledger.jsonl", start_line("r") + "x\n" + PUT, "line 2"),
+        ("ledger.jsonl", start_line("r") + PUT * 2, "line 2"),
+        ("ledger.jsonl", start_line("r", settings=3), "line 1"),
+        ("ledger.jsonl", "\0" * 4096 + "\n", "line 1"),
     ],
 )
 def test_damaged_lines_are_refused_with_file_and_line(
-    opd: NewOpd, name: str, text: str, complaint: str
+    opd: NewOpd, name: str, text: str, line: str
 ) -> None:
     directory = started(opd())
     (directory.path / name).write_text(text)
-    with pytest.raises(DataError, match=complaint):
+    with refuses(DataError, None, names=line):
         directory.check()
 
 
@@ -291,7 +288,7 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
     directory.ledger.write_text(start_line("another"))
     assert directory.check() is None  # nothing was saved: the run begins anew, under a new name
     checkpoint = save(directory, config.student, 2)
-    with pytest.raises(ConfigError, match=r"ledger.jsonl is of run another, and .* holds run"):
+    with pytest.raises(ConfigError):
         directory.check()
     directory.ledger.write_text(start_line(directory.run_id))
     assert directory.check() == checkpoint
@@ -299,15 +296,15 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
 
 def test_another_recipe_is_refused(opd: NewOpd) -> None:
     started(opd())
-    with pytest.raises(ConfigError, match="holds a run of recipe=opd"):
+    with refuses(ConfigError, "recipe"):
         RunDirectory("sft", opd()).check()
 
 
 def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out=.*file is a file"):
+    with refuses(ConfigError, "out"):
         RunDirectory("opd", opd(out=str(tmp_path / "file"))).check()
-    with pytest.raises(ConfigError, match="is not empty and holds no isotherm run"):
+    with refuses(ConfigError, "out"):
         RunDirectory("opd", opd(out=str(tmp_path))).check()
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -355,7 +352,7 @@ def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
 
 def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
     (started(opd()).path / "checkpoints").write_text("")
-    with pytest.raises(ConfigError, match="checkpoints is no directory; remove it"):
+    with refuses(ConfigError, "out"):
         RunDirectory("opd", opd()).check()
 
 
@@ -410,7 +407,7 @@ def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
     ours, theirs = RunDirectory("opd", opd()), RunDirectory("opd", opd())
     with ours.locked():
         assert theirs.check() is None
-        with pytest.raises(ConfigError, match="in use by a running job"), theirs.locked():
+        with pytest.raises(ConfigError), theirs.locked():
             pass
     with theirs.locked():
         pass
@@ -501,7 +498,5 @@ def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
     with begun.locked():
         begun.start(None)
     assert RunDirectory("opd", opd(), stops=ends).check() is None
-    with pytest.raises(
-        ConfigError, match=r"responses end at \{'ids': \[1\].* and now at .*\[1, 2\]"
-    ):
+    with refuses(ConfigError, "stop_tokens"):
         RunDirectory("opd", opd(), stops=more).check()
