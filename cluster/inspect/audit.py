@@ -1,9 +1,11 @@
 """`python -m cluster.audit out=DIR`: was each prompt group trained exactly once, and scored well?
 
-Reads the ledger's journal of a whole run, with all its jobs and rewinds, and does not rely on the
-ledger's own conclusions: events of leases, arrivals and steps are compared with one another, and
-with the other files in `out/` (cluster/inspect/witnesses.py). A journal that begins after group 0
-proves nothing about earlier groups.
+Reads the ledger's journal of a whole run, with all its jobs and rewinds, in three ways. A replayed
+ledger has to record the same events again (cluster/queue/journal.py). Without a ledger, whose
+faults a replay would repeat, leases, arrivals and steps are compared with one another: each group
+is leased, arrives and is trained once. The other files in `out/` have to agree
+(cluster/inspect/witnesses.py). A journal that begins after group 0 proves nothing about earlier
+groups.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
-from cluster.queue.journal import broken_links, read_journal, step_of
+from cluster.queue.journal import Replay, broken_links, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
@@ -112,20 +114,34 @@ class _Published:
     start_max: int | None
 
 
-class _Auditor:
-    """Checks the events of a journal in order. `steps` is the lineage of the newest weights."""
+# Why groups are leased again, by the event that says so.
+_CAUSES = {
+    "fail": "after a failure",
+    "forfeit": "when a worker died",
+    "expire": "under way for too long",
+    "lost": "when their node died",
+    "recover": "when the queue died",
+    "again": "to be scored again",
+    "begin_again": "begun again, since they were overdue",
+}
+
+
+class _Lineage:
+    """Checks the events of a journal in order, without a ledger.
+
+    `steps` is the lineage of the newest weights.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.steps: list[_Published] = []
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
-        self.epoch = self.committed = 0
+        self.epoch = self.committed = self.again = 0
         self.per_step: int | None = None
         self._most_stale: int | None = None
-        self._most_begun: int | None = None
-        self.again = self.jobs = self.rewinds = self.recoveries = self.duplicates = 0
         self.undone: set[int] = set()
+        self.counts: Counter[str] = Counter()  # of events
         self.causes: Counter[str] = Counter()
         self.ended = False
         self._set_aside: dict[int, str] = {}
@@ -133,11 +149,8 @@ class _Auditor:
 
     def _forget(self) -> None:
         """Reset the state of the epoch."""
-        self._leases: set[tuple[int, int]] = set()  # (id, attempt)
-        self._begun: Counter[int] = Counter()  # number of restarts of each overdue group
-        self._arrived: set[int] = set()  # in this epoch, published or not
-        self._held: set[int] = set()  # arrived, and the payload not lost since
-        self._constant: set[int] = set()  # arrived with one reward for all members
+        self._leased: set[int] = set()
+        self._arrived: set[int] = set()
         self._started: dict[int, int] = {}  # by id: steps published before its lease
         self._published = 0  # steps of this epoch
         self._pushed: _Published | None = None  # trained, and being pushed to the engines
@@ -149,34 +162,26 @@ class _Auditor:
 
     def read(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
-        if self.jobs == 0 and kind != "start":
+        if not self.counts and kind != "start":
             self._complain("the journal does not begin with a start")
-            self.jobs = 1
-        getattr(self, f"_read_{kind}", self._read_unknown)(event)
+        self.counts[kind] += 1
+        self.ended = kind == "end" or (self.ended and kind != "start")
+        if kind in _CAUSES:
+            self.causes[_CAUSES[kind]] += len(event["ids"]) if "ids" in event else 1
+        getattr(self, f"_read_{kind}", _ignore)(event)
 
     def _complain(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def _read_unknown(self, event: Mapping[str, Any]) -> None:
-        self._complain(f"{event['event']!r} is no event of a ledger")
-
-    def _read_scorer(self, event: Mapping[str, Any]) -> None:
-        """Ignore the event, like the next two: `ScoringRecord` reads it."""
-
-    _read_ask = _read_canary = _read_scorer
-
     # jobs and epochs
 
     def _read_start(self, event: Mapping[str, Any]) -> None:
-        self.jobs += 1
-        self.ended = False
         settings = event["settings"]
         self.per_step = settings["groups_per_step"]
         bound = settings.get("on_stale") != "train_late"
         self._most_stale = settings.get("max_staleness") if bound else None
-        self._most_begun = settings.get("most_begun_again")
         run_id = event.get("run_id", "")
-        if self.jobs == 1:
+        if self.counts["start"] == 1:
             self.first = TrainedGroups.from_json(event)
         elif self.run_id and run_id != self.run_id and event["watermark"]:
             self._complain(
@@ -188,7 +193,6 @@ class _Auditor:
         self._set_aside = _by_id(event["set_aside"])
 
     def _read_rewind(self, event: Mapping[str, Any]) -> None:
-        self.rewinds += 1
         self._go_back("the learner", event)
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
@@ -223,85 +227,26 @@ class _Auditor:
         self.steps.append(_Published(version, after.since(self.trained), after, None))
 
     def _read_recover(self, event: Mapping[str, Any]) -> None:
-        self.recoveries += 1
-        self._check_epoch(event)
-        self.causes["when the queue died"] += len(event["ids"])
         self._set_aside |= _by_id(event["set_aside"])
-        self._held.clear()
-
-    def _read_lost(self, event: Mapping[str, Any]) -> None:
-        self._check_epoch(event)
-        if unknown := sorted(set(event["ids"]) - self._held):
-            self._complain(f"groups {unknown} were lost, and had not arrived")
-        self.causes["when their node died"] += len(event["ids"])
-        self._held -= set(event["ids"])
-
-    def _read_begin_again(self, event: Mapping[str, Any]) -> None:
-        self._check_epoch(event)
-        for group_id in event["ids"]:
-            self._begun[group_id] += 1
-            self._started.pop(group_id, None)
-            if group_id in self._held or group_id in self.trained:
-                self._complain(f"group {group_id} was begun again, and had arrived")
-            if self._most_begun is not None and self._begun[group_id] > self._most_begun:
-                self._complain(f"group {group_id} was begun again {self._begun[group_id]} times")
-        over = set(event["ids"])
-        self._leases = {(i, attempt) for i, attempt in self._leases if i not in over}
-        self.causes["begun again, since they were overdue"] += len(over)
-
-    def _read_again(self, event: Mapping[str, Any]) -> None:
-        if unknown := sorted(set(event["ids"]) - self._held):
-            self._complain(f"groups {unknown} were to be scored again, and had not arrived")
-        self.causes["to be scored again"] += len(event["ids"])
-        self._held -= set(event["ids"])
-
-    def _read_end(self, event: Mapping[str, Any]) -> None:
-        self.ended = True
-
-    def _check_epoch(self, event: Mapping[str, Any]) -> None:
-        if event["epoch"] != self.epoch:
-            self._complain(f"{event['event']} of epoch {event['epoch']} in epoch {self.epoch}")
 
     # groups
 
     def _read_lease(self, event: Mapping[str, Any]) -> None:
-        self._check_epoch(event)
-        for group_id, attempt in zip(event["ids"], event["attempts"], strict=True):
+        for group_id in event["ids"]:
             if group_id in self.trained:
                 self._complain(f"group {group_id} was leased though the weights contain it")
-            if (group_id, attempt) in self._leases:
-                self._complain(f"attempt {attempt} of group {group_id} was leased twice")
-            self._leases.add((group_id, attempt))
+            self._leased.add(group_id)
             self._started.setdefault(group_id, self._published)
 
+    def _read_begin_again(self, event: Mapping[str, Any]) -> None:
+        for group_id in event["ids"]:
+            self._leased.discard(group_id)
+            self._started.pop(group_id, None)
+
     def _read_put(self, event: Mapping[str, Any]) -> None:
-        self._check_epoch(event)
-        group_id, attempt = event["id"], event["attempt"]
-        if (group_id, attempt) not in self._leases:
-            self._complain(f"group {group_id} arrived (attempt {attempt}) without a lease")
-        if group_id in self._held or group_id in self.trained:
-            self._complain(f"group {group_id} was accepted twice")
-        self._arrived.add(group_id)
-        if "constant_reward" in event:
-            self._constant.add(group_id)
-        self._held.add(group_id)
-
-    def _read_dup(self, event: Mapping[str, Any]) -> None:
-        self.duplicates += 1
-        if event["id"] not in self._arrived and event["id"] not in self.trained:
-            self._complain(f"group {event['id']} was dropped as a repeat, and never arrived")
-
-    def _read_late(self, event: Mapping[str, Any]) -> None:
-        self.duplicates += 1
-
-    def _read_fail(self, event: Mapping[str, Any]) -> None:
-        self.causes["after a failure"] += 1
-
-    def _read_forfeit(self, event: Mapping[str, Any]) -> None:
-        self.causes["when a worker died"] += len(event["ids"])
-
-    def _read_expire(self, event: Mapping[str, Any]) -> None:
-        self.causes["under way for too long"] += len(event["ids"])
+        if event["id"] not in self._leased:
+            self._complain(f"group {event['id']} arrived without a lease")
+        self._arrived.add(event["id"])
 
     def _read_set_aside(self, event: Mapping[str, Any]) -> None:
         self._set_aside[event["id"]] = event["reason"]
@@ -309,13 +254,7 @@ class _Auditor:
     # steps
 
     def _read_take(self, event: Mapping[str, Any]) -> None:
-        for group_id in step_of(event)[0]:
-            if group_id not in self._held:
-                self._complain(f"group {group_id} was taken, and is not there")
-        for group_id in event.get("replaced", ()):
-            if group_id not in self._constant:
-                self._complain(f"group {group_id} was passed over, and its rewards differ")
-            self._set_aside[group_id] = CONSTANT_REWARD
+        self._set_aside |= dict.fromkeys(event.get("replaced", ()), CONSTANT_REWARD)
 
     def _read_push(self, event: Mapping[str, Any]) -> None:
         self._land()
@@ -360,7 +299,6 @@ class _Auditor:
         self.undone -= set(ids)
         after = self._account_for(version, ids, skipped, watermark)
         self.steps.append(_Published(version, ids, after, self._oldest(ids)))
-        self._held = {i for i in self._held if i not in after}
         return self.steps[-1]
 
     def _account_for(
@@ -404,6 +342,10 @@ class _Auditor:
         self.committed = event["watermark"]
 
 
+def _ignore(_event: Mapping[str, Any]) -> None:
+    """The replay alone judges scorers, and events that no ledger records."""
+
+
 def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:
     return {int(group_id): reason for group_id, reason in reasons.items()}
 
@@ -421,54 +363,55 @@ def audit(
         DataError: the journal is missing, empty or unreadable.
     """
     witnesses = Witnesses.beside(Path(path))  # first: what a live run adds later is no error
-    auditor, record = _Auditor(), ScoringRecord()
-    auditor.problems += broken_links(path)
+    lineage, record, played = _Lineage(), ScoringRecord(), Replay()
+    lineage.problems += broken_links(path)
     for event in read_journal(path):
+        played.play(event)
         try:
-            auditor.read(event)
-            record.read(event)
+            lineage.read(event)
+            record.read(event, played)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: an event without its fields, {event}: {error!r}") from error
-    if not auditor.jobs:
+    if not lineage.counts:
         raise DataError(f"{path} is empty: no job of this run got as far as its queue")
-    scoring = record.result()
-    auditor.problems += scoring.problems if scoring else []
-    trained = sum(len(step.ids) for step in auditor.steps)
-    accounts = {step.version: step.after for step in auditor.steps}
-    starts = {step.version: step.start_max for step in auditor.steps}
-    auditor.problems += witnesses.contradict(auditor.run_id, accounts, starts)
-    per_step = groups_per_step or auditor.per_step or 0
+    scoring = record.result(played.contradictions)
+    lineage.problems += scoring.problems if scoring else played.contradictions
+    trained = sum(len(step.ids) for step in lineage.steps)
+    accounts = {step.version: step.after for step in lineage.steps}
+    starts = {step.version: step.start_max for step in lineage.steps}
+    lineage.problems += witnesses.contradict(lineage.run_id, accounts, starts)
+    per_step = groups_per_step or lineage.per_step or 0
     if steps is not None and trained != steps * per_step:
-        auditor.problems.append(
+        lineage.problems.append(
             f"{trained} groups were trained; {steps} steps of {per_step} are {steps * per_step}"
         )
-    elif steps is not None and auditor.trained.above:
-        auditor.problems.append(
-            f"all {steps} steps were trained, and group {auditor.trained.watermark} was passed over"
+    elif steps is not None and lineage.trained.above:
+        lineage.problems.append(
+            f"all {steps} steps were trained, and group {lineage.trained.watermark} was passed over"
         )
     return Audit(
-        problems=[*_begins_late(auditor), *auditor.problems],
+        problems=[*_begins_late(lineage), *lineage.problems],
         trained=trained,
-        watermark=auditor.trained.watermark,
-        set_aside=dict(auditor.trained.set_aside),
-        steps=len(auditor.steps),
-        committed=auditor.committed,
-        again=auditor.again,
-        jobs=auditor.jobs,
-        rewinds=auditor.rewinds,
-        recoveries=auditor.recoveries,
-        re_leases=dict(auditor.causes),
-        duplicates=auditor.duplicates,
-        ended=auditor.ended,
-        first=auditor.first.watermark,
+        watermark=lineage.trained.watermark,
+        set_aside=dict(lineage.trained.set_aside),
+        steps=len(lineage.steps),
+        committed=lineage.committed,
+        again=lineage.again,
+        jobs=lineage.counts["start"],
+        rewinds=lineage.counts["rewind"],
+        recoveries=lineage.counts["recover"],
+        re_leases=dict(lineage.causes),
+        duplicates=lineage.counts["dup"] + lineage.counts["late"],
+        ended=lineage.ended,
+        first=lineage.first.watermark,
         scoring=scoring,
     )
 
 
-def _begins_late(auditor: _Auditor) -> list[str]:
-    if not (first := auditor.first.watermark):
+def _begins_late(lineage: _Lineage) -> list[str]:
+    if not (first := lineage.first.watermark):
         return []
-    rest = "" if auditor.problems else f"; each from {first} on was trained exactly once"
+    rest = "" if lineage.problems else f"; each from {first} on was trained exactly once"
     return [
         f"the journal begins with group {first}, and how those below it were trained is "
         f"written nowhere: of groups 0 to {first - 1} nothing is proved{rest}"

@@ -32,7 +32,7 @@
 Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
 removed, repeated, moved or edited are known (`broken_links`).
 
-Two read it: the queue that was killed (`replay`), and cluster/inspect/audit.py.
+It is read by `Replay`: for the queue that was killed, and for the audit (cluster/inspect/audit.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,25 +152,6 @@ def _damaged(what: str) -> DataError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """State of the newest job of a journal, replayed.
-
-    Attributes:
-        run: the token of that job's queue; "" of an empty journal.
-        epoch: the newest; 0 of an empty journal.
-        ended: the job ended as it should.
-        ledger: as it was when the last line was written; None of an empty journal.
-        run_id: the run that the job was of; "" where the journal does not say.
-    """
-
-    run: str
-    epoch: int
-    ended: bool
-    ledger: Ledger | None
-    run_id: str = ""
-
-
 def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Replay:
     """Plays the journal again; a file that is not there is empty.
 
@@ -180,38 +161,86 @@ def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Rep
     Raises:
         DataError: it is no journal, or contradicts itself.
     """
-    ledger, run, run_id, ended = None, "", "", False
-    if not Path(path).exists():
-        return Replay(run="", epoch=0, ended=False, ledger=None)
-    for number, event in enumerate(read_journal(path), start=1):
+    played = Replay(clock)
+    for event in read_journal(path) if Path(path).exists() else ():
+        played.play(event)
+        if played.contradictions:
+            raise _damaged(f"{path}, {played.contradictions[0]}")
+    return played
+
+
+class Replay:
+    """A journal's events, played to the ledger of their job, which has to record them again.
+
+    Attributes:
+        run: the token of the newest job's queue; "" of an empty journal.
+        run_id: the run that the job was of; "" where the journal does not say.
+        ended: the job ended as it should.
+        ledger: the job's, as it was after the last event; None of an empty journal.
+        contradictions: of each job, the first event that its ledger would not have recorded.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = self.run_id = ""
+        self.ended = False
+        self.ledger: Ledger | None = None
+        self.contradictions: list[str] = []
+        self._clock = clock
+        self._recorded: deque[dict[str, Any]] = deque()  # by the ledger, and still to be read
+        self._line = 0
+        self._contradicted = False  # no later event of the job can be judged
+
+    @property
+    def epoch(self) -> int:
+        """The newest; 0 of an empty journal."""
+        return self.ledger.epoch if self.ledger else 0
+
+    def play(self, event: Mapping[str, Any]) -> None:
+        self._line += 1
         try:
             if event["event"] == "start":
-                settings = LedgerSettings(**event["settings"])
-                trained = TrainedGroups.from_json(event)
-                ledger = Ledger(settings, trained, epoch=event["epoch"], clock=clock)
-                run, run_id, ended = event["run"], event.get("run_id", ""), False
-            elif ledger is not None:
-                _apply(ledger, event)
-                ended = ended or event["event"] == "end"
+                self._start(event)
+            elif event["event"] == "end":
+                self.ended = True
+            elif self.ledger is not None and not self._contradicted:
+                self._compare(self.ledger, event)
         except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            raise _damaged(
-                f"{path}, line {number} contradicts the lines before it: {event}: {error!r}"
-            ) from error
-    epoch = ledger.epoch if ledger else 0
-    return Replay(run=run, epoch=epoch, ended=ended, ledger=ledger, run_id=run_id)
+            self._contradicted = True
+            self.contradictions.append(
+                f"line {self._line} contradicts the lines before it: {dict(event)}: {error!r}"
+            )
+
+    def _start(self, event: Mapping[str, Any]) -> None:
+        self.run, self.run_id, self.ended = event["run"], event.get("run_id", ""), False
+        self._contradicted = False
+        self._recorded.clear()
+        settings, trained = LedgerSettings(**event["settings"]), TrainedGroups.from_json(event)
+        self.ledger = Ledger(
+            settings, trained, epoch=event["epoch"], clock=self._clock, record=self._record
+        )
+
+    def _record(self, event: str, **fields: Any) -> None:
+        self._recorded.append({"event": event, **fields})
+
+    def _compare(self, ledger: Ledger, event: Mapping[str, Any]) -> None:
+        if event["event"] == "recover":  # the queue may have died within a call
+            self._recorded.clear()
+        if not self._recorded:
+            _apply(ledger, event)
+        recorded = self._recorded.popleft() if self._recorded else {}
+        assert recorded and recorded.items() <= event.items(), f"the ledger records {recorded}"
 
 
 def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
+    """Make the call of the ledger that recorded the event."""
     match event["event"]:
         case "lease":
-            leases = ledger.lease(event["worker"], len(event["ids"]), event["request"])
-            assert [lease.group_id for lease in leases] == event["ids"], f"it leases {leases}"
+            ledger.lease(event["worker"], len(event["ids"]), event["request"])
         case "put" | "dup" | "late":
-            wanted = ledger.deliver(
+            ledger.deliver(
                 _lease(event, event["epoch"]), event["worker"], event.get("constant_reward"),
                 event.get("by", ()),
             )  # fmt: skip
-            assert wanted == (event["event"] == "put"), "the group was delivered before, or later"
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
         case "forfeit":
@@ -230,9 +259,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "begin_again":
             ledger.begin_again(event["ids"])
         case "take":
-            step = ledger.take()
-            ids, _ = step_of(event)
-            assert step is not None and step.group_ids == ids, f"the next step is {step}"
+            ledger.take()
         case "lost":
             ledger.lose(event["ids"], event["reason"])
         case "push":
@@ -248,6 +275,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             ledger.rewind(TrainedGroups.from_json(event), event["reason"])
         case "recover":
             ledger.recover()
+        case kind:
+            raise ValueError(f"{kind!r} is no event of a ledger, or follows no call of it")
 
 
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:

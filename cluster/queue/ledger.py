@@ -94,7 +94,7 @@ class Ledger:
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
-        self._custody = Custody()
+        self.custody = Custody()
         self.sampled_anew: set[int] = set()  # leased again, with their earlier data discarded
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
@@ -117,7 +117,7 @@ class Ledger:
             if i >= trained.watermark and reason != CONSTANT_REWARD
         }
         self._set_aside = {**trained.set_aside, **above}
-        self._custody.keep(trained.__contains__)
+        self.custody.keep(trained.__contains__)
         # Each live id that was started and is not trained, with `_steps` at its first lease or last
         # restart. Each id is in exactly one of `_pending`, `_leased` and `_delivered`.
         self._started: dict[int, int] = {}
@@ -189,7 +189,7 @@ class Ledger:
         if self._over.get(group_id) == attempt - 1:
             self._started[group_id] = self._steps
         self._started.setdefault(group_id, self._steps)
-        self._custody.begun(group_id)
+        self.custody.begun(group_id)
         self._re_leases += attempt > 1
         now = self._clock()
         self._leased[group_id] = _Held(worker, attempt, now, now)
@@ -242,13 +242,13 @@ class Ledger:
         if constant_reward is not None and self._settings.most_replaced:
             self._constant[group_id] = constant_reward
             fields["constant_reward"] = constant_reward
-        replicas = {*scored_by, *self._custody.rewarded_by(group_id)}
+        replicas = {*scored_by, *self.custody.rewarded_by(group_id)}
         if replicas:
             fields["by"] = sorted(replicas)
         self.record("put", **fields)
-        if not self._custody.arrived(group_id, replicas):
-            moved = replicas & self._custody.moved
-            self._score_again([group_id], anew=any(map(self._custody.rewards, moved)))
+        if not self.custody.arrived(group_id, replicas):
+            moved = replicas & self.custody.moved
+            self._score_again([group_id], anew=any(map(self.custody.rewards, moved)))
         self._meter()
         return True
 
@@ -312,13 +312,13 @@ class Ledger:
         kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
         self.record("scorer", replica=replica, **kind, **said)
         if in_learner:
-            self._custody.joined_learner(replica)
+            self.custody.joined_learner(replica)
         if rewards:
-            self._custody.rewards_from_now(replica)
+            self.custody.rewards_from_now(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
         """Record that canaries are about to be sent: delivered groups were scored before them."""
-        self._custody.asked(replicas)
+        self.custody.asked(replicas)
         self.record("ask", replicas=sorted(replicas))
 
     def canary(self, replica: int, good: bool, **said: Any) -> CanaryAnswer:
@@ -333,13 +333,13 @@ class Ledger:
         """
         self.record("canary", replica=replica, good=good, **said)
         if good:
-            self._custody.good(replica)
+            self.custody.good(replica)
             return CanaryAnswer(proven=self._proven)
-        scored = self._custody.bad(replica)
+        scored = self.custody.bad(replica)
         taken = scored & set(self._taken.group_ids if self._taken else ())
-        bad = [*self._custody.versions_of(scored).values(), *([self._version + 1] if taken else [])]
+        bad = [*self.custody.versions_of(scored).values(), *([self._version + 1] if taken else [])]
         again = sorted(scored & self._delivered - taken)
-        self._score_again(again, anew=self._custody.rewards(replica))
+        self._score_again(again, anew=self.custody.rewards(replica))
         self._meter()
         return CanaryAnswer(
             again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
@@ -347,7 +347,7 @@ class Ledger:
 
     @property
     def _proven(self) -> int:
-        first = self._custody.first_open_version()
+        first = self.custody.first_open_version()
         return self._version if first is None else first - 1
 
     def _score_again(self, ids: Collection[int], *, anew: bool) -> None:
@@ -360,10 +360,10 @@ class Ledger:
             return
         if anew:
             self.sampled_anew |= set(ids)
-            self._custody.anew(ids)
+            self.custody.anew(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=list(ids), reason=self._last_reason)
-        self._custody.drop(ids)
+        self.custody.drop(ids)
         for group_id in ids:
             self._delivered.discard(group_id)
             self._constant.pop(group_id, None)
@@ -468,9 +468,11 @@ class Ledger:
         """
         if not ids:
             return
+        most = self._settings.most_begun_again
+        assert all(i not in self._delivered and self._begun_again[i] < most for i in ids)
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
-        self._custody.anew(ids)
+        self.custody.anew(ids)
         for group_id in ids:
             self._leased.pop(group_id, None)
             self._pending.add(group_id)
@@ -570,7 +572,7 @@ class Ledger:
             for group_id in gone:
                 self._delivered.discard(group_id)
                 self._constant.pop(group_id, None)
-            self._custody.drop(gone)
+            self.custody.drop(gone)
             self._lose(gone, reason)
         return gone
 
@@ -645,8 +647,8 @@ class Ledger:
                 of_it.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self._trained, self._taken = trained, None
-        self._custody.drop(aside)
-        self._custody.published(version, ids)
+        self.custody.drop(aside)
+        self.custody.published(version, ids)
         self._version = version
         self._next = max(self._next, trained.watermark)
         self._record_step(event, version, before, trained)
@@ -687,7 +689,7 @@ class Ledger:
         lost = sorted(self._delivered)
         self.sampled_anew.clear()
         taken = set(self._taken.group_ids if self._taken else ())
-        self._custody.drop(self._delivered - taken)  # taken groups may still be trained
+        self.custody.drop(self._delivered - taken)  # taken groups may still be trained
         self._delivered, self._constant = set(), {}
         above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))

@@ -1,19 +1,20 @@
 """Audit of the scorers from a journal: whether each trained group lies between two good canaries.
 
-Reads the events of cluster/queue/journal.py in order, for all jobs of a run. Numbers of scorers are
-valid within one job. Groups that a killed job left unproven cannot be proven later.
+Reads the events of cluster/queue/journal.py in order, for all jobs of a run. The custody of their
+replayed ledgers tells which groups are proven. Numbers of scorers are valid within one job. Groups
+that a killed job left unproven cannot be proven later.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.queue.custody import Custody
-from cluster.queue.journal import read_journal, step_of
+from cluster.queue.journal import Replay, read_journal, step_of
 from distill.delivery import TrainedGroups
 
 
@@ -67,7 +68,7 @@ class Scoring:
 
     @property
     def holds(self) -> bool:
-        return self.proven == self.trained
+        return self.proven == self.trained and not self.problems
 
     def verdict(self) -> str:
         """One-line summary for users."""
@@ -89,6 +90,7 @@ class Scoring:
                 for who, s in self.gaps.items()
             ),
             *([f"{self.unwatched} groups name no scorer"] if self.unwatched else []),
+            *self.problems,
         ]
         return (
             f"{self.proven} of {self.trained} trained groups are proven to be scored between two "
@@ -103,49 +105,40 @@ def _steps(steps: Collection[int]) -> str:
 
 @dataclass(slots=True)
 class _Job:
-    """Scorers of one job, by number."""
+    """Scorers of one job, by number, and the custody of its ledger."""
 
-    custody: Custody = field(default_factory=Custody)
+    custody: Custody
     replicas: dict[int, Replica] = field(default_factory=dict)
 
 
 class ScoringRecord:
-    """Builds a `Scoring` from the events of a journal, read in order."""
+    """Builds a `Scoring` from the events of a journal, each after its ledger has replayed it."""
 
     def __init__(self) -> None:
-        self._job = _Job()
-        self._jobs = [self._job]
+        self._job = _Job(Custody())
+        self._jobs: list[_Job] = []
         self._by: dict[int, tuple[_Job, list[int]]] = {}  # by group: its last scorers
         self._trained: dict[int, int] = {}  # versions, by group
-        self._taken: set[int] = set()
         self._again = 0
         self._problems: list[str] = []
 
-    def read(self, event: Mapping[str, Any]) -> None:
+    def read(self, event: Mapping[str, Any], played: Replay) -> None:
+        """Read an event that was played."""
+        if event["event"] == "start" and played.ledger is not None:
+            self._job = _Job(played.ledger.custody)
+            self._jobs.append(self._job)
         getattr(self, f"_read_{event['event']}", _nothing)(event)
 
     def _read_start(self, event: Mapping[str, Any]) -> None:
-        self._job = _Job()
-        self._jobs.append(self._job)
-        self._go_back(event)
-
-    def _read_rewind(self, event: Mapping[str, Any]) -> None:
-        self._go_back(event)
-
-    def _go_back(self, event: Mapping[str, Any]) -> None:
         trained = TrainedGroups.from_json(event)
         self._trained = {i: version for i, version in self._trained.items() if i in trained}
-        self._taken = set()
         for job in self._jobs:
             job.custody.keep(trained.__contains__)
 
+    _read_rewind = _read_start
+
     def _read_scorer(self, event: Mapping[str, Any]) -> None:
         self._job.replicas[event["replica"]] = Replica(who=event["who"], said=event)
-        if event.get("in_learner"):
-            self._job.custody.joined_learner(event["replica"])
-
-    def _read_ask(self, event: Mapping[str, Any]) -> None:
-        self._job.custody.asked(event["replicas"])
 
     def _read_canary(self, event: Mapping[str, Any]) -> None:
         number = event["replica"]
@@ -157,33 +150,20 @@ class ScoringRecord:
             replica.canaries += 1
             replica.rode += event["rode"]
             replica.largest = max(replica.largest, event["gap"])
-            self._job.custody.good(number)
         else:
             replica.moved = event
-            self._job.custody.bad(number)
 
     def _read_put(self, event: Mapping[str, Any]) -> None:
         group_id, numbers = event["id"], event.get("by", [])
         if unknown := sorted(set(numbers) - self._job.replicas.keys()):
             self._problems.append(f"group {group_id} was scored by {unknown}, which never began")
         self._by[group_id] = self._job, numbers
-        self._job.custody.arrived(group_id, numbers)
-
-    def _read_take(self, event: Mapping[str, Any]) -> None:
-        self._taken = set(step_of(event)[0])
 
     def _read_again(self, event: Mapping[str, Any]) -> None:
         self._again += len(event["ids"])
-        self._job.custody.drop(event["ids"])
-
-    def _read_lost(self, event: Mapping[str, Any]) -> None:
-        self._job.custody.drop(event["ids"])
-
-    def _read_recover(self, event: Mapping[str, Any]) -> None:
-        self._job.custody.drop(set(event["ids"]) - self._taken)
 
     def _read_train(self, event: Mapping[str, Any]) -> None:
-        ids, skipped = step_of(event)
+        ids, _ = step_of(event)
         version: int = event["version"]
         if ids and all(self._trained.get(group_id) == version for group_id in ids):
             return  # recorded by its push event already
@@ -193,14 +173,15 @@ class ScoringRecord:
             if in_learner:
                 job, numbers = self._by.get(group_id, (self._job, []))
                 self._by[group_id] = job, [*numbers, *in_learner]
-        self._job.custody.drop(skipped)
-        self._job.custody.published(version, ids)
-        self._taken = set()
 
     _read_push = _read_train
 
-    def result(self) -> Scoring | None:
-        """The audit's result; None if the journal names no scorer."""
+    def result(self, contradictions: Sequence[str]) -> Scoring | None:
+        """The audit's result; None if the journal names no scorer.
+
+        Args:
+            contradictions: of the ledgers' replay.
+        """
         replicas = [replica for job in self._jobs for replica in job.replicas.values()]
         if not replicas:
             return None
@@ -229,7 +210,7 @@ class ScoringRecord:
             gaps={who: sorted(steps) for who, steps in gaps.items()},
             bad={who: sorted(steps) for who, steps in bad.items()},
             again=self._again,
-            problems=self._problems,
+            problems=[*contradictions, *self._problems],
         )
 
 
@@ -243,7 +224,8 @@ def read_scoring(path: str | Path) -> Scoring | None:
     Raises:
         DataError: the journal is unreadable.
     """
-    record = ScoringRecord()
+    record, played = ScoringRecord(), Replay()
     for event in read_journal(path):
-        record.read(event)
-    return record.result()
+        played.play(event)
+        record.read(event, played)
+    return record.result(played.contradictions)

@@ -419,7 +419,7 @@ def test_a_copy_in_the_learner_proves_what_is_trained_and_is_found_when_it_chang
     scoring = read_scoring(here.path)
     assert scoring is not None and scoring.holds and scoring.trained == 4 and here.trusted == 2
     again = replay(here.path).ledger
-    assert again is not None and len(again._custody.in_learner) == 2
+    assert again is not None and len(again.custody.in_learner) == 2
 
 
 def test_a_copy_of_other_weights_does_not_take_the_place_of_the_first(
