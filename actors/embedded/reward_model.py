@@ -176,7 +176,7 @@ class EmbeddedRewardModel:
         while batch := self._take():
             try:
                 rows = [row.tokens_T for row in batch]
-                scores = await loop.run_in_executor(self._thread, self._score, rows)
+                scores = await loop.run_in_executor(self._thread, self.score_rows, rows)
             except Exception as error:  # fails this batch only; queued rows are still scored
                 for row in batch:
                     _fail(row, error)
@@ -201,7 +201,7 @@ class EmbeddedRewardModel:
         return batch
 
     @torch.inference_mode()
-    def _score(self, rows: Sequence[TokenArray]) -> list[float]:
+    def score_rows(self, rows: Sequence[TokenArray]) -> list[float]:
         """Scores of rows, at the position that the checkpoint's own class reads."""
         padding = 0 if self._padding is None else self._padding  # a batch of one row has none
         width = max(map(len, rows))

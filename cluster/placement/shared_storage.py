@@ -33,7 +33,7 @@ def require_visible(
     }
     if not local:
         return
-    seen_by = ask_nodes(_exist, (list(local.values()),), nodes, ", ".join(local), deadline_s)
+    seen_by = ask_nodes(exist_here, (list(local.values()),), nodes, ", ".join(local), deadline_s)
     for node, seen in seen_by.items():
         for (name, path), exists in zip(local.items(), seen, strict=True):
             if not exists:
@@ -56,7 +56,7 @@ def require_same_directory(
     file = Path(directory).absolute() / f".visible-{secrets.token_hex(4)}"
     file.write_text(word)
     try:
-        read_by = ask_nodes(_read, (str(file),), nodes, name, deadline_s)
+        read_by = ask_nodes(read_here, (str(file),), nodes, name, deadline_s)
     finally:
         file.unlink(missing_ok=True)
     for node, read in read_by.items():
@@ -68,11 +68,11 @@ def require_same_directory(
             )
 
 
-def _exist(paths: list[str]) -> list[bool]:
+def exist_here(paths: list[str]) -> list[bool]:
     return [os.path.exists(path) for path in paths]
 
 
-def _read(path: str) -> str | None:
+def read_here(path: str) -> str | None:
     try:
         return Path(path).read_text()
     except OSError:

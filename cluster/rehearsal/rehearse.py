@@ -89,7 +89,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
         if said:
             console.print(said, markup=False, highlight=False)
     out = Path(config.out)
-    place = _cleared(out.with_name(f"{out.name}-rehearsal"))
+    place = clear_place(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)
     rehearsal = _Rehearsal(config, small, inputs, place, console)
     with local_head(cpus_here(small.config)) if starts_here() else nullcontext():
@@ -97,7 +97,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     rehearsal.report(time.monotonic() - began)
 
 
-def _cleared(place: Path) -> Path:
+def clear_place(place: Path) -> Path:
     """Create an empty directory for the rehearsal.
 
     Raises:

@@ -93,7 +93,7 @@ class Trackers:
         told = without_secrets(settings)
         started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
         self._trackers = [
-            _Threaded(name, partial(_KINDS[name], started), say) for name in chosen.trackers
+            _Threaded(name, partial(KINDS[name], started), say) for name in chosen.trackers
         ]
         run.on_event = self.event
 
@@ -361,7 +361,7 @@ def _quoted(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-_KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
+KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
     "wandb": _Wandb,
     "tensorboard": _TensorBoard,
     "mlflow": _Mlflow,

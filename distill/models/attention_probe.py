@@ -63,7 +63,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
         try:
             expected = [PlainModel(model).hidden([row])[0] for row in rows]
             ours = SharedPrefixModel(model)
-            why_not = _difference(ours, model.config.get_text_config(), rows, expected)
+            why_not = compare_passes(ours, model.config.get_text_config(), rows, expected)
             if not why_not and decode_probe:
                 why_not = _too_large(decode_probe(ours, rows, expected), expected[0].dtype)
             if not why_not:
@@ -114,7 +114,7 @@ def _probe_rows(vocab_size: int) -> list[TokenArray]:
     return [generator.integers(vocab_size, size=n).astype(np.int32) for n in (9, 6)]
 
 
-def _difference(
+def compare_passes(
     ours: SharedPrefixModel, config: Any, rows: list[TokenArray], expected: list[Tensor]
 ) -> str:
     recorder = _WindowRecorder(len(rows[0]))

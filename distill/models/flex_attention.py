@@ -208,7 +208,7 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
     if heads is None or device.type != "cuda":
         return False
     try:
-        gap = _probe(heads, dtype, device)
+        gap = probe_kernel(heads, dtype, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compiler errors have many types
@@ -222,7 +222,7 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
 
 
 @torch.enable_grad()
-def _probe(heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
+def probe_kernel(heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
     """Largest difference between both kinds of attention, over outputs and gradients.
 
     Differences are relative to the largest value.

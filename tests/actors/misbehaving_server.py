@@ -82,12 +82,12 @@ class MisbehavingServer:
             return web.Response(status=400, text="logit_bias outside of the vocabulary")
         if "logprob_start_len" in body:
             self.scored.append([len(tokens) for tokens in body["input_ids"]])
-        content = self.spoil(self._generate(body))
+        content = self.spoil(self.answer_generate(body))
         if isinstance(content, str):
             return web.Response(text=content)
         return web.json_response(content)
 
-    def _generate(self, body: Answer) -> Any:
+    def answer_generate(self, body: Answer) -> Any:
         params = body["sampling_params"]
         answers = []
         prompts = body["input_ids"]

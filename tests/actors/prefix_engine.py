@@ -60,9 +60,9 @@ class PrefixEngine:
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         self.scored.append(list(requests))
-        return [self._score(request) for request in requests]
+        return [self.answer(request) for request in requests]
 
-    def _score(self, request: ScoreRequest) -> Score:
+    def answer(self, request: ScoreRequest) -> Score:
         positions = range(request.start, len(request.tokens_T))
 
         def distributions_NV(temperature: float) -> FloatArray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import shlex
 import socket
@@ -304,16 +303,3 @@ def test_some_of_the_tools_and_others_besides(server: Path) -> None:
 def test_what_cannot_be_asked_is_refused(settings: dict[str, object], field: str) -> None:
     with refuses(ConfigError, field):
         McpToolUse(**settings).toolbox()  # pyright: ignore[reportArgumentType]
-
-
-def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ConfigError):
-        McpToolUse(mcp_command="never-run").toolbox()
-
-
-def test_the_clients_own_environment_has_no_secrets() -> None:
-    from mcp.client.stdio import get_default_environment
-
-    assert set(get_default_environment()) <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
-    assert os.environ.keys() - get_default_environment().keys()

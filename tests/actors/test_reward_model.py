@@ -103,13 +103,13 @@ def test_requests_at_the_same_time_share_a_pass(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
-    score = EmbeddedRewardModel._score
+    score = EmbeddedRewardModel.score_rows
 
     def counted(model: EmbeddedRewardModel, rows: Sequence[Any]) -> list[float]:
         passes.append(len(rows))
         return score(model, rows)
 
-    monkeypatch.setattr(EmbeddedRewardModel, "_score", counted)
+    monkeypatch.setattr(EmbeddedRewardModel, "score_rows", counted)
     run(checkpoint, *([asked] for asked in ASKED))
     assert sum(passes) == len(ASKED) and len(passes) < len(ASKED)
 

@@ -204,7 +204,7 @@ def test_other_rows_than_the_requests_have_are_refused(
 def _batch(asked: list[plugin.Asked] | None, lens: list[int], starts: list[int]) -> SimpleNamespace:
     info = SimpleNamespace()
     if asked is not None:
-        setattr(info, plugin._NOTE, asked)
+        setattr(info, plugin.NOTE, asked)
     mode = SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
     return SimpleNamespace(
         forward_mode=mode,
@@ -325,7 +325,7 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
     plugin.note_requests(None, None, batch, None)
     metadata = SimpleNamespace()
     plugin.carry_note(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
-    noted = getattr(metadata, plugin._NOTE)
+    noted = getattr(metadata, plugin.NOTE)
     assert noted == [
         plugin.Asked(0.7, True, True, begin=50),
         plugin.Asked(1.5, False, False, begin=5),
@@ -333,7 +333,7 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
     ]
     batch.prefix_lens = None  # no account of them: what earlier passes returned is not joined
     plugin.note_requests(None, None, batch, None)
-    again = getattr(batch.sampling_info, plugin._NOTE)
+    again = getattr(batch.sampling_info, plugin.NOTE)
     assert [asked.begin for asked in again] == [0, 0, 0]
     assert [a.pieces is b.pieces for a, b in zip(noted, again, strict=True)] == [True] * 3
 
@@ -427,7 +427,7 @@ def test_it_steps_aside_where_the_server_has_the_option(
     assert not native_option_present()
     io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     monkeypatch.setattr(io_struct, "GenerateReqInput", doctored.Request)
-    monkeypatch.setattr(plugin, "_install", lambda _: pytest.fail("it did not step aside"))
+    monkeypatch.setattr(plugin, "install", lambda _: pytest.fail("it did not step aside"))
     monkeypatch.setenv(plugin.SWITCH, "1")
     plugin.activate()
 
@@ -448,7 +448,7 @@ def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
             applied.append("applied")
 
     with pytest.MonkeyPatch.context() as patch:
-        plugin._install(SimpleNamespace(HookRegistry=Registry, HookType={"AFTER": 1, "AROUND": 2}))
+        plugin.install(SimpleNamespace(HookRegistry=Registry, HookType={"AFTER": 1, "AROUND": 2}))
         if works:
             for hook in plugin.HOOKS:
                 owner, name = hook.target.rsplit(".", 1)

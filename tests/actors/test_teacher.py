@@ -136,8 +136,8 @@ def expect_otherwise_the_same(scored: TrajectoryGroup, before: TrajectoryGroup) 
 
 def test_the_version_that_scored_is_on_each_segment() -> None:
     class Moves(PrefixEngine):
-        def _score(self, request: ScoreRequest) -> Score:
-            return replace(super()._score(request), version=len(request.tokens_T))
+        def answer(self, request: ScoreRequest) -> Score:
+            return replace(super().answer(request), version=len(request.tokens_T))
 
     before = unscored()
     scored = run(score_group(Moves(0), before))

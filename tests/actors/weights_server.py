@@ -97,7 +97,7 @@ class WeightsServer(MisbehavingServer):
         if refusal is not None:
             return web.json_response({"success": False, "message": refusal}, status=400)
         if request.path == "/update_weights_from_tensor":
-            self._load(body)
+            self.load_buckets(body)
         return web.json_response({"success": True, "message": "Success"})
 
     def _refusal(self, path: str) -> str | None:
@@ -113,7 +113,7 @@ class WeightsServer(MisbehavingServer):
             return "weights would change under requests"
         return None
 
-    def _load(self, body: Mapping[str, Any]) -> None:
+    def load_buckets(self, body: Mapping[str, Any]) -> None:
         for model, order in zip(self.ranks, body["serialized_named_tensors"], strict=True):
             given = pickle.loads(base64.b64decode(order))
             if body["load_format"] == LOADER:

@@ -207,7 +207,7 @@ windows = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     limits=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=3, max_size=3),
     # Runs of the same window, or nothing would ever be sustained.

@@ -189,7 +189,7 @@ def test_each_rank_reads_what_its_own_worker_lends(owned) -> None:
 
 
 def refuse_bucket(server: WeightsServer, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load = [], server._load
+    loads, load = [], server.load_buckets
 
     def refuse(body: Any) -> None:
         loads.append(1)
@@ -197,7 +197,7 @@ def refuse_bucket(server: WeightsServer, number: int, monkeypatch: pytest.Monkey
             raise RuntimeError("out of memory")
         load(body)
 
-    monkeypatch.setattr(server, "_load", refuse)
+    monkeypatch.setattr(server, "load_buckets", refuse)
 
 
 def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(

@@ -19,7 +19,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
 from cluster.rehearsal.elsewhere import Elsewhere, ask_once
 from cluster.rehearsal.full_size import full_size
-from cluster.rehearsal.rehearse import _cleared
+from cluster.rehearsal.rehearse import clear_place
 from cluster.rehearsal.small import STEPS_AT_MOST, small_run
 from cluster.rehearsal.strikes import Recovery, Strikes
 from cluster.runtime.driver import Signals
@@ -136,12 +136,12 @@ def test_nobody_there_and_one_that_hangs() -> None:
 
 def test_only_a_rehearsals_directory_is_replaced(tmp_path: Path) -> None:
     place = tmp_path / "run-rehearsal"
-    _cleared(place)
+    clear_place(place)
     (place / "twins").mkdir()
-    assert not (_cleared(place) / "twins").exists()
+    assert not (clear_place(place) / "twins").exists()
     (place / "rehearsal.json").rename(place / "thesis.tex")
     with pytest.raises(ConfigError):
-        _cleared(place)
+        clear_place(place)
     assert (place / "thesis.tex").exists()
 
 

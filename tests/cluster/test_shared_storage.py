@@ -28,9 +28,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, here: Path, there: Path) -> None:
     def moved(path: str) -> str:
         return str(path).replace(str(here), str(there))
 
-    monkeypatch.setattr(visible, "_exist", lambda paths: [exists(moved(path)) for path in paths])
     monkeypatch.setattr(
-        visible, "_read", lambda path: read(Path(moved(path))) if exists(moved(path)) else None
+        visible, "exist_here", lambda paths: [exists(moved(path)) for path in paths]
+    )
+    monkeypatch.setattr(
+        visible, "read_here", lambda path: read(Path(moved(path))) if exists(moved(path)) else None
     )
 
 
@@ -80,6 +82,6 @@ def test_storage_that_hangs_runs_into_the_deadline(
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # opening it waits for a writer, as a dead mount waits for its server
     read = Path.read_text
-    monkeypatch.setattr(visible, "_read", lambda _: read(pipe))
+    monkeypatch.setattr(visible, "read_here", lambda _: read(pipe))
     with refuses(ConfigError, "out"):
         require_same_directory("out", str(tmp_path), [node], deadline_s=1)

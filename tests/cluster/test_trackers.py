@@ -226,7 +226,7 @@ def scripted(
 ) -> list[str]:
     """What is said of a run with such a tracker, of three steps."""
     monkeypatch.setattr(
-        "cluster.run_files.trackers._KINDS", {"mlflow": lambda _started: Scripted(call)}
+        "cluster.run_files.trackers.KINDS", {"mlflow": lambda _started: Scripted(call)}
     )
     config, said = opd(track="mlflow"), []
     directory = RunDirectory("opd", config)

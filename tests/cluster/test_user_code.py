@@ -44,12 +44,6 @@ CODE = """
     def of_right_answers_alone(response, answer):
         return 1.0 / (response == answer)
 
-    def of_numbers_alone(response, answer):
-        return float(response) - float(answer)
-
-    def divides(response, answer):
-        return 1 / 0
-
     def on_one(response, answer):
         ROWS.append(answer)
         return float({"0": "no number"}.get(answer, 1))
@@ -75,10 +69,6 @@ CODE = """
     class Words(MessageEnv):
         def __init__(self, breaks):
             self.breaks = breaks
-
-        async def start(self, models):
-            if self.breaks == "model":
-                await models["policy"].generate("an opinion")
 
         def initial_messages(self):
             return [{"role": "user", "content": "Say it."}]
@@ -159,20 +149,10 @@ def line_of(code: Path, text: str) -> int:
     return 1 + next(i for i, line in enumerate(code.read_text().splitlines()) if text in line)
 
 
-def test_a_reward_that_works_is_called_with_the_answer_in_a_second(opd: NewOpd, code: Path) -> None:
-    config = opd(reward=f"{code.stem}:fine")
-    inputs = check_rollout(config)
-    began = time.monotonic()
-    try_user_code(config, inputs, pytest.fail)
-    assert time.monotonic() - began < 20  # a second, on a machine that does nothing else
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("of_right_answers_alone", r"raised ZeroDivisionError: .*\({code}:{line}\).*response ''"),
-        ("of_numbers_alone", r"raised ValueError: .*\({code}:{line}\).*the response ''"),
-        ("divides", r"raised ZeroDivisionError: division by zero \({code}:{line}\)"),
         ("exits", r"the process ended \(exit code 7\), in the environment or reward"),
         ("prints_and_exits", r"raised SystemExit: 4 \({code}:{line}\)"),
     ],
@@ -226,7 +206,6 @@ def test_what_a_reward_leaves_behind_is_ended(opd: NewOpd, code: Path) -> None:
     ("breaks", "said"),
     [
         ("nothing", None),
-        ("model", None),  # no model runs yet
         ("step", r"KeyError: 'missing' \({code}:{line}\), in the environment or reward of problem"),
         ("group", r"TypeError: cannot compare \({code}:{line}\)"),
     ],
@@ -252,7 +231,6 @@ def test_the_command_refuses_it_with_code_2_and_starts_nothing(
     tiny_pair: TinyPair, tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = opd_arguments(tiny_pair, tmp_path / "out", reward=f"{code.stem}:exits")
-    for more in ([], ["dry_run=True"]):
-        assert main(["recipe=opd", *arguments, *more]) == 2
-        assert "the process ended (exit code 7)" in capsys.readouterr().err
+    assert main(["recipe=opd", *arguments]) == 2
+    assert "the process ended (exit code 7)" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "out")

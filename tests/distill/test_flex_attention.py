@@ -121,17 +121,17 @@ def test_a_kernel_that_is_off_or_does_not_compile_is_not_used(
     shape = Heads(4, 2, 16, None)
     assert not flex_serves(shape, torch.float32, CPU), "it has no backward pass there"
     monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
-    assert flex_attention._probe(shape, torch.float32, CPU) < 1e-5
+    assert flex_attention.probe_kernel(shape, torch.float32, CPU) < 1e-5
     cuda = torch.device("cuda")
     for probe, said in (
         (lambda *_: 0.5, "flex attention is off by 0.5"),
         (lambda *_: 1 / 0, "without flex attention: division by zero"),
     ):
-        monkeypatch.setattr(flex_attention, "_probe", probe)
+        monkeypatch.setattr(flex_attention, "probe_kernel", probe)
         flex_serves.cache_clear()
         assert not flex_serves(shape, torch.bfloat16, cuda)
         assert said in caplog.text
-    monkeypatch.setattr(flex_attention, "_probe", lambda *_: 0.01)
+    monkeypatch.setattr(flex_attention, "probe_kernel", lambda *_: 0.01)
     flex_serves.cache_clear()
     assert flex_serves(shape, torch.bfloat16, cuda)
     flex_serves.cache_clear()

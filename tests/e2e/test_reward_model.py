@@ -215,7 +215,7 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
 ) -> None:
     out = tmp_path / "run"
     models: list[EmbeddedRewardModel] = []
-    score = EmbeddedRewardModel._score
+    score = EmbeddedRewardModel.score_rows
 
     def watched(model: EmbeddedRewardModel, rows: Any) -> list[float]:
         models.append(model)
@@ -224,7 +224,7 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
                 model._model.score.weight.neg_()
         return score(model, rows)
 
-    monkeypatch.setattr(EmbeddedRewardModel, "_score", watched)
+    monkeypatch.setattr(EmbeddedRewardModel, "score_rows", watched)
     rows = [{"prompt": f"{a}+1="} for a in range(12)]
     reward = f"model:{trained / 'final'}"
     settings = {"steps": 12, "canary_every": 2, "checkpoint_every": 2, "eval_size": 0}

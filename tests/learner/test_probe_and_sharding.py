@@ -106,7 +106,7 @@ def test_no_room_for_the_probe_says_nothing_of_the_architecture(
     def fail(*_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(distill.models.attention_probe, "_difference", fail)
+    monkeypatch.setattr(distill.models.attention_probe, "compare_passes", fail)
     with pytest.raises(type(error)):
         shares_prefixes(model)
     assert model.config._attn_implementation == "sdpa"

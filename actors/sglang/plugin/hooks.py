@@ -98,7 +98,7 @@ _INSTALL = (
     "pip install -c constraints-cuda.txt '.[sglang]'"
 )
 
-_NOTE = "_isotherm_asked"
+NOTE = "_isotherm_asked"
 _PASS = "_isotherm_pass"
 _PIECES = "_isotherm_pieces"
 _LISTED = "_isotherm_listed"
@@ -159,10 +159,10 @@ def _activate() -> None:
         raise SystemExit(f"{_REFUSAL}: {'; '.join(unknown)}. {_REMEDY}")
     from sglang.srt.plugins import hook_registry
 
-    _install(hook_registry)
+    install(hook_registry)
 
 
-def _install(registry_module: Any) -> None:
+def install(registry_module: Any) -> None:
     registry, kinds = registry_module.HookRegistry, registry_module.HookType
     originals = {hook.target: resolve(hook.target) for hook in HOOKS}
     for hook in HOOKS:
@@ -210,7 +210,7 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
         )
         for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
-    setattr(batch.sampling_info, _NOTE, asked)
+    setattr(batch.sampling_info, NOTE, asked)
 
 
 def _begins_of(batch: Any) -> list[int]:
@@ -238,12 +238,12 @@ def _listed_by(req: Any) -> Listed | None:
 
 def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
     """AFTER LogitsMetadata.from_forward_batch."""
-    setattr(metadata, _NOTE, _note_of(forward_batch))
+    setattr(metadata, NOTE, _note_of(forward_batch))
 
 
 def _note_of(batch: Any) -> list[Asked] | None:
-    own = getattr(batch, _NOTE, None)
-    return own or getattr(getattr(batch, "sampling_info", None), _NOTE, None)
+    own = getattr(batch, NOTE, None)
+    return own or getattr(getattr(batch, "sampling_info", None), NOTE, None)
 
 
 def forward(
