@@ -13,7 +13,7 @@ from actors.rollout.evaluator import EvaluatedResponse, Evaluator, summarise
 from distill.data.prompts import Prompt
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.single_turn import PromptDataset
-from distill.errors import ConfigError, DataError, EngineLost
+from distill.errors import DataError, EngineLost
 from distill.rewards.registry import RewardFunction, answer_of, exact_match, last_number
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason, TokenArray
@@ -204,17 +204,3 @@ def test_reverse_kl_is_the_mean_gap_to_each_prompts_teacher(
     assert len(gaps) == 3 * 2 * 6
     assert value == pytest.approx(np.mean(gaps), abs=1e-5)
     assert value > 0.1
-
-
-def test_a_policy_is_no_distance_from_itself(tokenizer: PreTrainedTokenizerBase) -> None:
-    evaluator = evaluator_of(PROMPTS, tokenizer)
-    metrics = asyncio.run(evaluator.reverse_kl(POLICY, {"": PrefixEngine(0)}, SAMPLING))
-    names = ("eval/reverse_kl", "eval/reverse_kl_low", "eval/reverse_kl_high")
-    assert metrics == dict.fromkeys(names, 0)
-
-
-def test_a_prompt_of_an_unknown_teacher_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    teachers = {"code": PrefixEngine(1), "maths": PrefixEngine(2)}
-    prompts = [replace(PROMPTS[0], teacher="history")]
-    with refuses(ConfigError, "teacher"):
-        asyncio.run(evaluator_of(prompts, tokenizer).reverse_kl(POLICY, teachers, SAMPLING))

@@ -244,12 +244,6 @@ def test_the_privileged_context_is_what_it_sees(server: TextServer, teacher: Tex
     assert np.array_equal(sample.tokens_T[-1:], [EOS])
 
 
-def test_a_refusal_fails_the_group(server: TextServer, teacher: TextTeacher) -> None:
-    server.script = lambda body: 400
-    with pytest.raises(EndpointRefused):
-        generate(teacher, 3)
-
-
 def test_while_it_waits_it_is_known_to_be_alive(
     server: TextServer, teacher: TextTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -147,20 +146,6 @@ def test_every_lease_is_rolled_out_scored_and_put() -> None:
         assert {"time/rollout", "time/teacher"} <= group.metrics.keys()
         assert all(segment.teacher_top is None for segment in group.segments())
         assert all(segment.reference_logprobs_T is None for segment in group.segments())
-
-
-def test_each_group_goes_to_the_teacher_it_names_and_all_to_the_reference() -> None:
-    teachers = {"even": PrefixEngine(1), "odd": PrefixEngine(2)}
-    reference = PrefixEngine(3)
-    done = run(Sink(groups=4), teachers=teachers, reference=reference, teacher_top_k=3)
-    for group_id, group in done.items():
-        teacher = teachers["odd" if group_id % 2 else "even"]
-        expect_scored_by(teacher, group, "teacher_logprobs_T")
-        expect_scored_by(reference, group, "reference_logprobs_T")
-        for segment in group.segments():
-            assert segment.teacher_top is not None
-            assert segment.teacher_top.ids_NK.shape == (segment.num_actions, 3)
-    assert all(len(engine.scored) == 2 for engine in teachers.values())
 
 
 def test_a_group_that_is_there_is_scored_again_and_nothing_is_sampled() -> None:
@@ -351,20 +336,6 @@ def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
     ).values()
     assert [len(member.segments) for member in group.trajectories_G] == [1, 2]
     expect_scored_by(teacher, group, "teacher_logprobs_T")
-
-
-class Debugged(Dataset):
-    """A user leaves the debugger in the code of the first problem."""
-
-    def builder(self, group_id: int) -> EnvGroupBuilder:
-        raise BdbQuit
-
-
-def test_leaving_the_debugger_ends_the_worker() -> None:
-    sink = Sink(groups=4)
-    with pytest.raises(BdbQuit):
-        run(sink, teachers={}, dataset=Debugged())
-    assert not sink.failed
 
 
 def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:

@@ -22,7 +22,7 @@ from distill.data.prompts import load_prompts
 from distill.data.row_files import read_rows
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import ConfigError
-from distill.tokenizer import fingerprint, load_tokenizer
+from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
 
 PROBLEMS = Problems.split(held_out=500, seed=0)
@@ -43,11 +43,6 @@ def test_every_problem_is_on_exactly_one_side() -> None:
     assert (len(PROBLEMS.train), len(PROBLEMS.held_out)) == (9500, 500)
     every = [Problem(left, right) for left in range(100) for right in range(100)]
     assert sorted(PROBLEMS.train + PROBLEMS.held_out) == every
-
-
-def test_the_split_follows_its_seed() -> None:
-    assert Problems.split(held_out=500, seed=0) == PROBLEMS
-    assert set(Problems.split(held_out=500, seed=1).held_out) != set(PROBLEMS.held_out)
 
 
 @pytest.mark.parametrize("held_out", [0, 10_000])
@@ -81,13 +76,6 @@ def test_the_careless_book_errs_by_forgotten_carries_only() -> None:
     assert Problem(42, 35).careless_answer(1.0, rng) == "770"  # nothing to forget
     for problem in PROBLEMS.held_out:
         assert problem.careless_answer(0.0, rng) == problem.answer
-
-
-def test_the_careless_book_forgets_as_often_as_it_says() -> None:
-    """7 + 5 has one carry to forget."""
-    rng = np.random.default_rng(0)
-    wrong = [Problem(7, 5).careless_answer(0.6, rng) == "200" for _ in range(4000)]
-    assert np.mean(wrong) == pytest.approx(0.6, abs=0.03)
 
 
 def test_files_hold_what_their_readers_want(
@@ -143,28 +131,3 @@ def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
-
-
-def test_the_vocabulary_is_the_alphabet_and_three_specials(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    specials = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    characters = {character: i for i, character in enumerate(sorted(ALPHABET), start=3)}
-    assert tokenizer.get_vocab() == specials | characters
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer("5?")["input_ids"] == [characters["5"], specials["<unk>"]]
-    assert tokenizer.decode([characters["5"], 1], skip_special_tokens=True) == "5"
-
-
-def test_the_tokenizer_is_the_same_whatever_it_is_trained_on(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    other = train_tokenizer(tmp_path, Problems.split(held_out=9_900, seed=7).train)
-    assert fingerprint(other) == fingerprint(tokenizer)
-
-
-def test_a_message_renders_to_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "47+85="}], add_generation_prompt=True, tokenize=False
-    )
-    assert rendered == "47+85="

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cluster.demos.arithmetic import Problem, Problems, train_tokenizer
-from distill.data.sft_rows import load_sft_rows
 from distill.engine import Sample
 from distill.envs.base import EnvContext
 from distill.errors import ConfigError
@@ -25,7 +23,6 @@ from examples.opd_vs_rl.chain import (
     chain_of,
     prompt_of,
     right_links,
-    write_book,
     write_starts,
 )
 from tests.refusals import refuses
@@ -51,22 +48,6 @@ def test_a_link_is_the_sum_of_the_two_before_it() -> None:
     assert len(PROMPT) == PROMPT_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("response", "right"),
-    [
-        ("231=711=940=", [True, True, True]),
-        ("221=701=920=", [False, True, True]),  # 85 + 22 = 107, 22 + 7 = 29: none but the first
-        ("231=7,1=940=", [True, False, False]),  # what cannot be read is nothing to add to
-        ("231=711", [True, False, False]),
-        ("", [False, False, False]),
-        ("231=711=9400", [True, True, False]),
-        ("231=711=940=660=", [True, True, True]),  # what is beyond is not asked for
-    ],
-)
-def test_a_slip_spoils_no_later_link(response: str, right: list[bool]) -> None:
-    assert right_links(PROMPT, response, 3) == right
-
-
 def test_books_of_sums_are_right_and_careless_ones_forget_as_many_carries_as_they_say() -> None:
     def share(text: str) -> float:
         right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
@@ -85,23 +66,6 @@ def test_what_is_to_be_learnt_of_a_blotted_book_are_its_right_links() -> None:
     assert all(stop - start == LINK_TOKENS for start, stop in learnt)
     assert all(right[start // LINK_TOKENS - 2] for start, _ in learnt)
     assert sum(right) < len(learnt) + 20  # a blot is right by accident only
-
-
-def test_books_are_read_as_supervised_rows(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    starts = Problems.split(held_out=20, seed=0).held_out
-    book = tmp_path / "book.jsonl"
-    write_book(book, starts, tokenizer, links=3, forget_carry=0.0, blots=0.0, seed=0)
-    rows = load_sft_rows(
-        str(book), tokenizer, vocab_size=len(tokenizer), max_length=20, stop_ids=frozenset({1})
-    )
-    assert len(rows) == len(starts)
-    assert json.loads(book.read_text().splitlines()[0])["loss_mask"] == [
-        [8, 12],
-        [12, 16],
-        [16, 20],
-    ]
 
 
 @pytest.mark.parametrize(("pays", "reward"), [("links", 2 / 3), ("chain", 0.0)])

@@ -8,20 +8,13 @@ import time
 import pytest
 from rich.console import Console
 
-from cluster.demos.display import StageDisplay, plot, spark
+from cluster.demos.display import StageDisplay, spark
 
 
 def test_a_spark_is_means_of_its_values_from_zero_to_the_largest() -> None:
     assert spark([8, 6, 4, 2, 0], width=16) == "█▆▅▃▁"
     assert spark([9, 7, 4, 4, 1, 1], width=3) == "█▅▂"
     assert spark([0, 0], width=4) == "▁▁"
-
-
-def test_a_plot_has_a_column_for_each_value_and_the_ends_of_both_axes() -> None:
-    title, *rows, _axis, steps = plot([2.0, 1.0, 0.0], "KL", width=9, height=2).splitlines()
-    assert title == "KL"
-    assert rows == ["  2.00 │███      ", "  0.00 │██████   "]
-    assert steps.split() == ["1", "step", "3"]
 
 
 def test_a_log_gets_a_line_in_ten_seconds_with_all_stages_that_go_on(

@@ -244,19 +244,3 @@ def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost()
 
     assert asyncio.run(ask()) == ["e1"] * 20
     assert pool.under_way == {}
-
-
-def test_a_caller_that_gives_up_takes_nobody_with_it() -> None:
-    members = made("waits")
-    pool = EnginePool("teacher", members, PATIENCE_S)
-
-    async def ask() -> None:
-        gone, stays = (asyncio.create_task(answer(pool)) for _ in range(2))
-        while not await members["e0"].waits.remote():
-            await asyncio.sleep(0.01)
-        gone.cancel()
-        await members["e0"].open.remote()
-        assert await stays == "e0"
-        assert gone.cancelled() and pool.under_way == {}
-
-    asyncio.run(ask())

@@ -45,17 +45,6 @@ def chosen(config: OpdConfig) -> tuple[str, str]:
     return made.estimator, line
 
 
-def test_a_name_is_left_alone(opd: NewOpd) -> None:
-    config = opd(estimator="sampled")
-    assert with_estimator(config) == (config, "")
-
-
-def test_auto_is_the_default_of_opd(opd: NewOpd) -> None:
-    given = opd()
-    settings = {name: getattr(given, name) for name in ("student", "teacher", "prompts", "out")}
-    assert OpdConfig(**settings, temperature=0.7).estimator == "auto"
-
-
 def test_a_teacher_that_fits_is_known_in_full(opd: NewOpd) -> None:
     for more in ({}, {"divergence": "jsd"}, {"lora_rank": 4, "learner_workers": 2}):
         assert chosen(opd(estimator="auto", **more))[0] == "full"

@@ -337,15 +337,6 @@ def test_engines_prove_one_another_where_there_is_no_learner(parties: Parties) -
         assert said.startswith("teacher ")
 
 
-def test_a_stale_engine_of_a_pool_is_found_and_named(parties: Parties) -> None:
-    pool = named_pool("policy", parties.policy, parties.stale_policy)
-    report = parties.shake(policies=pool.each(), teachers={})
-    assert failed(report) == {("policy engine 1 prefill", "learner")}
-    said = complaint(report)
-    assert said.startswith("policy engine 1 ") and "holds other weights than the learner" in said
-    assert report.verdict().endswith("; policy engine 1 is off")
-
-
 @pytest.mark.parametrize("temperature", [1.0, 1.01])
 def test_stale_weights_are_not_blamed_on_a_temperature_near_one(
     parties: Parties, temperature: float

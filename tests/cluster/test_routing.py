@@ -126,20 +126,6 @@ def test_an_engine_that_does_not_tell_holds_nobody_up(monkeypatch: pytest.Monkey
     assert min(engine.groups for engine in made) > 0
 
 
-def test_requests_of_one_moment_do_not_all_go_to_one_engine() -> None:
-    """Slots are freed together, so all are asked for before any request has arrived."""
-    clock = Clock()
-    made = [Busy(clock) for _ in range(2)]
-
-    async def at_once() -> None:
-        pool = EnginePool("policy", {str(i): Handle(e) for i, e in enumerate(made)}, 60)
-        everyone = asyncio.gather(*(pool.generate(REQUEST) for _ in range(64)))
-        await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
-
-    asyncio.run(at_once())
-    assert [engine.groups for engine in made] == [32, 32]
-
-
 def test_turns_of_an_episode_stay_at_one_engine() -> None:
     clock = Clock()
     made = [Busy(clock) for _ in range(4)]

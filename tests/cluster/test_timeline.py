@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cluster.inspect.report.command import main as report
 from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.timeline import timeline
@@ -119,30 +117,6 @@ def test_between_two_attempts_nothing_is_drawn_as_alive(tmp_path: Path) -> None:
     assert lines(found)["policy"] == ([10, 31, 140, 150], [2, 0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "lacking"),
-    [
-        ("size", {"policy", "policy and starting", "rollout"}),
-        ("nodes", {"nodes alive"}),
-        # Steps say how long they waited.
-        ("window", {"workers lack credit", "at the policy", "in environments", "at teachers",
-                    "finished", "in all"}),
-        ("death", {"deaths"}),
-        ("restart", {"restarts"}),
-        ("scale", {"scaling"}),
-        ("rewind", {"rewinds"}),
-        ("evaluation", {"evaluations"}),
-    ],
-)  # fmt: skip
-def test_what_is_missing_is_left_out(tmp_path: Path, kind: str, lacking: set[str]) -> None:
-    def names(events: Sequence[dict[str, Any]], out: Path) -> set[str]:
-        found = drawn(out, events, METRICS)
-        return {*lines(found), *marks(found)}
-
-    some = [event for event in EVENTS if event["event"] != kind]
-    assert names(EVENTS, tmp_path / "all") - names(some, tmp_path / "some") == lacking
-
-
 def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> None:
     found = drawn(tmp_path, metrics=METRICS)
     assert lines(found) == {
@@ -150,13 +124,6 @@ def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> Non
         "trained": ([0, 40], [101, 222]),
     }
     assert [mark[0] for mark in marks(found)["weight pushes"]] == [0, 40]
-
-
-def test_events_alone_are_drawn(tmp_path: Path) -> None:
-    """A run that has made no step yet, or was lost before."""
-    found = drawn(tmp_path, [event for event in EVENTS if event["t"] < 50])
-    assert [chart["title"] for chart in found["charts"]] == ["Members"]
-    assert list(marks(found)) == ["evaluations"]
 
 
 def test_the_timeline_is_in_the_report(tmp_path: Path) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distill.data.columns import (
     Columns,
     PromptColumns,
-    edit_distance,
     refuse_misspelt,
 )
 from distill.data.prompts import FIELDS
@@ -28,11 +23,6 @@ def mapped(columns: Columns, *rows: dict) -> list[dict]:
 def test_gsm8k_as_it_comes() -> None:
     columns = PromptColumns(columns={"prompt": "question"}, answer_pattern="#### (.+)")
     assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "answer": "72"}]
-
-
-def test_without_settings_rows_are_as_they_are() -> None:
-    for columns in (Columns(), PromptColumns()):
-        assert mapped(columns, GSM8K) == [GSM8K]
 
 
 def test_columns_are_read_as_fields_and_others_stay() -> None:
@@ -52,12 +42,6 @@ def test_a_row_that_lacks_an_optional_column_has_no_such_field() -> None:
     columns = PromptColumns(columns={"prompt": "q", "answer": "a"})
     rows = mapped(columns, {"q": "x", "a": "1"}, {"q": "y"})
     assert rows == [{"prompt": "x", "answer": "1"}, {"prompt": "y"}]
-
-
-def test_a_source_that_has_the_fields_needs_no_columns() -> None:
-    columns = PromptColumns(columns={"prompt": "question", "answer": "solution"})
-    for row in ({"prompt": "a", "answer": "1"}, {"messages": [], "answer": "1"}):
-        assert mapped(columns, row) == [row]
 
 
 @pytest.mark.parametrize(
@@ -132,22 +116,3 @@ def test_a_misspelt_prompt_is_noticed(slip: str) -> None:
 )
 def test_other_columns_are_left_alone(name: str) -> None:
     refuse_misspelt({"prompt": "a", "answer": "b", name: "c"}, FIELDS)
-
-
-@given(a=st.text("abc", max_size=5), b=st.text("abc", max_size=5))
-def test_edit_distance_is_a_shortest_path(a: str, b: str) -> None:
-    """Against a search over all words that one edit after another makes; swapped letters stay."""
-    distance = edit_distance(a, b)
-    assert distance == edit_distance(b, a)
-    if distance <= 1:
-        assert b in {a, *edits(a)}
-    else:
-        assert b not in {a, *edits(a)}
-
-
-def edits(word: str) -> set[str]:
-    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
-    made = {left + right[1:] for left, right in cuts if right}
-    made |= {left + c + right for (left, right), c in itertools.product(cuts, "abc")}
-    made |= {left + c + right[1:] for (left, right), c in itertools.product(cuts, "abc") if right}
-    return made | {left + right[1] + right[0] + right[2:] for left, right in cuts if len(right) > 1}

@@ -10,11 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distill.errors import DataError
 from distill.rewards import math_equal as maths
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.registry import load_reward
-from tests.refusals import refuses
 
 ENDLESS = r"so \boxed{9^{9^{9^{9^{9}}}}!}"
 
@@ -104,11 +102,6 @@ def test_equality_is_exact_but_for_decimals() -> None:
 def test_what_is_equal(response: str, answer: str, reward: float) -> None:
     assert math_equal(response, answer) == reward
     assert load_reward("math_equal")(response, answer) == reward
-
-
-def test_an_answer_that_is_no_mathematics_is_the_data_s_fault() -> None:
-    with refuses(DataError, "answer"):
-        math_equal("18", "")
 
 
 def test_the_same_answer_in_other_words_votes_together() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distill.chat.template import answered, chat_text, check_messages, check_tools, render_messages
+from distill.chat.template import answered, chat_text, check_messages, render_messages
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import conversation_chains
 from distill.errors import DataError
@@ -84,26 +84,11 @@ def test_no_calls_are_no_field(family: str, calls: object) -> None:
     assert written(family, json.dumps([ASK, said])) == written(family, [ASK, SAY])
 
 
-@pytest.mark.parametrize("arguments", [None, ""])
-def test_a_call_without_arguments(arguments: object) -> None:
-    assert written("qwen2.5", [ASK, calling(arguments)]) == written("qwen2.5", [ASK, calling({})])
-
-
 @pytest.mark.parametrize("arguments", ["{x", "[1]", [1], 3, '"x"'])
 @pytest.mark.parametrize("form", [calling, flat])
 def test_arguments_that_are_no_object_are_refused(form: Any, arguments: object) -> None:
     with refuses(DataError, "messages[1].tool_calls[0]"):
         check_messages([ASK, form(arguments)], "messages")
-
-
-@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [json.dumps(ADD)]])
-def test_tools_may_be_json_text(tools: Any) -> None:
-    assert check_tools({"tools": tools}) == [ADD]
-
-
-@pytest.mark.parametrize("none", [{}, {"tools": None}, {"tools": []}, {"tools": "[]"}])
-def test_no_tools(none: dict) -> None:
-    assert check_tools(none) is None
 
 
 def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:

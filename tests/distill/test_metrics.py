@@ -145,16 +145,6 @@ def test_the_kl_is_of_the_groups_that_were_scored() -> None:
     assert of_teacher == {n: v for n, v in beside.items() if n.startswith("opd/")}
 
 
-def test_without_scores_there_is_no_kl() -> None:
-    unscored = group_metrics([group(teacher_logprobs_T=None)], version=0)
-    assert not any(name.startswith("opd/") for name in unscored)
-    unmetered = group_metrics([group(teacher_logprobs_q1_T=None)], version=0)
-    assert {name for name in unmetered if name.startswith("opd/")} == {
-        "opd/reverse_kl",
-        "opd/kl_top_share",
-    }
-
-
 def test_reference_bonuses_and_constant_groups_written_out() -> None:
     def made(seed: int, **changes: Any):
         return segment(1, 2, seed=seed, behaviour_logprobs_T=[0, -1.0, -2.0], **changes)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.data.order import MixedPart, MixedStream, PromptStream, part_of, shares
-from distill.errors import ConfigError
 
 PARTS = st.lists(
     st.builds(MixedPart, size=st.integers(1, 9), weight=st.integers(1, 7)), min_size=1, max_size=4
@@ -69,11 +67,6 @@ def test_shares_over_many_groups() -> None:
                      for i in range(400)]  # fmt: skip
 
 
-def test_a_source_without_rows_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        MixedStream([MixedPart(size=3), MixedPart(size=0)], 0)
-
-
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5), share=st.floats(0, 1))
 def test_things_are_dealt_out_by_size(sizes: list[int], share: float) -> None:
     total = int(share * sum(sizes))
@@ -82,8 +75,3 @@ def test_things_are_dealt_out_by_size(sizes: list[int], share: float) -> None:
     for size, count in zip(sizes, counts, strict=True):
         assert 0 <= count <= size
         assert abs(count - (size * total / sum(sizes) if total else 0)) < 1
-
-
-def test_largest_remainders() -> None:
-    assert shares([70, 20, 10], 4) == [3, 1, 0]
-    assert shares([5], 3) == [3]

@@ -7,7 +7,6 @@ import pickle
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distill.errors import ConfigError, DataError
@@ -127,19 +126,6 @@ def test_last_number(response: str, answer: str, reward: float) -> None:
     assert last_number(response, answer) == reward
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [("it is 4, I think", "4", 1), ("it is 4", " 4\n", 1), ("Paris", "paris", 0), ("", "4", 0)],
-)
-def test_contains(response: str, answer: str, reward: float) -> None:
-    assert contains(response, answer) == reward
-
-
-@pytest.mark.parametrize("reward", [exact_match, last_number, contains])
-def test_built_in_rewards_go_by_their_names(reward) -> None:
-    assert load_reward(reward.__name__) is reward
-
-
 def test_a_function_of_the_user_s(user_module: str) -> None:
     assert load_reward(f"{user_module}:length")("abc", "a") == 2.0
     right = load_reward(f"{user_module}:right")
@@ -168,14 +154,6 @@ def test_what_a_built_in_reward_says(name: str, response: str, answer: str, told
     reward = load_reward(name)
     assert not isinstance(reward, ModelReward)
     assert asyncio.run(verdict(reward, response, answer)).feedback == told
-
-
-@pytest.mark.parametrize("number", [np.float32(0.5), np.bool_(True), np.int64(2), 1])
-def test_numpy_numbers_are_numbers(
-    user_module: str, monkeypatch: pytest.MonkeyPatch, number: object
-) -> None:
-    monkeypatch.setattr(f"{user_module}.length", lambda response, answer: number)
-    assert load_reward(f"{user_module}:length")("", "") == float(number)
 
 
 def test_a_user_s_function_pickles_by_name(user_module: str) -> None:

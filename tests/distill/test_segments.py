@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from distill.chat.segments import SegmentBuilder
 from distill.errors import DataError
 from distill.types import Segment
-from tests.refusals import refuses
 from tests.samples import Sample, ids, sample
 
 
@@ -21,15 +20,6 @@ def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
     for observation_T, taken in turns:
         builder.append(observation_T, taken)
     return builder.build()
-
-
-def test_one_turn() -> None:
-    [made] = build((ids(5, 6), sample(7, 1, version=3)))
-    assert made.tokens_T.tolist() == [5, 6, 7, 1]
-    assert made.action_mask_T.tolist() == [False, False, True, True]
-    assert made.behaviour_logprobs_T.tolist() == [0, 0, -1, -2]
-    assert made.versions_T.tolist() == [-1, -1, 3, 3]
-    assert made.temperature == 0.7 and made.teacher_logprobs_T is None
 
 
 def test_a_second_turn_extends_the_chain() -> None:
@@ -115,12 +105,6 @@ def test_a_turn_that_is_not_trained_is_context() -> None:
     assert made.bonuses_T is not None and made.bonuses_T.tolist() == [0, 0, 0, 0, 4]
 
 
-def test_nothing_to_see_before_the_first_sample_is_refused() -> None:
-    with pytest.raises(DataError) as raised:
-        build((ids(), sample(7)))
-    assert raised.value.field == "observation_T"
-
-
 def row(*bonuses: float) -> np.ndarray:
     return np.array(bonuses, np.float32)
 
@@ -144,17 +128,6 @@ def test_one_turn_with_bonuses_gives_all_segments_some(paid: int) -> None:
     expected = [[0.0, 0.0, 0.0], [0.0, 0.0]]
     expected[paid // 2][1 + paid % 2] = paid + 1
     assert [None if made is None else made.tolist() for made in rows] == expected
-
-
-def test_no_bonuses_no_row_of_them() -> None:
-    assert [made.bonuses_T for made in build((ids(5), sample(7)), (ids(9), sample(8)))] == [
-        None
-    ] * 2
-
-
-def test_bonuses_for_another_number_of_tokens_are_refused() -> None:
-    with refuses(DataError, "bonuses_T"):
-        SegmentBuilder(0.7).append(ids(5), sample(7, 8), row(1))
 
 
 def told(made: Segment) -> tuple[list[int], int] | None:

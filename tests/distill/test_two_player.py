@@ -9,7 +9,7 @@ import re
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.rollout.episode import play_group, rollout_group
+from actors.rollout.episode import play_group
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Episode
 from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
@@ -103,21 +103,6 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
     }
 
 
-def test_a_forfeit_costs_what_the_settings_say(tokenizer: PreTrainedTokenizerBase) -> None:
-    (first, _), _ = play(tokenizer, lambda _turn, _seen: "none", forfeit_reward=-1.5)
-    assert first.reward == -1.5
-
-
-def test_who_never_moves_is_no_trajectory(tokenizer: PreTrainedTokenizerBase) -> None:
-    (first, second), _ = play(tokenizer, lambda _turn, _seen: "none")
-    assert first.reward == -2.0 and second.turns == ()
-    dataset = TicTacToeGames(random_moves=0)(None, setting(tokenizer, max_new_tokens=8))
-    policy = Scripted(tokenizer, lambda _turn, _seen: "none")
-    rolled = rollout_group(policy, dataset.builder(0, 4), SAMPLING, group_id=0, seed=0)
-    group = asyncio.run(asyncio.wait_for(rolled, DEADLINE_S))
-    assert len(group.trajectories_G) == 2
-
-
 def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:
     (first, second), _ = play(tokenizer, first_free, max_turns=2)
     assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
@@ -187,16 +172,3 @@ def test_a_failing_engine_ends_the_group(tokenizer: PreTrainedTokenizerBase) -> 
     )
     with pytest.raises(EngineError):
         asyncio.run(asyncio.wait_for(played, DEADLINE_S))
-
-
-def test_openings_with_an_odd_number_of_marks_begin_with_the_second_seat(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    config = TicTacToeGames(random_moves=1)
-    opening = next(p for p in range(99) if config.new_game(p).to_move == 1)
-    dataset = config(None, setting(tokenizer, max_new_tokens=8))
-    policy = Scripted(tokenizer, first_free)
-    episodes = asyncio.run(
-        play_group(policy, dataset.builder(opening, 2), SAMPLING, group_id=0, seed=0)
-    )
-    assert all(episode.turns for episode in episodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -107,11 +106,3 @@ def test_an_adapter_of_another_form_is_refused(trained, checked) -> None:
             checked(checkpoint, **LORA | {name: other})
     with refuses(ConfigError, "lora_rank"):
         checked(checkpoint)
-
-
-def test_a_config_that_only_says_who_wrote_it_is_the_same(trained, checked) -> None:
-    checkpoint = trained()
-    config = Path(checkpoint.model_dir) / "config.json"
-    written = json.loads(config.read_text())
-    config.write_text(json.dumps(written | {"transformers_version": "0.0", "dtype": "bfloat16"}))
-    checked(checkpoint)

@@ -28,7 +28,7 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
-from learner.memory import WorkerMemory, estimate_memory, readable
+from learner.memory import WorkerMemory, estimate_memory
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
@@ -291,15 +291,6 @@ def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
     assert memory_of(QWEN3_8B, "bfloat16", 2).scores == 0
     capped = memory_of(FAMILIES["gemma2"].config(), "bfloat16", 2)
     assert capped.scores == 4 * 4, "a softmax in float32, of four heads"
-
-
-def test_the_plan_says_what_a_pass_takes() -> None:
-    memory = memory_of(QWEN3_8B, "bfloat16", 4, device="cuda", parameters=parameters())
-    both = memory.describe(16_384, None)
-    assert re.fullmatch(r"1\d\d GiB for a pass of 16384 tokens, or 1?\d(\.\d)? GiB with .*", both)
-    for way in (False, True):
-        of_way = readable(memory.bytes(512, checkpointing=way))
-        assert memory.describe(512, way) == f"{of_way} for a pass of 512 tokens"
 
 
 def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
