@@ -9,7 +9,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
@@ -36,9 +38,10 @@ from distill.engine import (
 from distill.errors import EngineError
 from distill.models.loading import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
+from distill.stops import StopTokens
 from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import TensorLayout, layout_digest
-from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared
 
 T = TypeVar("T")
@@ -47,23 +50,57 @@ CONTEXT = 256
 TEMPERATURE = 0.7
 
 
+class Orders:
+    """A client's administrative orders: those to `fails` fail, without reaching the server."""
+
+    def __init__(self, client: SglangClient, fails: str) -> None:
+        self._client, self.fails, self.orders = client, fails, list[str]()
+
+    async def admin(self, path: str, body: Mapping[str, Any], **more: Any) -> Any:
+        self.orders.append(path)
+        if path == self.fails:
+            return {"success": False, "message": "on purpose"}
+        return await self._client.admin(path, body, **more)
+
+    async def get(self, path: str) -> Any:
+        return await self._client.get(path)
+
+
 @dataclass
 class Served:
     """A server, and two models: even versions are the first one's weights, odd ones the other's."""
 
-    engine: HostedSglangEngine
+    hosted: HostedSglangEngine
     directories: list[str]
     models: list[PreTrainedModel]
     runner: asyncio.Runner
+    engine: SglangEngine = field(init=False)
+    client: SglangClient | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=120))
 
-    def session(self, mode: OnWeightUpdate) -> WeightSession:
-        """Puts a new session of this mode before the server."""
-        shapes = partial(tensor_shapes, self.directories[0])
-        self.engine._weights = WeightSession(self.engine._client, mode, shapes)
-        return self.engine._weights
+    def session(self, mode: OnWeightUpdate, fails: str = "") -> Orders:
+        """Puts a new engine of this mode before the server, whose orders to `fails` fail."""
+        self.close()
+        server = self.hosted.server
+        assert server is not None
+        self.client = SglangClient(
+            lambda: server.url, api_key=server.api_key, admin_api_key=server.admin_api_key,
+            deadline_s=60,
+        )  # fmt: skip
+        orders = Orders(self.client, fails)
+        taken: Any = orders
+        self.engine = SglangEngine(
+            self.client, server=None, model=self.directories[0], vocab_size=VOCAB_SIZE,
+            context_length=CONTEXT, dtype="float32", stops=StopTokens(ids=(EOS,)), seeded=False,
+            weights=WeightSession(taken, mode, partial(tensor_shapes, self.directories[0])),
+        )  # fmt: skip
+        return orders
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.run(self.client.close())
 
     def weights(self, version: int) -> SharedTensors:
         return shared(dict(self.models[version % 2].named_parameters()))
@@ -124,7 +161,8 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         )
         try:
             runner.run(asyncio.wait_for(engine.info(), timeout=300))
-            yield Served(engine, directories, models, runner)
+            yield (served := Served(engine, directories, models, runner))
+            served.close()
         finally:
             runner.run(engine.close())
 
@@ -260,8 +298,7 @@ def test_a_scoring_call_sees_one_version(server: Served, mode: OnWeightUpdate) -
 def test_a_server_that_sleeps_serves_nothing_until_weights_come(
     server: Served, mode: OnWeightUpdate
 ) -> None:
-    session = server.session(mode)
-    spy = session._client = Sabotage(session._client, "")
+    spy = server.session(mode)
     score = replace(SCORE, tokens_T=LONG[1].prompt_tokens_T)
 
     async def a_step() -> tuple[list[list[Sample]], int, list[bool]]:
@@ -324,26 +361,9 @@ def test_a_bad_directory_leaves_the_old_weights(server: Served, tmp_path: Path, 
     server.expect_whole(0)
 
 
-class Sabotage:
-    """Stands for the client: orders to `path` fail, without reaching the server."""
-
-    def __init__(self, client: Any, path: str) -> None:
-        self._client, self._path, self.orders = client, path, []
-
-    async def admin(self, path: str, body: Mapping[str, Any], **more: Any) -> Any:
-        self.orders.append(path)
-        if path == self._path:
-            return {"success": False, "message": "on purpose"}
-        return await self._client.admin(path, body, **more)
-
-    async def get(self, path: str) -> Any:
-        return await self._client.get(path)
-
-
 @pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/end_weight_update"])
 def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
-    session = server.session("continue")
-    client, session._client = session._client, Sabotage(session._client, path)
+    spy = server.session("continue", fails=path)
 
     async def push_and_break() -> list[Any]:
         task = asyncio.create_task(server.engine.generate(LONG[0]))
@@ -357,10 +377,10 @@ def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
     for call in (server.engine.generate(ask(9, 1)), server.engine.score([SCORE])):
         with pytest.raises(EngineError):
             server.run(call)
-    assert session._client.orders[-2:] == ["/abort_request", "/continue_generation"]
-    if path == "/end_weight_update":  # the sabotage left the server's update open
-        server.run(client.admin("/end_weight_update", {}))
-    session._client = client
+    assert spy.orders[-2:] == ["/abort_request", "/continue_generation"]
+    spy.fails = ""
+    if path == "/end_weight_update":  # the failure left the server's update open
+        server.run(spy.admin("/end_weight_update", {}))
     server.run(server.engine.load_weights(server.weights(3), 3))  # whole weights heal it
     server.expect_whole(3)
 
@@ -369,8 +389,7 @@ SCORE = ScoreRequest(tokens_T=ask(9, 1).prompt_tokens_T, start=2, temperatures=(
 
 
 def test_an_update_that_cannot_begin_leaves_the_old_weights(server: Served) -> None:
-    session = server.session("continue")
-    session._client = Sabotage(session._client, "/begin_weight_update")
+    server.session("continue", fails="/begin_weight_update")
     with pytest.raises(EngineError) as error:
         server.run(server.engine.load_weights(server.weights(1), 1))
     assert "restart" not in str(error.value)
@@ -388,8 +407,7 @@ def broadcast(*tensors: TensorLayout, **changes: Any) -> CollectiveBroadcast:
 
 
 def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -> None:
-    session = server.session("continue")
-    session._client = spy = Sabotage(session._client, "")
+    spy = server.session("continue")
     layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
     with pytest.raises(EngineError):
         server.run(server.engine.weight_ranks([layout]))
