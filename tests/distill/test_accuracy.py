@@ -117,11 +117,3 @@ def test_a_ratio_s_interval_holds_the_truth() -> None:
 )
 def test_student_s_quantile(degrees: int, quantile: float) -> None:
     assert student_quantile(degrees) == pytest.approx(quantile, rel=2e-3)
-
-
-def test_responses_to_one_prompt_are_not_independent() -> None:
-    """Eight responses that always agree say about as much as one response does."""
-    values = (np.random.default_rng(4).random((50, 1)) < 0.4).astype(float)
-    low, high = interval(values.tolist()) or (0, 0)
-    least, most = interval(np.repeat(values, 8, axis=1).tolist()) or (0, 0)
-    assert (least, most) == pytest.approx((low, high), abs=0.01)

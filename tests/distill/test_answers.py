@@ -75,23 +75,6 @@ def test_an_answer_that_is_refused_is_named_by_file_and_row(tmp_path: Path, toke
 
 
 @pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("about 3.2e8 m", "320000000", 1.0),
-        ("320,000,000", "3.2e8", 1.0),
-        ("1E-5", "0.00001", 1.0),
-        ("-1.5e+3.", "-1500", 1.0),
-        ("It is 5.", "1e-05", 0.0),
-        ("3e8", "8", 0.0),
-        ("3 eggs", "3", 1.0),
-        ("1e99999999999999999999", "7", 0.0),
-    ],
-)
-def test_last_number_reads_exponents(response: str, answer: str, reward: float) -> None:
-    assert last_number(response, answer) == reward
-
-
-@pytest.mark.parametrize(
     ("reward", "good", "bad"),
     [
         (last_number, "#### 18", "eighteen"),

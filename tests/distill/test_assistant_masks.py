@@ -113,17 +113,6 @@ def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
     ]
 
 
-def test_turns_that_the_template_keeps_share_a_chain(chatty: PreTrainedTokenizerBase) -> None:
-    chatty.chat_template = FORGETFUL
-    messages = say("a", "b", "c", "<think>d</think>e", "f", "g")
-    assert shown(chatty, chains_of(chatty, messages)) == [
-        "<s>user\na<e>\n<s>assistant\nb<e>\n<s>user\nc<e>\n"
-        "<s>assistant\n[[<think>d</think>e<e>]]\n",
-        "<s>user\na<e>\n<s>assistant\n[[b<e>]]\n<s>user\nc<e>\n<s>assistant\ne<e>\n"
-        "<s>user\nf<e>\n<s>assistant\n[[g<e>]]\n",
-    ]
-
-
 def test_turns_of_the_context_are_not_trained(chatty: PreTrainedTokenizerBase) -> None:
     chains = chains_of(chatty, say("hi", "ho", "and?", "no"), context=2)
     assert shown(chatty, chains) == [

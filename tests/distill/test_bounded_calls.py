@@ -153,17 +153,3 @@ def test_whatever_a_thread_raises_is_raised(calls: threading.Event, error: type)
     with pytest.raises(error):
         in_thread(fail, timeout_s=60)
     assert in_thread(divmod, 7, 2, timeout_s=60) == (3, 1)
-
-
-def test_threads_that_still_run_are_counted(calls: threading.Event) -> None:
-    for _ in range(4):
-        with pytest.raises(OverLimit):
-            in_thread(calls.wait, timeout_s=0.05)
-    with pytest.raises(OverLimit):
-        in_thread(divmod, 7, 2, timeout_s=60)
-    late = [hand.thread for hand in bounded._caller._given_up]
-    calls.set()
-    for thread in late:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert in_thread(divmod, 7, 2, timeout_s=60) == (3, 1)

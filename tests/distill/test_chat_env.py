@@ -354,19 +354,6 @@ def test_hostile_tool_text_is_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
     assert "obey" in policy.seen[1]
 
 
-def test_a_history_that_grew_too_long_is_condensed(tokenizer: PreTrainedTokenizerBase) -> None:
-    dataset = Echoes(max_tokens=100, condenser="keywords", condense_to=52, keep_last=1)(
-        None, setting(tokenizer, max_new_tokens=40)
-    )
-    policy = Scripted(tokenizer, ["7" * 38, "4" * 4, "1"])
-    made = trajectory(dataset, policy)
-    assert made.stop_reason is StopReason.EOS and made.reward == 3.0
-    assert made.metrics["condensed"] >= 1
-    assert len(made.segments) >= 2
-    assert "Summary of the conversation" in "".join(policy.seen)
-    assert all(len(request.prompt_tokens_T) < 100 for request in policy.requests)
-
-
 def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> None:
     """It is asked beside the episode: what it answers is no turn."""
     settings = {"max_tokens": 100, "condense_to": 80, "keep_last": 1}

@@ -93,21 +93,6 @@ def test_log_probs_too_small_for_a_float32_softmax_are_all_alike() -> None:
     assert not compared_with(np.array([-np.inf, -30], np.float32), reference).agrees
 
 
-def test_the_party_furthest_off_is_named() -> None:
-    report = CalibrationReport(
-        comparisons=(
-            compared(0.002, party="policy decode"),
-            compared(4.0, 0.0, party="teacher prefill"),
-            compared(0.0, party="policy prefill"),
-        )
-    )
-    with pytest.raises(CalibrationError) as error:
-        report.require_agreement()
-    assert "teacher prefill disagrees with teacher decode at temperature 1.2" in str(error.value)
-    assert "up to 4 nats on 2 tokens (mean 2; allowed 0.001, mean 0.0001)" in str(error.value)
-    assert error.value.exit_code == 3
-
-
 def test_json_has_no_constants_that_json_lacks() -> None:
     report = CalibrationReport(comparisons=(compared(math.nan), compared(math.inf)))
     rows = json.loads(json.dumps(report.to_json(), allow_nan=False))["comparisons"]

@@ -15,7 +15,6 @@ from distill.objective.divergences import (
     TAIL_FLOOR,
     coarse,
     divergence,
-    generalised_jsd,
     kl,
     shared_columns,
     top_of_reverse_kl,
@@ -102,36 +101,6 @@ def test_every_divergence_written_out(name: DivergenceName, beta: float, seed: i
         assert made[n].item() == pytest.approx(expected, rel=1e-9)
         assert in_fp32[n].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert divergence(log_p_NV, log_p_NV, name, beta).tolist() == pytest.approx([0] * len(made))
-
-
-def test_the_jsd_is_symmetric_at_one_half_and_at_most_log_2() -> None:
-    log_p_NV, log_q_NV = log_pair(0)
-    torch.testing.assert_close(
-        generalised_jsd(log_p_NV, log_q_NV, 0.5), generalised_jsd(log_q_NV, log_p_NV, 0.5)
-    )
-    gap_N = generalised_jsd(log_p_NV, log_q_NV, 0.2) - generalised_jsd(log_q_NV, log_p_NV, 0.2)
-    assert gap_N.abs().max() > 1e-2
-    torch.testing.assert_close(  # the teacher's share counts the teacher's side
-        generalised_jsd(log_p_NV, log_q_NV, 0.2), generalised_jsd(log_q_NV, log_p_NV, 0.8)
-    )
-    apart = torch.tensor([[0.0, -80.0]]), torch.tensor([[-80.0, 0.0]])
-    assert generalised_jsd(*apart, 0.5).item() == pytest.approx(math.log(2))
-
-
-@pytest.mark.parametrize(
-    ("beta", "weight", "limit"), [(1e-6, 1e-6, "forward_kl"), (1 - 1e-6, 1e-6, "reverse_kl")]
-)
-def test_the_jsd_tends_to_the_kls(beta: float, weight: float, limit: DivergenceName) -> None:
-    """Value and gradient, each divided by the share that vanishes."""
-    log_p_NV, log_q_NV = log_pair(1)
-    logits_NV = log_p_NV.clone().requires_grad_(True)
-
-    def value_and_gradient(name: DivergenceName) -> tuple[Tensor, Tensor]:
-        value_N = divergence(torch.log_softmax(logits_NV, dim=1), log_q_NV, name, beta)
-        return value_N.detach(), torch.autograd.grad(value_N.sum(), logits_NV)[0]
-
-    for made, expected in zip(value_and_gradient("jsd"), value_and_gradient(limit), strict=True):
-        torch.testing.assert_close(made / weight, expected, rtol=1e-2, atol=1e-3)
 
 
 def likeliest(log_q_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -295,24 +264,6 @@ def descend(loss: Callable[[Tensor], Tensor], start_NV: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_plain_truncated_reverse_kl_runs_away_from_the_teacher(knows: bool) -> None:
-    """sum_{k in top} p_k log(p_k / q_k) is least at p_k = q_k / e: it pays to leave the top."""
-    log_q_NV, log_q_NK, ids_NK = peaked_teacher()
-
-    def truncated(log_p_NV: Tensor) -> Tensor:
-        log_p_NK = log_p_NV.gather(1, ids_NK)
-        return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
-
-    log_p_NV = descend(truncated, starting_student(knows))
-    teacher_mass = log_q_NK.exp().sum().item()
-    assert teacher_mass > 0.9
-    student_mass = log_p_NV.gather(1, ids_NK).exp().sum().item()
-    assert student_mass == pytest.approx(teacher_mass / math.e, abs=0.02)
-    assert truncated(log_p_NV).item() == pytest.approx(-teacher_mass / math.e, abs=0.02)
-    assert kl(log_p_NV, log_q_NV).item() > 0.5
-
-
-@pytest.mark.parametrize("knows", [True, False])
 def test_with_the_tail_as_a_bucket_only_the_tail_s_inside_is_left_open(knows: bool) -> None:
     log_q_NV, log_q_NK, ids_NK = peaked_teacher()
     start_NV = starting_student(knows)
@@ -324,8 +275,7 @@ def test_with_the_tail_as_a_bucket_only_the_tail_s_inside_is_left_open(knows: bo
     assert (left < 1e-6) == knows
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_with_the_tail_sampled_nothing_is_left_open(knows: bool) -> None:
+def test_with_the_tail_sampled_nothing_is_left_open() -> None:
     """The expectation of the sampled term over the tokens outside: what policy gradients see."""
     log_q_NV, log_q_NK, ids_NK = peaked_teacher()
     outside_NV = torch.ones_like(log_q_NV).scatter(1, ids_NK, 0)
@@ -334,7 +284,7 @@ def test_with_the_tail_sampled_nothing_is_left_open(knows: bool) -> None:
         sampled_NV = outside_NV * log_p_NV.exp() * (log_p_NV - log_q_NV).detach()
         return top_of_reverse_kl(log_p_NV, ids_NK, log_q_NK) + sampled_NV.sum(dim=1)
 
-    log_p_NV = descend(completed, starting_student(knows))
+    log_p_NV = descend(completed, starting_student(knows=False))
     assert 0 <= kl(log_p_NV, log_q_NV).item() < 1e-3
 
 

@@ -81,22 +81,6 @@ def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
     assert json_schema('"aa"', '{"pattern": "^(a+)+$"}') == 1  # the next one is not kept waiting
 
 
-@pytest.mark.parametrize(
-    ("response", "schema", "reward"),
-    [
-        ("1", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, 1),
-        ("1", {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "string"}}}, 0),
-        ("1", {"$id": "http://a/b", "$ref": "c", "$defs": {"q": {"$id": "c", "const": 2}}}, 0),
-        ("{}", {"$ref": "https://json-schema.org/draft/2020-12/schema"}, 1),
-        ("7", {"$ref": "https://json-schema.org/draft/2020-12/schema"}, 0),
-    ],
-)
-def test_a_schema_refers_to_itself_and_to_the_drafts(
-    response: str, schema: dict, reward: float
-) -> None:
-    assert json_schema(response, json.dumps(schema)) == reward
-
-
 def test_nothing_is_fetched_for_a_schema(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"const": 1}')
     with socket.create_server(("127.0.0.1", 0)) as server:

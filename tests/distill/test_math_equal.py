@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from distill.rewards import math_equal as maths
@@ -128,21 +124,3 @@ def test_code_is_not_mathematics(tmp_path: Path) -> None:
     for response in (code, rf"\boxed{{{code}}}", f"${code}$", f"The answer is {code}"):
         assert math_equal(response, "2") == 0
     assert not written.exists()
-
-
-def test_the_child_dies_with_the_process_that_asked() -> None:
-    program = (
-        "from distill.rewards import math_equal as maths\nmaths.TIMEOUT_S = 3600\n"
-        f"maths.math_equal({ENDLESS!r}, '2')"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
-    child = None
-    while child is None:
-        assert parent.poll() is None
-        found = psutil.Process(parent.pid).children(recursive=True)
-        busy = [each for each in found if each.cpu_times().user > 1.5]  # it is simplifying
-        child = busy[0] if busy else None
-    os.kill(parent.pid, 9)
-    parent.wait()
-    _, alive = psutil.wait_procs([child], timeout=60)
-    assert not alive

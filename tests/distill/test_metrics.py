@@ -112,17 +112,6 @@ def test_turns_are_counted_and_told_apart() -> None:
     assert shown == pytest.approx(expected)
 
 
-def test_the_environment_s_own_metrics_are_averaged_over_those_that_have_them() -> None:
-    made = [
-        trajectory(segment(1, 2), metrics={"tool_calls": 2.0}),
-        trajectory(segment(1, 2), metrics={"tool_calls": 1.0, "won": 1.0}),
-        trajectory(segment(1, 2)),
-    ]
-    metrics = group_metrics([TrajectoryGroup(group_id=0, trajectories_G=tuple(made))], version=0)
-    assert (metrics["env/tool_calls"], metrics["env/won"]) == (1.5, 1.0)
-    assert metrics["rollout/turns"] == 1 and "opd/reverse_kl/turn=1" not in metrics
-
-
 def test_the_top_share_is_that_of_a_sort() -> None:
     random = np.random.default_rng(0)
     gaps_N = random.standard_t(2, 250)

@@ -183,17 +183,6 @@ def test_results_of_calls(
 
 
 @pytest.mark.parametrize(
-    "tests",
-    ["for got, want in zip(map(f, [2, 3]), [4, 9]): assert got == want",
-     "assert all(map(lambda got, want: got == want, map(f, [2, 3]), [4, 9]))",
-     ],
-)  # fmt: skip
-def test_a_stop_is_the_end_of_an_iterator_alone(tests: str) -> None:
-    assert unit_tests(RIGHT, tests) == 1
-    assert unit_tests("def f(x): raise StopIteration", tests) == 0
-
-
-@pytest.mark.parametrize(
     "answer",
     [
         "f(1) == 2",

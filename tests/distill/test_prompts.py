@@ -8,8 +8,6 @@ import pickle
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,22 +101,6 @@ def test_a_character_that_the_tokenizer_lacks_is_refused(load, tmp_path: Path) -
     save_tokenizer(tmp_path, alphabet="ab", unk_token=None)
     with refuses(DataError, None, names=":2:"):
         load('{"prompt": "ab"}', '{"prompt": "abc"}', tokenizer=load_tokenizer(str(tmp_path)))
-
-
-def test_a_parquet_gives_the_same_prompts(
-    load, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Every row has every field there, null where it has none."""
-    rows = [
-        {"prompt": "a", "answer": "4", "bonuses": {"so": 1.0, "hm": None}, "messages": None},
-        {"messages": [{"role": "user", "content": "hi"}], "bonuses": {"hm": 2.0}},
-    ]
-    path = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    first, second = load_prompts(str(path), tokenizer, **LIMITS)
-    assert (first.answer, first.bonuses, first.line) == ("4", {"so": 1.0}, 1)
-    assert (second.answer, second.bonuses, second.line) == (None, {"hm": 2.0}, 2)
-    assert tokenizer.decode(second.tokens_T.tolist()) == "u:hi\na:"
 
 
 def test_optional_fields(load, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -222,15 +204,6 @@ def test_every_epoch_is_a_permutation(size: int, seed: int, epochs: int) -> None
     resumed = PromptStream(size, seed)
     backwards = [resumed.index(position) for position in reversed(range(epochs * size))]
     assert backwards[::-1] == order
-
-
-def test_epochs_and_seeds_shuffle_differently() -> None:
-    def epoch(seed: int, number: int) -> list[int]:
-        stream = PromptStream(20, seed)
-        return [stream.index(20 * number + i) for i in range(20)]
-
-    orders = [epoch(0, 0), epoch(0, 1), epoch(1, 0), list(range(20))]
-    assert len({tuple(order) for order in orders}) == 4
 
 
 async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[float]:

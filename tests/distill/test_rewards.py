@@ -178,17 +178,6 @@ def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
     sys.modules[user_module].RELEASE.set()
 
 
-def test_rewards_that_are_requested_together_have_their_own_results(user_module: str) -> None:
-    length, exits = (load_reward(f"{user_module}:{name}") for name in ("length", "exits"))
-
-    async def together() -> list[float | BaseException]:
-        asked = [judge(length, "abc", "a"), judge(exits, "", "mine"), judge(length, "abcd", "a")]
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    first, error, last = asyncio.run(together())
-    assert (first, last) == (2.0, 3.0) and isinstance(error, DataError)
-
-
 @pytest.mark.parametrize(
     ("answer", "error"),
     [("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("mine", "Mine")],

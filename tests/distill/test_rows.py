@@ -89,19 +89,6 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
     assert coefs == [0.75, 3.0]
 
 
-@pytest.mark.parametrize("how", [{"estimator": "full"}, {"estimator": "top_k", "tail": "bucket"}])
-def test_a_divergence_is_a_coefficient_and_no_advantage(how: dict[str, Any]) -> None:
-    """It needs no log-prob of the sampled token, and takes context and top along."""
-    made = with_top()
-    objective = ObjectiveConfig(**how, kl_coef=0.5)
-    [row] = policy_rows([one_group(made)], objective)
-    assert row.teacher_coef == 0.5 and not row.advantages_T.any()
-    assert row.teacher_top is made.teacher_top
-    assert row.teacher_context_T is made.teacher_context_T
-    unscored = groups_of(teacher_logprobs_T=None)
-    assert not any(row.advantages_T.any() for row in policy_rows(unscored, objective))
-
-
 def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient() -> None:
     made = with_top()
     objective = ObjectiveConfig(estimator="top_k", tail="sampled", kl_coef=0.5)

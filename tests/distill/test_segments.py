@@ -22,23 +22,6 @@ def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
     return builder.build()
 
 
-def test_a_second_turn_extends_the_chain() -> None:
-    [made] = build(
-        (ids(5, 6), sample(7, 1)),
-        (ids(5, 6, 7, 1, 8, 9), sample(4, version=2, logprob=-5)),
-    )
-    assert made.tokens_T.tolist() == [5, 6, 7, 1, 8, 9, 4]
-    assert made.action_mask_T.tolist() == [False, False, True, True, False, False, True]
-    assert made.behaviour_logprobs_T.tolist() == [0, 0, -1, -2, 0, 0, -5]
-    assert made.versions_T.tolist() == [-1, -1, 0, 0, -1, -1, 2]
-
-
-def test_a_turn_may_add_no_observation() -> None:
-    [made] = build((ids(5), sample(7)), (ids(5, 7), sample(8)))
-    assert made.tokens_T.tolist() == [5, 7, 8]
-    assert made.action_mask_T.tolist() == [False, True, True]
-
-
 @pytest.mark.parametrize(
     "second",
     [
@@ -116,18 +99,6 @@ def test_bonuses_are_on_the_sampled_tokens() -> None:
     [made] = builder.build()
     assert made.bonuses_T is not None
     assert made.bonuses_T.tolist() == [0, 0, 0.5, -1, 0, 2]
-
-
-@pytest.mark.parametrize("paid", [0, 1, 2])
-def test_one_turn_with_bonuses_gives_all_segments_some(paid: int) -> None:
-    """The second turn goes on from the first; the third starts afresh."""
-    builder = SegmentBuilder(0.7)
-    for turn, observation in enumerate([ids(5), ids(5, 7), ids(9)]):
-        builder.append(observation, sample(7), row(turn + 1) if turn == paid else None)
-    rows = [made.bonuses_T for made in builder.build()]
-    expected = [[0.0, 0.0, 0.0], [0.0, 0.0]]
-    expected[paid // 2][1 + paid % 2] = paid + 1
-    assert [None if made is None else made.tolist() for made in rows] == expected
 
 
 def told(made: Segment) -> tuple[list[int], int] | None:

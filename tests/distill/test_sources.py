@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from distill.data.columns import PromptColumns
 from distill.data.row_reader import RowReader
-from distill.data.sources import Kind, Source, kind_of, parse_sources
+from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError, DataError
 from tests.refusals import refuses
 
@@ -95,18 +94,6 @@ def test_what_cannot_be_sources_is_refused(value: str) -> None:
         parse_sources("prompts", value)
 
 
-def test_kinds(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("{}")
-    kinds = {
-        "a/b.jsonl": Kind.FILE, "a/b.json.gz": Kind.FILE, "/no/where": Kind.FILE,
-        "./a/b": Kind.FILE,
-        "openai/gsm8k": Kind.HUB, "openai/gsm8k:main": Kind.HUB, "o/n::test": Kind.HUB,
-        "module:function": Kind.FUNCTION, "a.b.c:d": Kind.FUNCTION,
-        str(tmp_path): Kind.DIRECTORY, str(tmp_path / "plain"): Kind.FILE,
-    }  # fmt: skip
-    assert {place: kind_of(place) for place in kinds} == kinds
-
-
 def test_a_function_s_rows_are_numbered() -> None:
     assert RowReader()(f"{__name__}:one_by_one") == list(enumerate(ROWS, 1))
 
@@ -174,16 +161,6 @@ def test_what_the_library_complains_of_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError):
         RowReader()("o/n")
-
-
-def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(sys.modules[__name__], "nothing", lambda: calls.append(1) or ROWS)
-    reader = RowReader(PromptColumns(columns={"prompt": "prompt"}))
-    place = f"{__name__}:nothing"
-    assert reader(place) == reader(place)
-    reader.digest([Source(place=place, name="a")])
-    assert calls == [1]
 
 
 def test_columns_that_no_source_has_are_refused(tmp_path: Path) -> None:

@@ -90,27 +90,6 @@ def test_the_next_observation_goes_on_where_the_last_one_ended(
         before = tokens + turn.sample.tokens_T.tolist()
 
 
-def test_a_board_that_replaces_the_last_one_is_seen_alone(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """The library's `-train` games show the rules and the board of now, not what was said."""
-    (first, second), policy = play(tokenizer, first_listed, game="TicTacToe-v0-train")
-    assert (first.reward, second.reward) == (1.0, -1.0)
-    assert all(seen.count("Available Moves") == 1 for seen in policy.seen)
-    assert all(seen.count("You are Player") == 1 for seen in policy.seen)
-
-
-def test_the_library_lets_a_player_try_again_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    def second_stumbles(turn: int, seen: str) -> str:
-        return "[0]" if turn == 1 else first_listed(turn, seen)
-
-    (first, second), policy = play(tokenizer, second_stumbles)
-    assert (first.reward, second.reward) == (1.0, -1.0)
-    assert (len(first.turns), len(second.turns)) == (4, 4)
-    assert "cell 0 is already occupied" in policy.seen[2]
-    assert "Please resubmit" in policy.seen[2]
-
-
 def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     (first, second), _ = play(
         tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)

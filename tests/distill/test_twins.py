@@ -38,23 +38,6 @@ def gap_between_temperatures(model: Any, temperature: float = 0.7) -> float:
     return sum(gaps) / len(gaps)
 
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "vocab_size": 8000}
-
-
-@pytest.mark.parametrize(
-    ("kind", "tied"),
-    [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma2", True), ("gpt2", True)],
-)
-def test_a_twin_depends_on_the_temperature(kind: str, tied: bool, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(kind, **SIZES)
-    config.tie_word_embeddings = tied
-    config.save_pretrained(tmp_path / "model")
-    save_tokenizer(str(tmp_path / "model"))
-    twin = save_twin(str(tmp_path / "model"), tmp_path / "twin", seed=1)
-    model = load_causal_lm(twin.path, dtype=torch.float32, device="cpu")
-    assert gap_between_temperatures(model) > 0.05
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_twin_is_of_the_family_and_small(name: str, tmp_path: Path) -> None:
     source = family_dir(tmp_path, name)
