@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ ORDER = {
 }  # fmt: skip
 
 
-def imports(source: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(source: str) -> list[tuple[str, bool]]:
     """(top-level package, whether importing the module imports it) of every import in `source`.
 
     What stands under `if TYPE_CHECKING:` is not imported.
@@ -80,6 +82,7 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for inner in ast.walk(node)
     }
+    found: list[tuple[str, bool]] = []
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -88,8 +91,8 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
             names = [node.module or ""]
         elif isinstance(node, ast.Call) and _is_import_call(node.func):
             names = [_literal(node.args)]
-        for name in names:
-            yield name.split(".")[0], node not in lazy
+        found += [(name.split(".")[0], node not in lazy) for name in names]
+    return found
 
 
 def _is_import_call(function: ast.expr) -> bool:
@@ -137,6 +140,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def files_imported(package: str) -> dict[str, set[str]]:
     """Of each file of a package, the files of the same package that it imports, by module."""
     paths = [path for path in sources(package) if "cpu_standins" not in path.parts]

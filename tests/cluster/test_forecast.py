@@ -46,8 +46,8 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """`student` is right half of the time, as `twin` is; `good` always is; `mannered` as well, in
-    words of its own."""
+    """`student` is right half of the time; `good` always is; `mannered` as well, in words of its
+    own."""
     root = tmp_path_factory.mktemp("forecast")
     careless = [[str(a + b), str(a + b + 1)] for a, b in SUMS]
     prompts = root / "prompts.jsonl"
@@ -58,7 +58,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "prompts": str(prompts),
         "student": student,
         "copy": str(shutil.copytree(student, root / "copy")),
-        "twin": schooled(root, "twin", 2, careless),
         "good": schooled(root, "good", 3, [[str(a + b)] for a, b in SUMS]),
         "mannered": schooled(root, "mannered", 4, [[f"~{a + b}~"] for a, b in SUMS]),
     }
@@ -68,7 +67,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("teacher", "verdict", "said"),
     [
         ("good", "good", ""),
-        ("twin", "no better", "no better on these prompts"),
         ("mannered", "another style", "recipe=sft on the teacher's answers"),
         ("copy", "same", "there is nothing to learn"),
     ],
