@@ -199,16 +199,6 @@ def new_loop(
     return new
 
 
-def test_a_resumed_run_is_the_same_run(new_loop: NewLoop) -> None:
-    straight = new_loop()
-    expected = [straight.step()["train/loss"] for _ in range(4)]
-    loop = new_loop()
-    made = [loop.step()["train/loss"] for _ in range(2)]
-    resumed = new_loop(resume_from=loop.save())
-    made += [resumed.step()["train/loss"] for _ in range(2)]
-    assert made == expected and weights(resumed.learner) == weights(straight.learner)
-
-
 def test_held_out_rows_are_evaluated_and_not_trained(
     new_loop: NewLoop, write: Callable[[Learner], str]
 ) -> None:
