@@ -48,12 +48,6 @@ def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyP
     assert said[-1].startswith("starting: 5 of 6") and said[-1].endswith("waiting for worker 2")
 
 
-def test_a_quick_start_says_nothing() -> None:
-    said: list[str] = []
-    driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
-    assert said == []
-
-
 def test_who_does_not_start_in_time_is_named() -> None:
     with pytest.raises(RunFailed):
         driver(Starting(answers=4), 0.3).until_started(["engine", "worker"], print)

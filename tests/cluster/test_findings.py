@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,35 +186,6 @@ def test_a_kl_that_turns_is_found_once(beside: dict[str, Curve]) -> None:
 def test_a_kl_that_never_fell_is_found_too() -> None:
     [finding] = kl_said(lambda step: 1 + step / 50)
     assert 30 < finding.step < 90 and "from 1" in finding.text
-
-
-@pytest.mark.parametrize(
-    ("kl", "beside"),
-    [
-        (falls, {}),
-        (falls, {"gradient": lambda step: step}),  # longer answers, say
-        (turns, {}),  # other problems, say: nothing else has changed
-        (lambda step: 2.0, {"gradient": lambda step: step}),
-    ],
-    ids=["falls", "falls, gradients grow", "rises alone", "stands"],
-)
-def test_of_other_kls_nothing_is_said(kl: Curve, beside: dict[str, Curve]) -> None:
-    assert kl_said(kl, **beside) == []
-
-
-def test_a_run_that_waits_by_design_is_no_finding() -> None:
-    rows = healthy(0)
-    for row in rows:
-        row["time/wait"] = 0.95 * row["time/step"]
-    assert [finding.name for finding in found(rows)] == ["learner_starves"]
-    for design in ({"max_staleness": 0}, {"local": True}):
-        assert found(rows, replace(SETUP, **design)) == []
-
-
-def test_a_reward_that_counts_for_nothing_may_be_constant() -> None:
-    rows = [row | {"reward/mean": 0.0, "reward/constant_groups": 1.0} for row in healthy(0)]
-    assert [each.name for each in found(rows)] == ["rewards_are_constant"]
-    assert found(rows, replace(SETUP, rewarded=False)) == []
 
 
 def test_remedies_are_settings_that_exist() -> None:

@@ -161,10 +161,6 @@ def test_what_hangs_does_not_hold_up_the_end() -> None:
     assert "has not answered within 0.2 s" in said
 
 
-def test_nobody_need_be_told() -> None:
-    assert told_to(receiver_of(None)) == []
-
-
 @pytest.mark.parametrize(
     "notify",
     [

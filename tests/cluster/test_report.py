@@ -290,12 +290,6 @@ def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
     assert group["alternatives"] == {id_: tokenizer.decode([id_]) for id_ in (5, 6, 7)}
 
 
-def test_prompts_that_differ_stay_with_their_members(page: Page) -> None:
-    for group in page.data["groups"]:
-        assert group["prompt"]["ids"] == [] and group["alternatives"] is None
-        assert all(s["prompt"] == 0 for member in group["members"] for s in member["segments"])
-
-
 def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -325,16 +319,6 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert rows["accuracy"] == [[0.25], [0.75], [0.9, 0.8, 0.95], [0.5]]
     assert rows["reverse_kl"] == [[1.5], [0.5], None, None]
     assert len(data["groups"]) == 3  # the first run's
-
-
-def test_a_comparison_with_what_is_no_other_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = write(tmp_path / "run")
-    assert main([f"out={out}", f"against={tmp_path / 'gone'}"]) == 2
-    assert main([f"out={out}", f"against={out}/."]) == 2
-    said = capsys.readouterr().err
-    assert f"against={tmp_path / 'gone'} is not a directory" in said and "is out= itself" in said
 
 
 def test_the_evaluations_are_a_table(page: Page) -> None:

@@ -38,11 +38,6 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
     ]
 
 
-def test_a_run_that_cannot_grow_has_one_sum() -> None:
-    layout = Layout(roles=[RolePlan(name="learner", count=3, most=3, cpus=1)])
-    assert render(layout).splitlines()[-1] == "needs    3 CPU"
-
-
 def test_memory_of_one_member() -> None:
     assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
     assert engine_memory(EIGHT_B, "float32") == 32 << 30

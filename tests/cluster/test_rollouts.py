@@ -162,11 +162,6 @@ def test_the_last_step_is_kept_too(tmp_path: Path) -> None:
         assert [each.step for each in read_rollouts(tmp_path / f"{every}")] == steps
 
 
-def test_a_step_whose_groups_were_all_filtered_out_keeps_none(tmp_path: Path) -> None:
-    keep_step(RolloutLog(tmp_path / "r", 1), 1, [], [])
-    assert read_rollouts(tmp_path / "r") == []
-
-
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     log = kept(path, [group()], range(1, 8))

@@ -120,26 +120,6 @@ def test_what_qualifies_is_trained_token_by_token(
     assert [facts(row) for row in rows] == [facts(each) for each in expected]
 
 
-def test_people_are_told_where_a_row_comes_from(
-    convert: Callable[..., list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    rows = convert()
-    told = [(row["reward"], row["step"], row["group"]) for row in rows]
-    assert told == [(1.0, 1, 7), (1.5, 1, 7), (1.5, 1, 7), (1.0, 2, 8)]
-    assert rows[0]["text"] == tokenizer.decode(TURNS.tokens_T.tolist())
-    assert rows[0]["loss_mask"] == [[1, 3], [4, 5]]
-
-
-def test_the_command_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("an older one")
-    assert main([f"out={run}", f"data={data}"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "4 of 6 kept trajectories are in" in said
-    assert said.endswith("4 rows (2 duplicates left out), 21 tokens, 9 of them trained")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "run"]
-
-
 def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(tmp_path: Path) -> None:
     """`also` is one token to the tokenizer; the policy spelt it, and ended within a character."""
     tokenizer = byte_tokenizer(*["also"] * 50, vocab_size=260)

@@ -79,17 +79,6 @@ def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase)
     assert policy.seen[-1].count("Available Moves") == 7  # and every board of the game
 
 
-def test_the_next_observation_goes_on_where_the_last_one_ended(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    (first, _), _ = play(tokenizer, first_listed)
-    before = None
-    for turn in first.turns:
-        tokens = turn.observation_T.tolist()
-        assert before is None or tokens[: len(before)] == before
-        before = tokens + turn.sample.tokens_T.tolist()
-
-
 def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     (first, second), _ = play(
         tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)

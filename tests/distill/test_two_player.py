@@ -109,20 +109,6 @@ def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase)
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
 
 
-@pytest.mark.parametrize("problem", [0, 1])
-def test_an_opponent_that_is_no_model(tokenizer: PreTrainedTokenizerBase, problem: int) -> None:
-    """The policy's seat alternates with the problem; nobody beats the perfect player."""
-    config = TicTacToeGames(random_moves=0, opponent="perfect")
-    dataset = config(None, setting(tokenizer, max_new_tokens=8))
-    policy = Scripted(tokenizer, first_free)
-    builder = dataset.builder(problem, 4)
-    episodes = asyncio.run(play_group(policy, builder, SAMPLING, group_id=0, seed=0))
-    assert len(episodes) == 4
-    assert all(episode.reward <= 0 for episode in episodes)
-    taken = 9 - board_of(policy.seen[0]).count(FREE)
-    assert taken == problem  # who sits second sees the first one's move
-
-
 def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> None:
     """It plays by its own conversation, at its own temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)

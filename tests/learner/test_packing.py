@@ -216,12 +216,6 @@ def test_layers_that_run_along_the_sequence_are_refused_by_name(family: str) -> 
         check_packs(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_attention_are_not(family: str) -> None:
-    with torch.device("meta"):
-        check_packs(AutoModelForCausalLM.from_config(FAMILIES[family]))
-
-
 def test_attention_that_cannot_be_replaced_is_refused_once_it_is_known(
     new_learner: NewLearner, tmp_path: Path
 ) -> None:
