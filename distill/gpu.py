@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 GIB = 1 << 30
+# Of one number.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a process on a GPU before it holds anything: CUDA's context, loaded kernels, NCCL's buffers.
 CONTEXT_BYTES = GIB
 # What the driver says there is, and CUDA does not hand out.

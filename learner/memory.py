@@ -25,18 +25,22 @@ from distill.weights.shared_memory import block_bytes
 class Holding(NamedTuple):
     """Bytes held per parameter, without activations, which depend on token_budget."""
 
-    bytes_per_parameter: int
     what: str
+    weights: int
+    gradients: int = 0
+    moments: int = 0
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return self.weights + self.gradients + self.moments
 
 
-# Bytes per parameter of AdamW's two moments.
-MOMENTS = 8
-TRAINED = Holding(4 + 4 + MOMENTS, "weights, gradients and AdamW in fp32")
+TRAINED = Holding("weights, gradients and AdamW in fp32", 4, 4, 8)
 TRAINED_AND_TEACHER = Holding(
-    TRAINED.bytes_per_parameter + 4, "weights, a teacher that follows, gradients and AdamW in fp32"
+    "weights, a teacher that follows, gradients and AdamW in fp32", 8, 4, 8
 )
 # The base of an adapter. The adapter itself is small, and is neglected.
-FROZEN = Holding(4, "frozen weights in fp32")
+FROZEN = Holding("frozen weights in fp32", 4)
 
 
 def holding_of(*, adapter: bool, followed: bool) -> Holding:
@@ -130,7 +134,7 @@ def check_fits(
 def check_offload_fits(model: str, workers: int, workers_here: int) -> None:
     """Raise ConfigError if main memory is too small for the moments of this host's workers."""
     if (estimate := estimate_memory(model)) is not None:
-        moments = MOMENTS * estimate.parameters * workers_here // workers
+        moments = TRAINED.moments * estimate.parameters * workers_here // workers
         require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
 
 
@@ -149,24 +153,14 @@ class WorkerMemory:
     offloads: bool
 
     @classmethod
-    def of(
-        cls,
-        parameters: int,
-        *,
-        adapter: bool,
-        workers: int,
-        offloads: bool,
-        followed: bool = False,
-    ) -> WorkerMemory:
-        """Memory of a worker in fp32. An adapter's gradients and moments are small, and neglected.
-
-        Args:
-            followed: there is an EMA or lagged teacher, which is as large as the trained weights.
-        """
-        share = -(-4 * parameters // workers)
-        trained = 0 if adapter else share
-        weights = share + trained * followed
-        return cls(weights=weights, gradients=trained, moments=2 * trained, offloads=offloads)
+    def of(cls, parameters: int, holding: Holding, *, workers: int, offloads: bool) -> WorkerMemory:
+        share = -(-parameters // workers)
+        return cls(
+            weights=share * holding.weights,
+            gradients=share * holding.gradients,
+            moments=share * holding.moments,
+            offloads=offloads,
+        )
 
     @property
     def resting(self) -> int:

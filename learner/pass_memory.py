@@ -20,7 +20,14 @@ from distill.errors import ConfigError
 from distill.models.loading import exact_attention, load_config, vocab_size
 from distill.models.logprobs import positions_per_trained_chunk, positions_together
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
-from learner.memory import WorkerMemory, estimate_memory, known_shapes, readable
+from learner.memory import (
+    TRAINED,
+    Holding,
+    WorkerMemory,
+    estimate_memory,
+    known_shapes,
+    readable,
+)
 
 # Of a pass's bytes: gradients of activations, and what an allocator cannot use.
 _PASS_MARGIN = 1.1
@@ -220,7 +227,7 @@ class LearnerMemory:
     Attributes:
         parameters: number of the model's.
         query_norm: attention normalises queries and keys.
-        adapter, followed: as `WorkerMemory.of` takes them.
+        holding: bytes per parameter, without passes.
     """
 
     config: Any
@@ -228,8 +235,7 @@ class LearnerMemory:
     query_norm: bool
     dtype: Precision
     device: str
-    adapter: bool = False
-    followed: bool = False
+    holding: Holding = TRAINED
 
     @classmethod
     def of(
@@ -238,8 +244,7 @@ class LearnerMemory:
         *,
         dtype: Precision,
         device: str,
-        adapter: bool = False,
-        followed: bool = False,
+        holding: Holding = TRAINED,
     ) -> LearnerMemory | None:
         """Memory of a model's learner, from config and shapes; None where those are not known."""
         estimate, shapes = estimate_memory(model), known_shapes(model)
@@ -251,19 +256,12 @@ class LearnerMemory:
             query_norm=any("q_norm." in name for name in shapes),
             dtype=dtype,
             device=device,
-            adapter=adapter,
-            followed=followed,
+            holding=holding,
         )
 
     def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
         """Memory of a worker besides passes."""
-        return WorkerMemory.of(
-            self.parameters,
-            adapter=self.adapter,
-            workers=workers,
-            offloads=offloads,
-            followed=self.followed,
-        )
+        return WorkerMemory.of(self.parameters, self.holding, workers=workers, offloads=offloads)
 
     def passes(self, workers: int) -> PassMemory | None:
         """Memory of a worker's passes; None if the config lacks a field."""
@@ -318,7 +316,7 @@ class LearnerMemory:
                 yield "gradient_checkpointing=True"
         if not self.device.startswith("cuda"):
             return  # workers of one machine share its memory
-        may_offload = not offloads and not self.adapter
+        may_offload = not offloads and self.holding.moments > 0
         if may_offload and self._fits(room, asked, workers, offloads=True):
             yield "offload_optimizer=True"
             may_offload = False

@@ -6,7 +6,7 @@ import logging
 
 from distill.gpu import CONTEXT_BYTES
 from learner.config import TOKEN_BUDGET, LearnerConfig
-from learner.memory import room_bytes
+from learner.memory import holding_of, room_bytes
 from learner.pass_memory import LearnerMemory, PassPlan, PassRequest
 from learner.process_group import WorkerGroup
 
@@ -27,8 +27,7 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         config.model,
         dtype=config.dtype,
         device=device,
-        adapter=config.trains_adapter,
-        followed=config.shadow is not None,
+        holding=holding_of(adapter=config.trains_adapter, followed=config.shadow is not None),
     )
     sharers = 1 if device.startswith("cuda") else group.workers_here()
     plan = None

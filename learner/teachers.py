@@ -36,7 +36,7 @@ class LocalTeachers:
         self._forwards: dict[str, Forward] = {}
         self.models: dict[str, tuple[str, PreTrainedModel]] = {}  # by name, with their checkpoints
         for name, path in models.items():
-            check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
+            check_fits(path, device, Holding(f"a teacher's weights in {dtype}", dtype.itemsize))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
             self._forwards[name] = Forward(model, event=event)
             self.models[name] = path, model

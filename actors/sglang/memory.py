@@ -17,7 +17,7 @@ from typing import Any
 from actors.sglang.flags import parse_flags
 from actors.sglang.parallelism import Parallelism, parallelism
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, GIB, gib, headroom
+from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, GIB, gib, headroom
 from distill.models.loading import load_config, tensor_layouts, vocab_size
 
 # Memory outside of SGLang's memory saver, which stays when a server sleeps: attention workspaces
@@ -28,7 +28,6 @@ _WORKSPACE_BYTES = 512 << 20
 # pool (8 MiB each by SGLang's own count, 37 graphs); and blocks of torch's allocator that hold
 # some small tensor. An estimate: a small model's server kept 1.03 GiB (docs/gpu-results.md).
 ASLEEP_BYTES = 3 * GIB
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a captured decode graph, by batch size: as SGLang reserves (arg_groups/memory_hook.py).
 _GRAPH_BYTES = 2 << 20
 # The same of prefill: 58 graphs of 8 MiB; with latent attention, whatever their number.
@@ -63,7 +62,7 @@ def _served_bits(stored: str, dtype: str) -> int:
     found = re.search(r"\d+", stored)
     bits = 8 if found is None else int(found[0])  # bool
     plain = bits >= 16 and "float" in stored
-    return 8 * _BYTES[dtype] if plain else bits
+    return 8 * DTYPE_BYTES[dtype] if plain else bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ class ServerMemory:
         mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         activations = (
             max(prefill, _PREFILL_TOKENS)
-            * _BYTES[dtype]
+            * DTYPE_BYTES[dtype]
             * (8 * text.hidden_size + 3 * mlp // spread.tensor)
         )
         logits = _LOGPROB_ROWS * vocab_size(config) * 4 * _PER_LOGIT
@@ -114,7 +113,7 @@ class ServerMemory:
             if "--disable-cuda-graph" in given
             else _GRAPH_BYTES * _int_flag(given, "--max-running-requests", max_running)
         )
-        number = 1 if "fp8" in "".join(given.get("--kv-cache-dtype", [])) else _BYTES[dtype]
+        number = 1 if "fp8" in "".join(given.get("--kv-cache-dtype", [])) else DTYPE_BYTES[dtype]
         fixed = _int_flag(given, "--max-total-tokens", 0)
         latent = getattr(text, "kv_lora_rank", None)
         reserved = _RESERVED + max(prefill, 2048) * _RESERVED_A_TOKEN

@@ -40,7 +40,7 @@ def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tup
     states = estimate_memory(model)
     memory = estimate_pass(model, dtype=setting.dtype, device=setting.device, workers=1)
     assert states is not None and memory is not None
-    worker = WorkerMemory.of(states.parameters, adapter=False, workers=1, offloads=False)
+    worker = WorkerMemory.of(states.parameters, states.holding, workers=1, offloads=False)
     passes = memory.bytes(tokens, checkpointing=recomputes)
     return passes, worker.beside_passes + passes
 

@@ -35,6 +35,7 @@ from learner.config import LearnerConfig, LearnerSettings, ShadowRule
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
+    from learner.memory import Holding
 
 
 # Trackers for track=; each is an extra of the package with the same name.
@@ -306,6 +307,13 @@ class CommonConfig(
     def teacher_rule(self) -> ShadowRule | None:
         """Update rule of an EMA or lagged teacher (`learner.shadow`); None without one."""
         return None
+
+    @property
+    def learner_holding(self) -> Holding:
+        """Bytes per parameter of the learner."""
+        from learner.memory import holding_of  # imports torch
+
+        return holding_of(adapter=self.trains_adapter, followed=self.teacher_rule is not None)
 
     def learner(
         self,

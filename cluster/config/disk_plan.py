@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.config.common import CommonConfig
 from distill.errors import ConfigError
-from learner.memory import MOMENTS, estimate_memory, readable
+from learner.memory import TRAINED, estimate_memory, readable
 
 # Checkpoints and final/ hold weights in fp32, and so do averages of them.
 _WEIGHT = 4
@@ -28,7 +28,7 @@ class DiskPlan:
         estimate = estimate_memory(model)
         if estimate is None or config.only_keeps:
             return None
-        moments = 0 if config.trains_adapter else MOMENTS
+        moments = 0 if config.trains_adapter else TRAINED.moments
         followed = 0 if config.teacher_rule is None else _WEIGHT
         apart = config.steps // config.keep_every if config.keep_every else 0
         written = 1  # the newest is complete before the oldest goes

@@ -13,15 +13,15 @@ from actors.sglang.address import is_url
 from cluster.config.model_checks import ask_server
 from cluster.config.on_policy import OpdConfig
 from distill.errors import ConfigError
+from distill.gpu import DTYPE_BYTES
 from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
 from learner.config import TOKEN_BUDGET
-from learner.memory import Holding, estimate_memory, free_bytes, holding_of, readable
+from learner.memory import Holding, estimate_memory, free_bytes, readable
 from learner.pass_memory import estimate_pass
 
 # Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
 _SHARE = 0.7
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
@@ -79,10 +79,8 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
     device = resolve_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    copy = Holding(_BYTES[dtype], f"a teacher's weights in {dtype}")
-    followed = config.teacher_rule is not None
-    holding = holding_of(adapter=config.trains_adapter, followed=followed)
-    student = estimate_memory(config.student, holding)
+    copy = Holding(f"a teacher's weights in {dtype}", DTYPE_BYTES[dtype])
+    student = estimate_memory(config.student, config.learner_holding)
     copies = [estimate_memory(model, copy) for model in teachers]
     passes = estimate_pass(
         config.student,

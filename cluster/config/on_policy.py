@@ -625,13 +625,8 @@ class RolloutConfig(
                 "machine, so it cannot be worked out what the engines leave to the learner; give a "
                 "directory"
             )
-        memory = WorkerMemory.of(
-            estimate.parameters,
-            adapter=self.trains_adapter,
-            workers=self.learner_workers,
-            offloads=True,
-            followed=self.teacher_rule is not None,
-        )
+        holding, workers = self.learner_holding, self.learner_workers
+        memory = WorkerMemory.of(estimate.parameters, holding, workers=workers, offloads=True)
         return memory.resting
 
     def engine_of(

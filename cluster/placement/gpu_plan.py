@@ -97,8 +97,7 @@ class GpuPlan:
             model,
             dtype=choose_dtype(config.learner_dtype, self._device),
             device=self._device,
-            adapter=config.trains_adapter,
-            followed=config.teacher_rule is not None,
+            holding=config.learner_holding,
         )
         if memory is None:
             return _UNKNOWN

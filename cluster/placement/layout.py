@@ -19,7 +19,7 @@ from cluster.placement.resource_plan import (
 from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
 from distill.models.loading import weight_files
 from learner.config import TOKEN_BUDGET
-from learner.memory import estimate_memory, holding_of
+from learner.memory import estimate_memory
 from learner.pass_memory import estimate_pass
 
 
@@ -68,9 +68,7 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
         model, workers = trained_model(config), config.learner_workers
-        followed = config.teacher_rule is not None
-        holding = holding_of(adapter=config.trains_adapter, followed=followed)
-        estimate = estimate_memory(model, holding)
+        estimate = estimate_memory(model, config.learner_holding)
         dtype = choose_dtype(config.learner_dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
         budget = config.token_budget or TOKEN_BUDGET[device]

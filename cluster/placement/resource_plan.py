@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distill.gpu import DTYPE_BYTES
 from learner.memory import MemoryEstimate, readable
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def render(layout: Layout) -> str:
 
 def engine_memory(estimate: MemoryEstimate | None, dtype: str) -> int | None:
     """Bytes of weights that an engine holds; its caches come on top."""
-    return None if estimate is None else estimate.parameters * _BYTES[dtype]
+    return None if estimate is None else estimate.parameters * DTYPE_BYTES[dtype]
 
 
 def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:
@@ -81,7 +80,7 @@ def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:
     to = f"to {_engines(engines)} after each step"
     if estimate is None:
         return f"every parameter in {dtype} {to}; size unknown"
-    size = estimate.parameters * _BYTES[dtype]
+    size = estimate.parameters * DTYPE_BYTES[dtype]
     return (
         f"{readable(size)} ({estimate.parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
         f"{readable(size * engines)}"

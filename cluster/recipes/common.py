@@ -34,7 +34,7 @@ from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
-from learner.memory import estimate_memory, holding_of
+from learner.memory import estimate_memory
 
 
 def tell_dry_run(console: Console, directory: RunDirectory, layout: str) -> None:
@@ -343,8 +343,7 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
     """The learner's line of the resource plan."""
     if config.only_keeps:
         return "none (rollout_only=True): groups are kept, for train_from="
-    holding = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
-    estimate = estimate_memory(model, holding) or "memory unknown"
+    estimate = estimate_memory(model, config.learner_holding) or "memory unknown"
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"
     rate = f"lr {config.lr:g}"

@@ -28,7 +28,7 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
-from learner.memory import WorkerMemory, estimate_memory
+from learner.memory import TRAINED, WorkerMemory, estimate_memory
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
@@ -260,7 +260,7 @@ def test_an_update_leaves_some_of_a_gpu_free() -> None:
     """30B-A3B: six workers would fill 76.9 of 78.06 GiB."""
     assert [headroom(size * GIB) / GIB for size in (12, 24, 80, 140)] == [0.75, 1.5, 4, 4]
     eight, six = (
-        WorkerMemory.of(30_532_122_624, adapter=False, workers=workers, offloads=True)
+        WorkerMemory.of(30_532_122_624, TRAINED, workers=workers, offloads=True)
         for workers in (8, 6)
     )
     assert six.updating / GIB == pytest.approx(76.8, abs=0.2)
