@@ -54,7 +54,8 @@ ORDER = {
         "handshake",
     ],
     "actors": [
-        "addresses", "hub", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
+        "addresses", "hub", "together", "embedded", "sglang/plugin", "sglang", "rollout", "envs",
+        "config",
     ],
     "cluster": [
         "collector", "base", "jsonl_log", "console", "handles", "config", "queue",
