@@ -35,12 +35,11 @@ from benchmarks.queue import _ray, cpu_seconds
 from cluster.queue.codec import pack, pack_part, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import TrainedGroups
 from distill.objective.batching import TrainingRow, deal, split_by_token_budget
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.tallies import tally
-from distill.outlines import RowPlace, TrajectorySource
+from distill.records import RowPlace, TrainedGroups, TrajectorySource
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
 from learner.policy_loss import PolicyObjectiveLoss
@@ -247,8 +246,7 @@ class Now:
         through = message_bytes(self._taken) + self._leader.sent_bytes()
         passed = through + _idle_bytes(queue, shares)
         pulled = _part_bytes(queue, shares) - own
-        ids = [group.group_id for group in self._taken.groups_P]
-        self._version, self._trained = self._version + 1, self._trained.after(ids, {})
+        self._version, self._trained = self._version + 1, self._taken.after(self._trained)
         queue.publish(self._version, self._trained)
         return {
             "queue_mb": held / 1e6,

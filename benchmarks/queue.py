@@ -31,7 +31,7 @@ from cluster.inspect.audit import audit
 from cluster.queue.codec import pack, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, TrainedGroups
+from distill.records import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.queues import queue_on_ray
 from tests.samples import segment, trajectory
@@ -133,8 +133,7 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
         if step == WARMUP_STEPS + 1:
             before, started = used(), time.perf_counter()
         taken = queue.take(trained)
-        ids = [group.group_id for group in taken.groups_P]
-        trained = trained.after(ids, taken.set_aside)
+        trained = taken.after(trained)
         queue.publish(step, trained)
     seconds = time.perf_counter() - started
     spent = [1e6 * (b - a) for a, b in zip(before, used(), strict=True)]

@@ -48,7 +48,7 @@ from cluster.command import run_command
 from cluster.hosts.engine_pool import EnginePool
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, OnStale, StepRuleName, TrainedGroups
+from distill.records import Lease, OnStale, StepRuleName, TrainedGroups
 
 SPEED = 40.0  # tokens/s of a slot
 SLOTS = 64  # of an engine
@@ -554,7 +554,7 @@ class Simulation:
             for engine in self.engines:
                 engine.push(self._version)
             await asyncio.sleep(PUSH_S)
-            trained = trained.after(step.group_ids, step.set_aside)
+            trained = step.after(trained)
             async with self._changed:
                 self.ledger.publish(self._version, trained)
                 self._changed.notify_all()

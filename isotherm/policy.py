@@ -21,12 +21,12 @@ from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import supervised_row
-from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.models.loading import context_length, vocab_size
 from distill.models.model_files import check_model_files
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
+from distill.records import TrainedGroups
 from distill.sampling import UNSCALED, Sampling
 from distill.types import FloatArray, TokenArray
 from distill.whole_write import whole_write

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from distill.delivery import TrainedGroups
-from distill.outlines import GroupOutline
+from distill.records import GroupOutline, TrainedGroups
 from learner.process_group import WorkerGroup
 from learner.rollout_share import Shares
 

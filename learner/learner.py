@@ -30,8 +30,8 @@ from distill.objective.batching import (
 )
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
 from distill.objective.rows import RowOutline
-from distill.outlines import RowPlace, TrajectorySource
 from distill.pace import Progress
+from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.lending import LenderPlace, LentBucket
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes

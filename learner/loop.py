@@ -17,14 +17,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.delivery import CONSTANT_REWARD, Taken, TrainedGroups
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.metrics import (
@@ -34,7 +32,7 @@ from distill.objective.metrics import (
     without_unknown,
 )
 from distill.objective.whole_groups import opened
-from distill.outlines import TrajectorySource
+from distill.records import StepGroups, TrainedGroups, TrajectorySource
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -53,7 +51,7 @@ from learner.trace import NO_TRACE, Stages, Tracing
 class GroupSource(TrajectorySource, Protocol):
     """Source of the groups of the next step."""
 
-    def take(self, trained: TrainedGroups) -> Taken:
+    def take(self, trained: TrainedGroups) -> StepGroups:
         """Block until all groups of the next step are available, and return them.
 
         Raises on a deadline, or if the source is closed. Returns the same groups again if nothing
@@ -97,7 +95,7 @@ class Keep(Protocol):
 class Record(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
 
-    def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+    def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Record the input of `step` before it trains: the taken outlines, and the whole groups."""
         ...
 
@@ -232,8 +230,7 @@ class PolicyLoop:
         with self._stages("wait"):
             taken, plan = self._take()
         groups_P = taken.groups_P
-        ids = [group.group_id for group in groups_P]
-        accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
+        accounted = taken.after(self._trained)  # before the weights change
         if self._foresight is not None:
             self._foresight.begin(accounted, self.rollouts.turn)
         if self._sleep is not None:
@@ -262,10 +259,10 @@ class PolicyLoop:
             "time/wait": times["time/wait"] + waited_s,
             "time/step": seconds,
             "tokens_per_s": metrics["train/tokens"] / seconds,
-            **taken_metrics(taken, self._trained),
+            **taken.metrics(self._trained),
         }
 
-    def _take(self) -> tuple[Taken, StepPlan]:
+    def _take(self) -> tuple[StepGroups, StepPlan]:
         """Take the step's groups, and wait until every worker has the trajectories that it trains
         on."""
         while True:
@@ -323,31 +320,6 @@ class PolicyLoop:
     def begin_save(self) -> Checkpoint | None:
         """Begin a checkpoint of the current state: see `CheckpointWriter.begin`."""
         return self.writer.begin(self.step_count, self._trained.to_json())
-
-
-def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
-    """Metrics of the groups that a step took, and of the groups that `trained` accounts for."""
-    aside = trained.set_aside.values()
-    age = {} if taken.start_max is None else {"staleness/start_max": taken.start_max}
-    return {
-        **age,
-        "groups/first": taken.groups_P[0].group_id,
-        "groups/last": taken.groups_P[-1].group_id,
-        "groups/watermark": trained.watermark,
-        "groups/overdue": taken.overdue,
-        "groups/begun_again": taken.begun_again,
-        "groups/set_aside": sum(reason != CONSTANT_REWARD for reason in aside),
-        **_replaced_metrics(taken),
-    }
-
-
-def _replaced_metrics(taken: Taken) -> dict[str, float]:
-    """Number of groups that were replaced, and the mean reward including theirs."""
-    metrics: dict[str, float] = {"groups/replaced": len(taken.replaced)}
-    if taken.replaced:
-        rewards_P = [fmean(t.reward for t in group.trajectories_G) for group in taken.groups_P]
-        metrics["reward/mean_of_all"] = fmean([*rewards_P, *taken.replaced.values()])
-    return metrics
 
 
 def mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:

@@ -14,7 +14,7 @@ import torch
 
 from distill.objective.batching import TrainingRow
 from distill.objective.losses import StepCounts
-from distill.outlines import RowPlace
+from distill.records import RowPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

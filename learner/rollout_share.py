@@ -27,7 +27,7 @@ from distill.objective.rows import (
     with_sums_of_others,
 )
 from distill.objective.settings import ObjectiveConfig
-from distill.outlines import RowPlace, TrajectoryId, TrajectorySource
+from distill.records import RowPlace, TrajectoryId, TrajectorySource
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
 

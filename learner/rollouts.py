@@ -23,7 +23,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable
 from distill.objective.objectives import advantages_of, teacher_coef
 from distill.objective.rows import RowOutline, advantage_metrics, joins_tokens, row_outlines
-from distill.outlines import GroupOutline, TrajectoryId, TrajectorySource
+from distill.records import GroupOutline, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss

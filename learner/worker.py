@@ -28,8 +28,8 @@ from distill.models.reward import start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.objective.metrics import TokenTable
-from distill.outlines import RowPlace, TrajectorySource
 from distill.pace import Progress
+from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.tensors import first_non_finite

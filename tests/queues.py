@@ -11,7 +11,7 @@ from cluster.handles.local_actor import LocalActor
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
-from distill.delivery import TrainedGroups
+from distill.records import TrainedGroups
 
 
 def queue_on_ray(

@@ -29,10 +29,10 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from cluster.runtime.fleet import Fleet
 from cluster.supervision.supervise import Member, State, WorkDone
-from distill.delivery import TrainedGroups
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.handshake.comparison import CalibrationReport
 from distill.pace import Progress
+from distill.records import TrainedGroups
 from distill.tokenizer import TokenizerProbe, probe_tokenizer
 from distill.types import FloatArray, StopReason
 from tests.simulation import SimulatedActor, SimulatedLoop
@@ -234,11 +234,10 @@ class SimulatedRun:
         """One step of the driver and a learner that takes no time; the ids of its groups."""
         self.fleet.wait_for_groups()
         taken = self.fleet.queue.take(self.trained)
-        ids = [group.group_id for group in taken.groups_P]
-        self.trained = self.trained.after(ids, taken.set_aside)
+        self.trained = taken.after(self.trained)
         self.version += 1
         self.fleet.queue.publish(self.version, self.trained)
-        return ids
+        return taken.group_ids
 
     def members(self, role: str = POLICY) -> list[Member]:
         return self.fleet.supervisor.members(role)

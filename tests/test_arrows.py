@@ -46,9 +46,9 @@ UNKNOWN = "a name worked out at run time"
 ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "group_check",
-        "outlines", "stops", "group_share", "teacher_samples", "json_values", "model_paths",
+        "records", "stops", "group_share", "teacher_samples", "json_values", "model_paths",
         "libraries",
-        "json_schemas", "delivery", "tokenizer", "gpu", "main_memory", "weights", "engine",
+        "json_schemas", "tokenizer", "gpu", "main_memory", "weights", "engine",
         "weight_group", "sandbox", "chat",
         "text", "models", "objective", "data", "rewards", "tools", "envs", "envs/games",
         "handshake",

@@ -29,12 +29,12 @@ from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
-from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
 from distill.group_check import check_group
 from distill.group_share import EVERY_GROUP, GroupShare
+from distill.records import Lease
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples

@@ -16,7 +16,7 @@ from cluster.config.pools import WeightsChoice
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
-from distill.delivery import TrainedGroups
+from distill.records import TrainedGroups
 
 
 class _Slots:

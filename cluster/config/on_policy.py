@@ -27,7 +27,6 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.feedback import FeedbackTemplate
 from distill.data.sources import parse_sources
-from distill.delivery import OnStale, StepRuleName
 from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
@@ -42,6 +41,7 @@ from distill.objective.settings import (
     require_reward,
     require_teacher,
 )
+from distill.records import OnStale, StepRuleName
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default

@@ -56,9 +56,9 @@ from cluster.supervision.supervise import (
     whereabouts_call,
 )
 from cluster.weights.push_settings import PushSettings
-from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from distill.models.loading import context_length, load_config, vocab_size
+from distill.records import TrainedGroups
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 

@@ -21,17 +21,16 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import drop_groups_after, write_groups
 from cluster.run_files.rollouts import RolloutLog
 from cluster.supervision.supervise import WorkDone
-from distill.delivery import Taken, TrainedGroups
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import group_metrics, token_table
 from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, rows_by_group
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.whole_groups import opened
+from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import disk_remedy
-from learner.loop import taken_metrics
 
 
 class Keeper:
@@ -80,7 +79,7 @@ class Keeper:
         taken, groups_P = self._take()
         waited = time.perf_counter() - started
         step = self._step_count + 1
-        kept = self._kept.after([group.group_id for group in groups_P], taken.set_aside)
+        kept = taken.after(self._kept)
         rows_D = policy_rows(
             groups_P, self._objective, self._teacher_weights, self._stop_event
         )  # raises if they lack a score that a learner would need
@@ -107,10 +106,10 @@ class Keeper:
             "time/wait": waited,
             "time/step": seconds,
             "tokens_per_s": tokens / seconds,
-            **taken_metrics(taken, kept),
+            **taken.metrics(kept),
         }
 
-    def _take(self) -> tuple[Taken, list[TrajectoryGroup]]:
+    def _take(self) -> tuple[StepGroups, list[TrajectoryGroup]]:
         while True:
             taken = self._queue.take(self._kept)
             groups_P, lost = opened(self._queue, taken.groups_P)

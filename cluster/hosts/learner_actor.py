@@ -24,7 +24,7 @@ from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
-from distill.outlines import TrajectorySource
+from distill.records import TrajectorySource
 from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.canaries import CopyAnswer, CopyQuestion

@@ -41,8 +41,8 @@ from cluster.supervision.supervise import (
     progress_call,
 )
 from cluster.weights.collective import own_address
-from distill.outlines import TrajectorySource
 from distill.pace import loading_s
+from distill.records import TrajectorySource
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.forward import LossFunction

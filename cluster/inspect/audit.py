@@ -23,8 +23,8 @@ from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
 from cluster.queue.journal import Replay, broken_links, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
-from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
+from distill.records import CONSTANT_REWARD, TrainedGroups
 
 # Problems that are printed; further ones are only counted.
 _SHOWN = 8

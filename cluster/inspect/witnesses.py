@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cluster.jsonl_log import read_lines
 from cluster.run_files.out_directory import KEPT
-from distill.delivery import TrainedGroups
 from distill.errors import DataError
+from distill.records import TrainedGroups
 from learner.checkpoint import CheckpointStore
 
 

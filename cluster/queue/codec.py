@@ -9,7 +9,6 @@ views, so a process reads only the trajectories that it uses from a part in shar
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.objective.tallies import outline
+from distill.records import GroupOutline
 from distill.types import Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 # Least size of a part's arrays, if the group is that large: Ray would copy objects below 100 kB
@@ -42,12 +42,12 @@ class Packed(NamedTuple):
     """A packed group.
 
     Attributes:
-        outline: pickled `GroupOutline`.
+        outline: all that the queue reads.
         firsts: index of the first trajectory of each part, within the group.
         nbytes: total size of the parts' arrays.
     """
 
-    outline: bytes
+    outline: GroupOutline
     parts: tuple[Part, ...]
     firsts: tuple[int, ...]
     nbytes: int
@@ -69,7 +69,7 @@ def pack(group: TrajectoryGroup, part_bytes: int = PART_BYTES) -> Packed:
         rest = runs.pop()
         runs[-1] += rest
     return Packed(
-        outline=pickle.dumps(outline(group), protocol=5),
+        outline=outline(group),
         parts=tuple(map(pack_part, runs)),
         firsts=tuple(firsts),
         nbytes=sum(sizes),

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distill.delivery import Lease
+from distill.records import Lease
 
 # Suspicion score of a suspect: one death inside its environment or reward, or two elsewhere.
 _SUSPECT = 2

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import secrets
 import sys
 import time
@@ -40,10 +39,9 @@ from cluster.queue.parcels import (
     open_parts,
     opened_whole,
 )
-from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
-from distill.delivery import Lease, Taken, TrainedGroups
+from cluster.queue.queue_actor import LeaseAnswer
 from distill.errors import DataError
-from distill.outlines import Fetched, GroupOutline, TrajectoryId
+from distill.records import Fetched, GroupOutline, Lease, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -80,11 +78,11 @@ class GroupQueue:
 
     # the learner's end
 
-    def take(self, trained: TrainedGroups) -> Taken:
-        """Outlines of the next step's groups after what `trained` accounts for, and what they skip.
+    def take(self, trained: TrainedGroups) -> StepGroups:
+        """The next step after the groups that `trained` accounts for.
 
-        The same question gets the same answer, until `publish` says that weights contain it, or
-        `lose` that some are lost.
+        A repeated call returns the same step, until `publish` reports weights that contain it, or
+        `lose` reports that groups are lost.
 
         Raises:
             QueueClosed.
@@ -93,23 +91,17 @@ class GroupQueue:
         deadline = time.monotonic() + self.timeout_s
         while True:
             poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s, self._pushing))
-            if answer.closed:
+            taken: StepGroups | list[int] | None = self._get(
+                self.actor.take.remote(trained, poll_s, self._pushing)
+            )
+            if taken is None:
                 raise QueueClosed("the queue was closed")
-            if answer.outlines is not None:
-                self._epoch = answer.epoch
-                return Taken(
-                    groups_P=[pickle.loads(outline) for outline in answer.outlines],
-                    set_aside=answer.set_aside,
-                    overdue=answer.overdue,
-                    begun_again=answer.begun_again,
-                    start_max=answer.start_max,
-                    replaced=answer.replaced,
-                )
+            if isinstance(taken, StepGroups):
+                self._epoch = taken.epoch
+                return taken
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
-                    f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
-                    "rollout workers"
+                    f"waited {self.timeout_s:.0f} s for groups {taken[:8]} from the rollout workers"
                 )
 
     def foresee(
@@ -120,9 +112,7 @@ class GroupQueue:
         Waits a moment for such as are not `known`; if asked for the `whole` step, until that may
         be taken. None: it is over. Nothing is taken, nor promised. May be called beside all else.
         """
-        asked = self.actor.foresee.remote(trained, frozenset(known), whole, _POLL_S)
-        outlines: list[bytes] | None = self._get(asked)
-        return None if outlines is None else [pickle.loads(outline) for outline in outlines]
+        return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, _POLL_S))
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetches trajectories of groups that were taken, or will be (`ahead`); each of the

@@ -3,7 +3,7 @@
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
     start      a job began: run (its queue), run_id (config.json's), epoch, settings, watermark,
-               set_aside, above (`distill.delivery.TrainedGroups`)
+               set_aside, above (`distill.records.TrainedGroups`)
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted; constant_reward, if it is one
                that steps may pass over; by, the scorers that scored it, by their numbers
@@ -49,8 +49,8 @@ from typing import Any
 from cluster.jsonl_log import LineFile, last_line
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
+from distill.records import Lease, TrainedGroups
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 

@@ -41,10 +41,10 @@ from typing import Any
 
 from cluster.queue.custody import Custody
 from cluster.queue.faults import Faults, killed
-from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus, Step
+from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import View
-from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
+from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
 # Newest delivered groups whose durations the ledger keeps; groups_per_step, if that is more.
 _KNOWN = 256
@@ -129,7 +129,7 @@ class Ledger:
         self._begun_again: Counter[int] = Counter()
         self._over: dict[int, int] = {}  # of these ids, the last attempt that the restart ended
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
-        self._taken: Step | None = None
+        self._taken: StepGroups | None = None
 
     # the workers' end
 
@@ -483,7 +483,7 @@ class Ledger:
 
     # the learner's end
 
-    def ready(self) -> Step | None:
+    def ready(self) -> StepGroups | None:
         """The next step, or None if its groups are not all delivered."""
         if (taken := self._promised) is not None:
             return taken if self._delivered.issuperset(taken.group_ids) else None
@@ -494,17 +494,18 @@ class Ledger:
         skipped = after.set_aside.items() - self._trained.set_aside.items()
         now = self._steps + self.pushing
         ages = [now - self._started[group_id] for group_id in choice.ids]
-        return Step(
+        return StepGroups(
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
             overdue=sum(age > self._settings.max_staleness for age in ages),
             begun_again=sum(self._begun_again[group_id] for group_id in choice.ids),
             start_max=max(ages),
             replaced={group_id: self._constant[group_id] for group_id in replaced},
+            epoch=self.epoch,
         )
 
     @property
-    def _promised(self) -> Step | None:
+    def _promised(self) -> StepGroups | None:
         """The step that was taken last; None if one of its groups was set aside since.
 
         Payloads of its groups may have been lost.
@@ -534,7 +535,9 @@ class Ledger:
         view = self._view(gone)
         return Foreseen(self._rule.foreseen(view), self._rule.choose(view) is not None)
 
-    def take(self, trained: TrainedGroups | None = None, *, pushing: bool = False) -> Step | None:
+    def take(
+        self, trained: TrainedGroups | None = None, *, pushing: bool = False
+    ) -> StepGroups | None:
         """Take the next step: as `ready`, and fixed from then on until it is pushed or published.
 
         Args:

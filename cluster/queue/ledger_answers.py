@@ -7,28 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Groups of a training step.
-
-    Attributes:
-        group_ids: ids of the groups to train, in order.
-        set_aside: reason for each id that the step's weights account for without training on it,
-            ids of earlier weights excluded.
-        overdue: number of groups that are older than `max_staleness`.
-        begun_again: number of restarts of its groups, in total.
-        start_max: weight versions since the first lease of the group that was leased first.
-        replaced: reward of each group of constant reward that the step skips, by id.
-    """
-
-    group_ids: list[int]
-    set_aside: dict[int, str]
-    overdue: int = 0
-    begun_again: int = 0
-    start_max: int = 0
-    replaced: dict[int, float] = field(default_factory=dict)
-
-
 class Foreseen(NamedTuple):
     """Finished groups that a later step would take in the current state.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.queue.step_rules import DueFirst, InOrder, StepRule
-from distill.delivery import OnStale, StepRuleName
+from distill.records import OnStale, StepRuleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

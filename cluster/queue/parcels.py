@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.queue.codec import Packed, Part, unpack
-from distill.outlines import Fetched, GroupOutline, TrajectoryId
+from distill.records import Fetched, GroupOutline, TrajectoryId
 from distill.types import Trajectory, TrajectoryGroup
 
 # Largest size of a group's arrays that travel in a call: together with their metadata they stay
@@ -46,12 +46,12 @@ class Parcel:
     """A group as the queue stores it.
 
     Attributes:
-        outline: pickled `GroupOutline`.
+        outline: all that the queue reads.
         firsts: index of the first trajectory of each part, within the group.
         parts: for each part, a reference to it, its pickle, or the part itself.
     """
 
-    outline: bytes
+    outline: GroupOutline
     firsts: tuple[int, ...]
     parts: tuple[Any, ...]
 
@@ -238,7 +238,7 @@ def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
 
 def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
     """Fetch and unpack a whole group; None if a part is lost or its node does not answer."""
-    outline: GroupOutline = pickle.loads(parcel.outline)
+    outline = parcel.outline
     answer = parts_of({outline.group_id: parcel}, outline.places)
     try:
         found, lost = fetched(answer, open_parts(answer.parts, {}, timeout_s))

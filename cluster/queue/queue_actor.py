@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
@@ -15,8 +15,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
-from distill.delivery import Lease, TrainedGroups
-from distill.outlines import TrajectoryId
+from distill.records import GroupOutline, Lease, StepGroups, TrainedGroups, TrajectoryId
 
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
@@ -39,25 +38,6 @@ class LeaseAnswer:
     closed: bool
     all_started: bool
     progress: tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeAnswer:
-    """Answer to the learner's request for the next step.
-
-    Attributes:
-        outlines: the step's pickled `GroupOutline`s, in order; None if it is not ready.
-    """
-
-    outlines: list[bytes] | None
-    set_aside: dict[int, str]
-    overdue: int
-    begun_again: int
-    start_max: int
-    replaced: dict[int, float]
-    missing: list[int]
-    closed: bool
-    epoch: int
 
 
 class GroupQueueActor:
@@ -172,25 +152,20 @@ class GroupQueueActor:
 
     async def take(
         self, trained: TrainedGroups, poll_s: float, pushing: bool = False
-    ) -> TakeAnswer:
+    ) -> StepGroups | list[int] | None:
+        """The next step; ids that it waits for, if it is not ready; None if the queue is closed."""
         await self._until_ready(poll_s)
-        step = None if self._closed else self._ledger.take(trained, pushing=pushing)
-        return TakeAnswer(
-            outlines=[self._parcels[i].outline for i in step.group_ids] if step else None,
-            set_aside=step.set_aside if step else {},
-            overdue=step.overdue if step else 0,
-            begun_again=step.begun_again if step else 0,
-            start_max=step.start_max if step else 0,
-            replaced=step.replaced if step else {},
-            missing=[] if step else self._ledger.missing(),
-            closed=self._closed,
-            epoch=self._ledger.epoch,
-        )
+        if self._closed:
+            return None
+        step = self._ledger.take(trained, pushing=pushing)
+        if step is None:
+            return self._ledger.missing()
+        return replace(step, groups_P=[self._parcels[i].outline for i in step.group_ids])
 
     async def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
-    ) -> list[bytes] | None:
-        """As `GroupQueue.foresee`, with pickled outlines."""
+    ) -> list[GroupOutline] | None:
+        """As `GroupQueue.foresee`."""
 
         def news() -> list[int] | None:
             """Ids that are new to the caller; None if there will be no more."""

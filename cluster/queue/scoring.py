@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.queue.custody import Custody
 from cluster.queue.journal import Replay, read_journal, step_of
-from distill.delivery import TrainedGroups
+from distill.records import TrainedGroups
 
 
 @dataclass(slots=True, kw_only=True)

@@ -49,11 +49,11 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.canaries import ScoredWrongly
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
-from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn
 from distill.errors import CheckpointError, EngineError, kind_of
 from distill.objective.settings import ObjectiveConfig
+from distill.records import CONSTANT_REWARD, TrainedGroups
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 

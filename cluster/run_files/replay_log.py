@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.run_files import plain_pickle
 from cluster.run_files.out_directory import KEPT
-from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
-from distill.outlines import Fetched, TrajectoryId
+from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
 from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -64,7 +63,7 @@ class ReplayLog:
         self._root, self._keep = out / "replay", keep
         self._failed = False
 
-    def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+    def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
         with self._going_on(step):
             self._write_taken(step, taken, groups_P)
@@ -86,7 +85,9 @@ class ReplayLog:
                 self._failed = True
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
 
-    def _write_taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+    def _write_taken(
+        self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]
+    ) -> None:
         self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
         write_groups(self._root, step, taken, groups_P)
 
@@ -153,7 +154,7 @@ class KeptSteps:
         """Groups that `step` trained on."""
         return self._state(step)["groups"]
 
-    def taken(self, step: int, source: GroupsHere) -> Taken:
+    def taken(self, step: int, source: GroupsHere) -> StepGroups:
         """Data that `step` trained on, registered with `source`."""
         state = self._state(step)
         return source.taken(state.pop("groups"), **state)
@@ -185,7 +186,7 @@ class KeptGroupSource:
         self._kept, self._steps = kept, list(steps)
         self._here = GroupsHere()
 
-    def take(self, trained: TrainedGroups) -> Taken:
+    def take(self, trained: TrainedGroups) -> StepGroups:
         return self._kept.taken(self._steps.pop(0), self._here)
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
@@ -202,7 +203,9 @@ def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> d
     return {}
 
 
-def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+def write_groups(
+    root: Path, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]
+) -> None:
     """Write the data of `step` atomically; `groups_P` are its whole groups.
 
     Raises:

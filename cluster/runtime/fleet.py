@@ -53,8 +53,8 @@ from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor
-from distill.delivery import TrainedGroups
 from distill.errors import CalibrationError, CheckpointError, kind_of
+from distill.records import TrainedGroups
 from learner.checkpoint import Checkpoint
 
 _CLOSE_S = 5.0

@@ -43,10 +43,10 @@ from cluster.weights.push_settings import PushSettings
 from cluster.weights.teacher_pushes import TeacherPushes
 from cluster.weights.transport import Transport
 from cluster.weights.transports import choose_transports
-from distill.delivery import TrainedGroups
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
 from distill.pace import Progress
+from distill.records import TrainedGroups
 from distill.types import FloatArray
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, total_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distill.outlines import GroupOutline
+from distill.records import GroupOutline
 from distill.types import BoolArray, StopReason, TrajectoryGroup
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.objective.tallies import TURNS_SHOWN, gaps_of
-from distill.outlines import GroupOutline
+from distill.records import GroupOutline
 from distill.types import Segment, StopReason
 
 # Metric of the learner (`objectives.teacher_cross_entropy`); it needs the log q_T of the sampler.

@@ -69,7 +69,7 @@ from distill.objective.settings import (
     ObjectiveConfig,
     PolicyObjective,
 )
-from distill.outlines import GroupOutline
+from distill.records import GroupOutline
 from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
 
 # log q_T of a slice of a batch's trained tokens over the vocabulary: (n, V), without gradient.

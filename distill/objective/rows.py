@@ -18,7 +18,7 @@ from distill.objective.advantages import clipped, discounted_future_sum, on_acti
 from distill.objective.batching import OtherRows, TrainingRow
 from distill.objective.objectives import TokenTerms, policy_terms
 from distill.objective.settings import ObjectiveConfig
-from distill.outlines import GroupOutline, RowPlace, SegmentOutline
+from distill.records import GroupOutline, RowPlace, SegmentOutline
 from distill.types import (
     BoolArray,
     FloatArray,

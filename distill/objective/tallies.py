@@ -1,4 +1,4 @@
-"""Outlines of groups, with the sums from which a step's metrics are made (`distill.outlines`)."""
+"""Outlines of groups, with the sums from which a step's metrics are made (`distill.records`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from distill.objective.advantages import reference_gaps
 from distill.objective.repetition import repeated_share
-from distill.outlines import GroupOutline, GroupTally, SegmentOutline, TrajectoryOutline, TurnGap
+from distill.records import GroupOutline, GroupTally, SegmentOutline, TrajectoryOutline, TurnGap
 from distill.types import FloatArray, Segment, TokenArray, Trajectory, TrajectoryGroup
 
 # Share of a group's tokens, those furthest from the teacher, that `opd/kl_top_share` covers.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from distill.delivery import Taken
 from distill.objective.tallies import outline
-from distill.outlines import Fetched, GroupOutline, TrajectoryId, TrajectorySource
+from distill.records import Fetched, GroupOutline, StepGroups, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 
 
@@ -25,10 +24,12 @@ class GroupsHere:
     def __init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}
 
-    def taken(self, groups_P: Sequence[TrajectoryGroup], **others: Any) -> Taken:
-        """`Taken` of the groups' outlines, with `others` as its other fields."""
+    def taken(self, groups_P: Sequence[TrajectoryGroup], **others: Any) -> StepGroups:
+        """Step of these groups, with `others` as its other fields."""
         self._groups = {group.group_id: group for group in groups_P}
-        return Taken(groups_P=[outline(group) for group in groups_P], **others)
+        return StepGroups(
+            group_ids=list(self._groups), groups_P=[outline(group) for group in groups_P], **others
+        )
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from actors.rollout.worker import RolloutWorker
-from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
 from distill.group_share import GroupShare
+from distill.records import Lease
 from distill.sampling import TrainSampling
 from distill.teacher_samples import TeacherSamples
 from distill.types import TokenArray, TrajectoryGroup

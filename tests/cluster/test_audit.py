@@ -19,8 +19,8 @@ from cluster.inspect.audit import Audit, audit, main
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
+from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore
 
 SETTINGS = {
@@ -63,7 +63,7 @@ class Run:
         self.make()
         step = self.ledger.take(self.trained)
         assert step is not None
-        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.trained = step.after(self.trained)
         (self.ledger.push if beside else self.ledger.publish)(version, self.trained)
 
 

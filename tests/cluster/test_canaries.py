@@ -31,9 +31,9 @@ from cluster.supervision.supervise import (
     ready_call,
     whereabouts_call,
 )
-from distill.delivery import Lease, TrainedGroups
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError
+from distill.records import Lease, TrainedGroups
 from learner.canaries import CopyAnswer, CopyQuestion, watched
 from learner.teachers import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
@@ -198,7 +198,7 @@ class House:
         for one in leases:
             assert plain.deliver(one, "a", scored_by=by)
         step = plain.take(self.trained)
-        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.trained = step.after(self.trained)
         self.version += 1
         plain.publish(self.version, self.trained)
 

@@ -14,7 +14,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
-from distill.delivery import Lease, TrainedGroups
+from distill.records import Lease, TrainedGroups
 
 SETTINGS = {"groups_per_step": 2, "max_staleness": 2, "total_groups": 12, "lease_s": 60.0}
 
@@ -49,7 +49,7 @@ class Run:
     def train(self) -> None:
         step = self.ledger.take(self.trained)
         assert step is not None
-        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.trained = step.after(self.trained)
         self.version += 1
         self.ledger.publish(self.version, self.trained)
 

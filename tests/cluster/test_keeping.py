@@ -25,9 +25,9 @@ from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import read_rollouts
 from cluster.runtime.driver import Signals
-from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError
 from distill.objective.whole_groups import GroupsHere
+from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
@@ -115,7 +115,7 @@ class These:
         self._groups, self._each, self._here = groups, each, GroupsHere()
         self.trajectories, self.lose = self._here.trajectories, self._here.lose
 
-    def take(self, trained: TrainedGroups) -> Taken:
+    def take(self, trained: TrainedGroups) -> StepGroups:
         first = len(trained)
         return self._here.taken(self._groups[first : first + self._each], set_aside={})
 

@@ -29,10 +29,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import QueueStatus, Step
+from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 from distill.errors import DataError
+from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
 LEASE_S = 100.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -107,7 +107,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.begun_again: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
         self.constant: set[int] = set()  # of these
-        self.taken: Step | None = None
+        self.taken: StepGroups | None = None
 
     # workers
 
@@ -631,7 +631,7 @@ def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
             chance.choice(workers).work(ledger, chance, max_groups)
             if (step := ledger.take()) is not None:
                 version += 1
-                trained = trained.after(step.group_ids, step.set_aside)
+                trained = step.after(trained)
                 ledger.publish(version, trained)
             if queue_dies and chance.random() < 0.02:
                 journal.close()

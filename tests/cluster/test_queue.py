@@ -22,10 +22,9 @@ from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.objective.whole_groups import opened
-from distill.outlines import TrajectoryId
+from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
 from tests.cluster.test_codec import assert_same
 from tests.queues import queue_here, queue_on_ray
@@ -72,17 +71,11 @@ def put(queue: GroupQueue, *leases: Lease, worker: str = "a") -> None:
     asyncio.run(all_at_once())
 
 
-def ids(made: Taken | list[Lease]) -> list[int]:
-    groups = made.groups_P if isinstance(made, Taken) else made
-    return [one.group_id for one in groups]
+def ids(made: StepGroups | list[Lease]) -> list[int]:
+    return made.group_ids if isinstance(made, StepGroups) else [one.group_id for one in made]
 
 
-def with_step(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
-    """What the learner accounts for once a step is trained."""
-    return trained.after(ids(taken), taken.set_aside)
-
-
-def whole(queue: GroupQueue, taken: Taken) -> list[TrajectoryGroup]:
+def whole(queue: GroupQueue, taken: StepGroups) -> list[TrajectoryGroup]:
     """The groups that were taken, all of them in this process."""
     groups, lost = opened(queue, taken.groups_P)
     assert not lost
@@ -115,14 +108,14 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert is_true(waiting)
     taken = queue.take(trained)
     assert ids(taken) == ids(queue.take(trained)) == [0, 1]  # the same answer
-    trained = with_step(trained, taken)
+    trained = taken.after(trained)
     queue.publish(1, trained)
     put(queue, leases[0], leases[1], leases[2])  # repeats are dropped after they were trained, too
     taken = queue.take(trained)
     assert ids(taken) == [2, 3]
     [first, _] = whole(queue, taken)
     assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
-    trained = with_step(trained, taken)
+    trained = taken.after(trained)
     queue.publish(2, trained)
     assert payloads(queue) == [] and get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
@@ -132,7 +125,7 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
 def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -> None:
     queue = new_queue()
     put(queue, *lease(queue, 9))
-    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+    trained = queue.take(TrainedGroups()).after(TrainedGroups())
     waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
     queue.push(1, trained)
     assert payloads(queue) == [2, 3] and get(queue.status()).published == 0
@@ -142,7 +135,7 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     assert ids(get(waiting).leases) == [4, 5]
     taken = queue.take(trained)
     assert ids(taken) == [2, 3]  # as it was
-    queue.push(2, with_step(trained, taken))
+    queue.push(2, taken.after(trained))
     assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
 
 
@@ -150,7 +143,7 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     queue = new_queue(step_rule="due_first", max_staleness=2)
     leases = lease(queue, 6)
     put(queue, *leases[:2], leases[4], leases[5])
-    after = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+    after = queue.take(TrainedGroups()).after(TrainedGroups())
 
     def foreseen(known: Collection[int] = (), whole: bool = False) -> list[int]:
         outlines = queue.foresee(after, known, whole)
@@ -172,7 +165,7 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     assert held[four] is ahead[four], "it was fetched again"
     again = queue.trajectories([four, five]).found
     assert again[four] is not held[four] and again[five] is not ahead[five], "it was kept"
-    assert queue.foresee(with_step(after, taken).after([5, 6], {}), (), False) is None
+    assert queue.foresee(taken.after(after).after([5, 6], {}), (), False) is None
     get(queue.close())
     assert queue.foresee(after, (), False) is None
 
@@ -250,7 +243,7 @@ def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     assert wait(waits, timeout=0.2)[0] == []
     get(queue.close())
     assert get(waits[1]).leases == [] and get(waits[1]).closed
-    assert get(taking).closed and get(waits[2]) is False
+    assert get(taking) is None and get(waits[2]) is False
     put(queue, leases[0])
     with pytest.raises(QueueClosed):
         queue.take(TrainedGroups())
@@ -391,7 +384,7 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
     put(queue, *again, worker="b")
     taken = queue.take(TrainedGroups())
     assert [made.group_id for made in whole(queue, taken)] == ids(taken) == [0, 1]
-    queue.publish(1, with_step(TrainedGroups(), taken))
+    queue.publish(1, taken.after(TrainedGroups()))
     assert queue.trajectories(places).lost == dict.fromkeys((0, 1), "the queue holds it no longer")
     get(queue.close())
     events = [event["event"] for event in read_journal(journal)]

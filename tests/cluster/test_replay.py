@@ -26,11 +26,11 @@ from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import RolloutLog, read_rollouts
 from cluster.run_files.run_directory import RunDirectory
-from distill.delivery import TrainedGroups
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
+from distill.records import TrainedGroups
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.fingerprints import Fingerprints

@@ -20,7 +20,7 @@ from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.runtime.scaling import Scaling
 from cluster.supervision.supervise import ActorSpec, Member, State
-from distill.delivery import TrainedGroups
+from distill.records import TrainedGroups
 from tests.queues import queue_on_ray
 from tests.samples import group
 

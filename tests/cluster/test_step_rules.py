@@ -18,10 +18,9 @@ from benchmarks.scheduling import Outcome, Schedule, Simulation, Workload
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import Step
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
-from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
+from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
 
 def view(step: int, started: dict[int, int], *finished: int) -> View:
@@ -212,7 +211,7 @@ def test_what_is_trained_late_is_counted() -> None:
         step = ledger.take(trained)
         assert step is not None and step.group_ids == [other.group_id]
         counted.append(step.overdue)
-        trained = trained.after(step.group_ids, step.set_aside)
+        trained = step.after(trained)
         ledger.publish(version, trained)
         [other] = ledger.lease("a", 1) or [slow]
     assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
@@ -233,12 +232,12 @@ def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
     trained, begun_at = TrainedGroups(), list[int]()
     leases = [hangs]
 
-    def step(one: Lease, version: int) -> Step:
+    def step(one: Lease, version: int) -> StepGroups:
         nonlocal trained
         assert ledger.deliver(one)
         taken = ledger.take(trained)
         assert taken is not None
-        trained = trained.after(taken.group_ids, taken.set_aside)
+        trained = taken.after(trained)
         ledger.publish(version, trained)
         return taken
 
@@ -266,7 +265,7 @@ def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
         assert leases[-1] == Lease(group_id=0, attempt=len(leases), epoch=1)
         taken = ledger.take(trained)
         assert taken is not None and taken.start_max <= 1
-        trained = trained.after(taken.group_ids, taken.set_aside)
+        trained = taken.after(trained)
         ledger.publish(version + 1, trained)
     assert begun_at == [1, 2]
     found = audit(path)
@@ -293,7 +292,7 @@ def test_steps_of_many_groups_know_what_is_usual() -> None:
             assert taken is None and ledger.missing() == [hangs.group_id]
             break
         assert taken is not None
-        trained = trained.after(taken.group_ids, taken.set_aside)
+        trained = taken.after(trained)
         ledger.publish(version, trained)
         others = ledger.lease("a", per_step)
     assert ledger.overdue() == []  # as long under way as twice what others were

@@ -21,9 +21,9 @@ from cluster.supervision.supervise import Member
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
-from distill.delivery import TrainedGroups
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.handshake.comparison import CalibrationReport
+from distill.records import TrainedGroups
 from distill.tokenizer import TokenizerProbe
 from distill.weights.model_weights import HeldWeights
 from tests.conftest import TinyPair

@@ -15,7 +15,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, wait_graph
-from distill.delivery import TrainedGroups
+from distill.records import TrainedGroups
 
 
 def status(**changes: Any) -> QueueStatus:

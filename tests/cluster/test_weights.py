@@ -40,7 +40,6 @@ from cluster.weights.transports import (
     choose_transports,
 )
 from cluster.weights.ways import Place
-from distill.delivery import TrainedGroups
 from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.errors import (
     CalibrationError,
@@ -50,6 +49,7 @@ from distill.errors import (
 )
 from distill.models.loading import load_causal_lm, read_weights
 from distill.nccl import nccl_settings
+from distill.records import TrainedGroups
 from distill.sampling import TrainSampling
 from distill.weights.model_weights import (
     HeldWeights,

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.delivery import Taken, TrainedGroups
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import RowOutline
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
+from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -96,7 +96,7 @@ class World(GroupsHere):
         self.events: list[str] = []
         self.published: list[tuple[int, dict[str, bytes]]] = []
 
-    def take(self, _trained: TrainedGroups) -> Taken:
+    def take(self, _trained: TrainedGroups) -> StepGroups:
         taken, self.groups = self.groups[: self.per_step], self.groups[self.per_step :]
         assert len(taken) == self.per_step, "the loop asks for more than a step's groups"
         self.events.append(f"take {[made.group_id for made in taken]}")

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from distill.delivery import CONSTANT_REWARD
 from distill.errors import NonFiniteError
 from distill.objective.metrics import group_metrics
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.tallies import outline
+from distill.records import CONSTANT_REWARD
 from tests.learner.conftest import NewLoop, World, own_advantages, trained, untimed, weights
 from tests.samples import group
 

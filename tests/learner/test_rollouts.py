@@ -14,7 +14,6 @@ import pytest
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.delivery import Taken, TrainedGroups
 from distill.objective.metrics import tokens_by_gap
 from distill.objective.objectives import reference_gap_sum
 from distill.objective.rows import (
@@ -27,7 +26,7 @@ from distill.objective.rows import (
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.tallies import outline
 from distill.objective.whole_groups import GroupsHere
-from distill.outlines import Fetched, GroupOutline, TrajectoryId
+from distill.records import Fetched, GroupOutline, StepGroups, TrainedGroups, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
 from learner import rollout_share
@@ -402,7 +401,7 @@ class Ahead(World):
         here = [at for at in places if at.group_id not in gone]
         return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in here}, gone)
 
-    def take(self, _trained: TrainedGroups) -> Taken:
+    def take(self, _trained: TrainedGroups) -> StepGroups:
         self.groups[:2] = [self.remade.get(made.group_id, made) for made in self.groups[:2]]
         return super().take(_trained)
 

@@ -22,7 +22,6 @@ from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
-from distill.delivery import TrainedGroups
 from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.objective.batching import (
@@ -34,6 +33,7 @@ from distill.objective.batching import (
     tokens_in_step,
 )
 from distill.objective.settings import ObjectiveConfig
+from distill.records import TrainedGroups
 from distill.tokenizer import load_tokenizer
 from distill.weights.lending import LenderPlace, Lends
 from distill.weights.model_weights import names_of, plan_buckets, total_bytes

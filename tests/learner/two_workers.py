@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distill.outlines import TrajectorySource
+from distill.records import TrajectorySource
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.learner import Learner

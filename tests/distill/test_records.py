@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError
+from distill.records import TrainedGroups
 
 
 @given(
