@@ -1,10 +1,10 @@
 """What crosses which process between rollout workers and learner: bytes, and seconds of each.
 
 A worker (an actor) puts groups of long answers, with K of the teacher's likeliest tokens at each of
-their tokens or without; the leader (this process) takes their outlines and deals their rows to
+their tokens or without; the leader (this process) takes their metadata and deals their rows to
 itself and to other learner workers (actors), and a step is done once all of them have fetched their
-trajectories and read the rows that they made of them. Queue, journal, codec, process group, dealing
-and the making of rows are those of a run; models are left out.
+trajectories and read the rows that they made of them. Queue, journal, columns, process group,
+dealing and the making of rows are those of a run; models are left out.
 
 Beside it, step by step in the same processes, the way that groups once took: pickled whole, as
 bytes through queue and leader, which makes all rows and scatters them.
@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.queue import _ray, cpu_seconds
-from cluster.queue.codec import pack, pack_part, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger_settings import LedgerSettings
+from distill.columns import GroupColumns, checked, pack
 from distill.objective.batching import TrainingRow, deal, split_by_token_budget
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.objective.tallies import tally
+from distill.objective.sums import meta_of
 from distill.records import RowPlace, TrainedGroups, TrajectorySource
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
@@ -109,18 +109,20 @@ class Worker:
 
     def payload(self) -> int:
         """Bytes of all groups."""
-        return sum(pack(group).nbytes for group in self._groups)
+        return sum(pack(group.trajectories_G).nbytes for group in self._groups)
 
     async def put(self) -> None:
         """Puts those of a step, one after the other."""
         leases = await self._end.lease(len(self._groups))
         for lease, group in zip(leases, self._groups, strict=True):
-            await self._end.put(lease, replace(group, group_id=lease.group_id))
+            columns = checked(group)
+            meta = meta_of(replace(group, group_id=lease.group_id), columns)
+            await self._end.put(lease, meta, columns)
 
     async def put_bytes(self, queue: Any) -> None:
         """The same, to a `ByteQueue`."""
         for group in self._groups:
-            part = pack_part(group.trajectories_G)
+            part = pack(group.trajectories_G)
             await queue.deliver.remote(pickle.dumps((group.group_id, part), protocol=5))
 
 
@@ -271,7 +273,7 @@ class Once:
         payloads: list[bytes] = ray.get(self._queue.take.remote())
         groups_P = [self._group(payload) for payload in payloads]
         for group in groups_P:
-            tally(group)  # the step's metrics
+            meta_of(group)  # the step's metrics
         rows_D = policy_rows(groups_P, self._objective)
         part = Part(rows_D=rows_D, loss=PolicyObjectiveLoss(objective=self._objective))
         dealt = self._leader.dealt(part).dealt
@@ -280,7 +282,8 @@ class Once:
 
     def _group(self, payload: bytes) -> TrajectoryGroup:
         group_id, part = pickle.loads(payload)
-        return TrajectoryGroup(group_id=group_id, trajectories_G=tuple(unpack(part)))
+        assert isinstance(part, GroupColumns)
+        return TrajectoryGroup(group_id=group_id, trajectories_G=tuple(part.trajectories()))
 
     def done(self) -> dict[str, float]:
         through = self._taken + self._leader.sent_bytes()
@@ -385,11 +388,7 @@ def _size(segment: Segment) -> int:
 def _part_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
     """Of the parts that have these trajectories."""
     answer = ray.get(queue.actor.parts.remote([share.place for share in shares]))
-    parts = [ray.get(part) for part in answer.parts.values()]
-    values = [value for part in parts for _, value in part.segments.values()]
-    tops = [top for part in parts for top in part.segments["teacher_top"][1] if top is not None]
-    arrays = [value for value in values if isinstance(value, np.ndarray)]
-    return sum(a.nbytes for a in arrays) + sum(t.ids_NK.nbytes + t.logprobs_NK.nbytes for t in tops)
+    return sum(ray.get(part).nbytes for part in answer.parts.values())
 
 
 def data_path_table(report: Sequence[dict[str, Any]]) -> Table:

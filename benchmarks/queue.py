@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.inspect.audit import audit
-from cluster.queue.codec import pack, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger_settings import LedgerSettings
+from distill.columns import checked
+from distill.objective.sums import meta_of
 from distill.records import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.queues import queue_on_ray
@@ -76,7 +77,9 @@ class Producer:
         return made
 
     async def _put(self, end: WorkerEnd, lease: Lease) -> None:
-        await end.put(lease, replace(self._group, group_id=lease.group_id))
+        columns = checked(self._group)
+        meta = meta_of(replace(self._group, group_id=lease.group_id), columns)
+        await end.put(lease, meta, columns)
 
     def cpu_seconds(self) -> float:
         return cpu_seconds()
@@ -92,16 +95,16 @@ def measure_queue(scratch: Path) -> dict[str, Any]:
     """`workers`: `measure_workers` by their number; `payload_bytes` of one group; and
     its `pack_us`, `unpack_us`, `pickle_us`, `unpickle_us`."""
     group = made_group()
-    packed, pickled = pack(group), pickle.dumps(group, protocol=5)
+    columns, pickled = checked(group), pickle.dumps(group, protocol=5)
     directory = Path(tempfile.mkdtemp(prefix="queue-", dir=scratch))
     with _ray():
         workers = {
             str(n): measure_workers(n, str(directory / f"ledger-{n}.jsonl")) for n in WORKERS
         }
     return {
-        "payload_bytes": packed.nbytes,
-        "pack_us": 1e6 * _median_seconds(lambda: pack(group)),
-        "unpack_us": 1e6 * _median_seconds(lambda: [unpack(part) for part in packed.parts]),
+        "payload_bytes": columns.nbytes,
+        "pack_us": 1e6 * _median_seconds(lambda: meta_of(group, checked(group))),
+        "unpack_us": 1e6 * _median_seconds(columns.trajectories),
         "pickle_us": 1e6 * _median_seconds(lambda: pickle.dumps(group, protocol=5)),
         "unpickle_us": 1e6 * _median_seconds(lambda: pickle.loads(pickled)),
         "workers": workers,

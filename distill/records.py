@@ -1,9 +1,9 @@
 """Records of prompt groups that pass between rollout workers, queue and learner.
 
-    Lease              permission to work on a group          queue -> worker
-    GroupOutline       a sampled group without its tokens     worker -> queue -> learner's leader
-    StepGroups         groups of a training step              queue -> learner's leader
-    TrainedGroups      groups that some weights account for   learner, checkpoints, queue
+    Lease                permission to work on a group          queue -> worker
+    TrajectoryGroupMeta  a sampled group without its tokens     worker -> queue -> learner's leader
+    StepGroups           groups of a training step              queue -> learner's leader
+    TrainedGroups        groups that some weights account for   learner, checkpoints, queue
 
 A group id is the prompt's position in the run's seeded stream.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from distill.errors import CheckpointError
 from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
@@ -83,122 +83,68 @@ class TrajectorySource(Protocol):
         ...
 
 
+# Sum over a group, and its weight: see `distill.objective.sums.SUMS`.
+Sum: TypeAlias = tuple[float, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentOutline:
-    """Sizes of a segment, and digests that identify equal contexts.
+class TrajectoryGroupMeta:
+    """A `TrajectoryGroup` without its tokens: all that queue and learner's leader read of it.
+
+    It has at most a hundredth of the group's size. It determines which rows run together and on
+    which learner worker, the advantages within the group, and the metrics of the samples.
 
     Attributes:
-        tokens: number of all tokens.
-        num_actions: number of sampled tokens.
-        first_action: index of the first sampled token.
-        context: digest of the tokens before `first_action`.
-        prefix: digest of the same tokens without the last, which predicts the first action.
+        rewards_G, reward_counts_G, stop_reasons_G, metrics_G: fields of the trajectories.
+        segments_G: number of segments of each trajectory.
+        tokens_S, actions_S: numbers of all tokens, and of sampled tokens, of each segment.
+        first_actions_S: index of the first sampled token in each segment.
+        contexts_S: digests of the tokens before the first sampled one.
+        prefixes_S: digests of the same tokens without the last, which predicts the first action.
+        constant_reward, scored_by: as in the group.
+        oldest_version: oldest weight version that sampled a token.
+        sums: sums for the metrics, by name; without those that the group does not have.
     """
-
-    tokens: int
-    num_actions: int
-    first_action: int
-    context: bytes
-    prefix: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryOutline:
-    """A `Trajectory` without its tokens."""
-
-    segments: tuple[SegmentOutline, ...]
-    reward: float
-    stop_reason: StopReason
-    metrics: Mapping[str, float]
-    reward_counts: bool
-
-    @property
-    def num_actions(self) -> int:
-        return sum(segment.num_actions for segment in self.segments)
-
-
-class TurnGap(NamedTuple):
-    """Sum of log p_T - log q_T over the tokens of turns, and the number of those tokens."""
-
-    gap: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTally:
-    """Sums over the action tokens of a group, for the metrics of a step (in nats, float64).
-
-    Attributes:
-        tokens: number of action tokens.
-        versions, oldest: sum and minimum of the weight versions that sampled them.
-        teacher_versions: sum over the tokens of the teacher's weight version; None for a teacher
-            whose weights never change.
-        repeated: sum over trajectories of `repeated_share`.
-        equal: True if all members are the same tokens, which is very improbable by their log-probs.
-        turns: number of turns in all trajectories.
-        turn_gaps: gaps of the first turns of all trajectories, by turn number.
-        gap, gap_q1: sums of log p_T - log q_T and log p_T - log q_1; None if one was not scored.
-        gap_size, largest_gaps: sum of |log p_T - log q_T|, and of its largest hundredth.
-        reference_gap: sum of log p_T - log ref_T; None without a reference.
-        bonus: sum of the rewards of single tokens; None if there are none.
-    """
-
-    tokens: int
-    versions: int
-    oldest: int
-    repeated: float
-    turns: int
-    turn_gaps: tuple[TurnGap, ...]
-    gap: float | None
-    gap_q1: float | None
-    gap_size: float
-    largest_gaps: float
-    reference_gap: float | None
-    bonus: float | None
-    teacher_versions: int | None = None
-    equal: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOutline:
-    """A `TrajectoryGroup` without its tokens."""
 
     group_id: int
-    trajectories_G: tuple[TrajectoryOutline, ...]
-    tally: GroupTally
-    constant_reward: float | None
-    metrics: Mapping[str, float]
     teacher: str
     tag: str | None
     source: str
     answer: str | None
-    by_teacher: bool = False
-    as_text: bool = False
+    by_teacher: bool
+    as_text: bool
+    metrics: Mapping[str, float]
+    rewards_G: tuple[float, ...]
+    reward_counts_G: tuple[bool, ...]
+    stop_reasons_G: tuple[StopReason, ...]
+    metrics_G: tuple[Mapping[str, float], ...]
+    segments_G: tuple[int, ...]
+    tokens_S: tuple[int, ...]
+    actions_S: tuple[int, ...]
+    first_actions_S: tuple[int, ...]
+    contexts_S: tuple[bytes, ...]
+    prefixes_S: tuple[bytes, ...]
+    constant_reward: float | None
+    scored_by: tuple[int, ...]
+    oldest_version: int
+    sums: Mapping[str, Sum]
 
     @property
     def places(self) -> list[TrajectoryId]:
         """IDs of the group's trajectories."""
-        return [TrajectoryId(self.group_id, member) for member in range(len(self.trajectories_G))]
+        return [TrajectoryId(self.group_id, member) for member in range(len(self.segments_G))]
 
-    def filled_from(self, found: Mapping[TrajectoryId, Trajectory]) -> TrajectoryGroup:
-        """The whole group, from its fetched trajectories."""
-        return self.filled(s for place in self.places for s in found[place].segments)
+    @property
+    def lengths_G(self) -> list[int]:
+        """Number of sampled tokens of each trajectory."""
+        actions = iter(self.actions_S)
+        return [sum(islice(actions, count)) for count in self.segments_G]
 
-    def filled(self, segments: Iterable[Segment]) -> TrajectoryGroup:
-        """The whole group, from the segments of its trajectories in order."""
-        remaining = iter(segments)
+    def group(self, trajectories_G: Sequence[Trajectory]) -> TrajectoryGroup:
+        """The whole group, from its trajectories."""
         return TrajectoryGroup(
             group_id=self.group_id,
-            trajectories_G=tuple(
-                Trajectory(
-                    segments=tuple(islice(remaining, len(trajectory.segments))),
-                    reward=trajectory.reward,
-                    stop_reason=trajectory.stop_reason,
-                    metrics=trajectory.metrics,
-                    reward_counts=trajectory.reward_counts,
-                )
-                for trajectory in self.trajectories_G
-            ),
+            trajectories_G=tuple(trajectories_G),
             metrics=self.metrics,
             teacher=self.teacher,
             tag=self.tag,
@@ -208,6 +154,29 @@ class GroupOutline:
             as_text=self.as_text,
         )
 
+    def group_of_segments(self, segments: Iterable[Segment]) -> TrajectoryGroup:
+        """The whole group, from the segments of its trajectories in order."""
+        remaining = iter(segments)
+        return self.group(
+            [
+                Trajectory(
+                    segments=tuple(islice(remaining, count)),
+                    reward=reward,
+                    stop_reason=stop_reason,
+                    metrics=metrics,
+                    reward_counts=counts,
+                )
+                for count, reward, stop_reason, metrics, counts in zip(
+                    self.segments_G,
+                    self.rewards_G,
+                    self.stop_reasons_G,
+                    self.metrics_G,
+                    self.reward_counts_G,
+                    strict=True,
+                )
+            ]
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
@@ -215,7 +184,7 @@ class StepGroups:
 
     Attributes:
         group_ids: ids of the groups to train, in order.
-        groups_P: their outlines, in the same order; empty in the ledger, which has none.
+        groups_P: their metadata, in the same order; empty in the ledger, which has none.
         set_aside: reason for each id that the step's weights account for without training on it,
             ids of earlier weights excluded.
         overdue: number of groups that are older than `max_staleness`.
@@ -227,7 +196,7 @@ class StepGroups:
     """
 
     group_ids: list[int]
-    groups_P: Sequence[GroupOutline] = field(default=(), compare=False)
+    groups_P: Sequence[TrajectoryGroupMeta] = field(default=(), compare=False)
     set_aside: Mapping[int, str] = field(default_factory=dict)
     overdue: int = 0
     begun_again: int = 0
@@ -254,7 +223,7 @@ class StepGroups:
         if self.start_max is not None:
             metrics["staleness/start_max"] = self.start_max
         if self.replaced:
-            rewards_P = [fmean(t.reward for t in group.trajectories_G) for group in self.groups_P]
+            rewards_P = [fmean(group.rewards_G) for group in self.groups_P]
             metrics["reward/mean_of_all"] = fmean([*rewards_P, *self.replaced.values()])
         return metrics
 

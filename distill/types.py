@@ -1,7 +1,7 @@
 """Rollout data: Segment -> Trajectory -> TrajectoryGroup.
 
 Constructors check nothing. A rollout worker checks a whole group once, before it is delivered
-(`distill.group_check`).
+(`distill.columns.checked`).
 
 Legend of shape suffixes, the same letters everywhere in this project:
 

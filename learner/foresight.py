@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from distill.records import GroupOutline, TrainedGroups
+from distill.records import TrainedGroups, TrajectoryGroupMeta
 from learner.process_group import WorkerGroup
 from learner.rollout_share import Shares
 
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Groups that the step after weights would take as things are: waits a moment for some besides those
 # that are known by id, and, if asked to, for the whole step. None: it was taken, or never will be.
-Foresee: TypeAlias = Callable[[TrainedGroups, Collection[int], bool], Sequence[GroupOutline] | None]
+Foresee: TypeAlias = Callable[
+    [TrainedGroups, Collection[int], bool], Sequence[TrajectoryGroupMeta] | None
+]
 
 
 class Foresight:
@@ -31,7 +33,7 @@ class Foresight:
     def __init__(
         self,
         foresee: Foresee,
-        fetch: Callable[[Sequence[GroupOutline], int], None],
+        fetch: Callable[[Sequence[TrajectoryGroupMeta], int], None],
         *,
         whole: bool,
     ) -> None:

@@ -29,7 +29,7 @@ from distill.objective.batching import (
     tokens_in_step,
 )
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
-from distill.objective.rows import RowOutline
+from distill.objective.rows import RowMeta
 from distill.pace import Progress
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
@@ -61,13 +61,13 @@ class Part:
     """Rows with one loss. An optimizer step has one or several parts, such as distillation and SFT.
 
     Attributes:
-        rows_D: rows; or outlines of rows of rollouts, which workers build (`learner.rollouts`).
+        rows_D: rows; or metadata of rows of rollouts, which workers build (`learner.rollouts`).
         rows_per_unit: number of consecutive rows that stay in one micro-batch: 2 for pairs.
         coef: factor of the loss.
         dealt: micro-batches by worker, as `deal` returns them; None: not dealt yet.
     """
 
-    rows_D: Sequence[TrainingRow] | Sequence[RowOutline]
+    rows_D: Sequence[TrainingRow] | Sequence[RowMeta]
     loss: LossFunction
     rows_per_unit: int = 1
     coef: float = 1.0
@@ -236,7 +236,7 @@ class Learner:
         return [
             [
                 MicroBatch(
-                    rows_B=[row.place if isinstance(row, RowOutline) else row for row in rows],
+                    rows_B=[row.place if isinstance(row, RowMeta) else row for row in rows],
                     loss=loss,
                     counts=counts,
                     coef=part.coef,

@@ -8,7 +8,7 @@
 
 The loop takes a source of groups and a `publish` callable, and is independent of queue and engines.
 A `publish` may return before the acknowledgements, once it no longer reads the weights.
-Groups arrive as outlines; their tokens, and the rows built from them, are on the learner's workers
+Groups arrive as metadata; their tokens, and the rows built from them, are on the learner's workers
 (`learner.rollouts`).
 """
 
@@ -96,7 +96,7 @@ class Record(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
 
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
-        """Record the input of `step` before it trains: the taken outlines, and the whole groups."""
+        """Record the input of `step` before it trains: `groups_P` are the taken groups."""
         ...
 
     def trained(

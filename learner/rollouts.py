@@ -1,12 +1,12 @@
-"""A step's rollouts at the leader: outlines, dealt to the workers, which do the rest.
+"""A step's rollouts at the leader: metadata, dealt to the workers, which do the rest.
 
-    plan           the rows of each update, by their outlines, dealt to the workers
+    plan           the rows of each update, by their metadata, dealt to the workers
     hold           each worker fetches the trajectories of its rows: `learner.rollout_share`
     build          it makes them
     before_update  rows of one sequence hear of each other, wherever they are
     kept           what people will look at comes back
 
-So all that passes the leader is outlines, sums and the numbers of rows; of tokens, those that it
+So all that passes the leader is metadata, sums and the numbers of rows; of tokens, those that it
 trains itself.
 """
 
@@ -22,8 +22,8 @@ import numpy as np
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable
 from distill.objective.objectives import advantages_of, teacher_coef
-from distill.objective.rows import RowOutline, advantage_metrics, joins_tokens, row_outlines
-from distill.records import GroupOutline, TrajectoryId, TrajectorySource
+from distill.objective.rows import RowMeta, advantage_metrics, joins_tokens, row_metas
+from distill.records import TrajectoryGroupMeta, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
@@ -41,7 +41,7 @@ class StepPlan:
         shares: of the trajectories, by worker.
     """
 
-    groups_P: Sequence[GroupOutline]
+    groups_P: Sequence[TrajectoryGroupMeta]
     updates: Sequence[Sequence[Part]]
     shares: Sequence[Sequence[TrajectoryShare]]
 
@@ -72,7 +72,7 @@ class Rollouts:
         self._teacher_loss = TeacherSamplesLoss(normalisation=loss.objective.normalisation)
         learner.take_rollouts_from(source, loss)
 
-    def plan(self, groups_P: Sequence[GroupOutline]) -> StepPlan:
+    def plan(self, groups_P: Sequence[TrajectoryGroupMeta]) -> StepPlan:
         """Deals the rows of the groups, but for those that are filtered out."""
         objective = self._objective
         if objective.constant_groups == "drop":
@@ -82,7 +82,7 @@ class Rollouts:
             updates.append(self._parts([groups_P[p] for p in part_M]))
         return StepPlan(groups_P=groups_P, updates=updates, shares=self._shares(groups_P, updates))
 
-    def _parts(self, groups_P: Sequence[GroupOutline]) -> list[Part]:
+    def _parts(self, groups_P: Sequence[TrajectoryGroupMeta]) -> list[Part]:
         """The parts of one update. Each has its own mean over tokens, and weighs as many of the
         update as groups of it: long samples of a teacher do not drown the policy's."""
         losses = (False, self._loss), (True, self._teacher_loss)
@@ -90,13 +90,13 @@ class Rollouts:
         for by_teacher, loss in losses:
             own_P = [group for group in groups_P if group.by_teacher == by_teacher]
             if own_P:
-                rows_D = [row for group in own_P for row in row_outlines(group)]
+                rows_D = [row for group in own_P for row in row_metas(group)]
                 part = Part(rows_D=rows_D, loss=loss, coef=len(own_P) / len(groups_P))
                 parts.append(self._learner.dealt(part))
         return parts
 
     def _shares(
-        self, groups_P: Sequence[GroupOutline], updates: Sequence[Sequence[Part]]
+        self, groups_P: Sequence[TrajectoryGroupMeta], updates: Sequence[Sequence[Part]]
     ) -> list[list[TrajectoryShare]]:
         trained: list[dict[TrajectoryId, list[int]]] = [{} for _ in range(self._learner.workers)]
         for part in chain.from_iterable(updates):
@@ -135,7 +135,7 @@ class Rollouts:
             lost |= of_worker
         return lost
 
-    def fetch_ahead(self, groups_P: Sequence[GroupOutline], turn: int) -> None:
+    def fetch_ahead(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
         """Has each worker fetch its share of groups that the step after `turn` may train on, and
         make rows of it, beside all else. Called in a thread.
 
@@ -196,11 +196,11 @@ class Rollouts:
         groups_P, rows_D = [], []
         for group in plan.groups_P:
             if group.group_id in ids:
-                found = [by_place[row.place] for row in row_outlines(group)]
+                found = [by_place[row.place] for row in row_metas(group)]
                 rows_D += [each.row for each in found]
-                groups_P.append(group.filled([each.segment for each in found]))
+                groups_P.append(group.group_of_segments(each.segment for each in found))
         return KeptRollouts(groups_P=groups_P, rows_D=rows_D, tables=tables)
 
 
-def _has_others(row: RowOutline) -> bool:
+def _has_others(row: RowMeta) -> bool:
     return row.place.segment > 0 or not row.ends_sequence

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill.columns import GroupColumns, checked
 from distill.data.assistant_masks import MaskedTokens
 from distill.data.sft_rows import supervised_row
 from distill.engine import Sample
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import token_table
 from distill.objective.rows import rows_by_group
+from distill.objective.sums import meta_of
+from distill.records import TrajectoryGroupMeta
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.tiny import VOCAB_SIZE
 
@@ -63,6 +66,12 @@ def trajectory(
     *segments: Segment, reward: float = 0.0, stop: StopReason = StopReason.EOS, **changes: Any
 ):
     return Trajectory(segments=segments, reward=reward, stop_reason=stop, **changes)
+
+
+def packed(made: TrajectoryGroup) -> tuple[TrajectoryGroupMeta, GroupColumns]:
+    """What a rollout worker delivers of a group."""
+    columns = checked(made)
+    return meta_of(made, columns), columns
 
 
 def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: Any):

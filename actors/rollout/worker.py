@@ -29,12 +29,13 @@ from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
+from distill.columns import GroupColumns, checked
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
-from distill.group_check import check_group
 from distill.group_share import EVERY_GROUP, GroupShare
-from distill.records import Lease
+from distill.objective.sums import meta_of
+from distill.records import Lease, TrajectoryGroupMeta
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
@@ -57,7 +58,7 @@ class GroupSink(Protocol):
         """Lease groups: at least one, or none if the run is closing."""
         ...
 
-    async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
+    async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None: ...
 
     async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
         """The sampled group of a lease that needs only scoring; None if it must be sampled."""
@@ -249,7 +250,8 @@ class RolloutWorker:
         """Produce a group and deliver it, or report its failure."""
         try:
             made = await self._produce(group)
-            check_group(made)
+            columns = checked(made)
+            meta = meta_of(made, columns)
         except BdbQuit:
             raise  # the user quit the debugger, which ends the run
         except Exception as error:  # a bad rollout is data: any error is reported
@@ -258,7 +260,7 @@ class RolloutWorker:
             await self._sink.fail(group.lease, reason)
         else:
             group.enter("delivery")
-            await self._sink.put(group.lease, made)
+            await self._sink.put(group.lease, meta, columns)
 
     def _log_once(self, group_id: int, reason: str, error: Exception) -> None:
         """Log the first failure of each kind, with a traceback cut to the user's frames if any."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
 from distill.objective.settings import Normalisation
-from distill.objective.tallies import outline
+from distill.objective.sums import meta_of
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
 from learner.policy_loss import TeacherSamplesLoss
@@ -76,7 +76,7 @@ def blame(
     step. Tokens are ranked if each has its own term of the loss. `loop` is in the state before the
     step. Several substeps are treated as one.
     """
-    plan = loop.rollouts.plan([outline(group) for group in groups_P])
+    plan = loop.rollouts.plan([meta_of(group) for group in groups_P])
     trained = {group.group_id for group in plan.groups_P}
     groups_P = [group for group in groups_P if group.group_id in trained]
     if not groups_P:

@@ -4,11 +4,10 @@
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
     driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
 
-It carries `TrajectoryGroup` and nothing else, packed once by the worker: the leader takes their
-outlines, and the learner's workers fetch the trajectories that they train. The actor has references
-to those (cluster/queue/parcels.py). Which groups come out is for the run's step rule to say, and
-none of them lets fast (short) groups crowd out slow ones. A repeated `put` or `take` changes
-nothing.
+It carries groups that the worker has packed once: the leader takes their metadata, and the
+learner's workers fetch the trajectories that they train. The actor has references to those
+(cluster/queue/parcels.py). The run's step rule chooses the groups of a step, and does not prefer
+fast (short) groups over slow ones. A repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
 with its ledger, from the journal, and without payloads: groups that were delivered and not yet
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.handles import calls, errors
-from cluster.queue.codec import PART_BYTES, Packed, pack
 from cluster.queue.parcels import (
     OpenPart,
     Parcel,
@@ -40,8 +38,15 @@ from cluster.queue.parcels import (
     opened_whole,
 )
 from cluster.queue.queue_actor import LeaseAnswer
-from distill.errors import DataError
-from distill.records import Fetched, GroupOutline, Lease, StepGroups, TrainedGroups, TrajectoryId
+from distill.columns import GroupColumns
+from distill.records import (
+    Fetched,
+    Lease,
+    StepGroups,
+    TrainedGroups,
+    TrajectoryGroupMeta,
+    TrajectoryId,
+)
 from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -50,6 +55,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 2.0
 # How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
 _RESTART_S = 60.0
+# Least size of a part's arrays, if the group is that large: Ray would copy objects below 100 kB
+# into the memory of the queue's process.
+_PART_BYTES = 110_000
 # Puts that go in one call: as many as wait, up to this size.
 _MAX_PUT_BYTES = 64 << 20
 
@@ -106,11 +114,12 @@ class GroupQueue:
 
     def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
-    ) -> list[GroupOutline] | None:
-        """Outlines of groups that the step after `trained` would take if it were taken now.
+    ) -> list[TrajectoryGroupMeta] | None:
+        """Metadata of the groups that the step after `trained` would take in the current state.
 
-        Waits a moment for such as are not `known`; if asked for the `whole` step, until that may
-        be taken. None: it is over. Nothing is taken, nor promised. May be called beside all else.
+        Waits up to 2 s for groups that are not `known`; with `whole`, for the complete step.
+        A forecast without side effects, which may run concurrently with all other calls. None: the
+        step was taken, or the queue is closed.
         """
         return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, _POLL_S))
 
@@ -225,9 +234,9 @@ class _Put:
     """A group on its way to the queue."""
 
     lease: Lease
-    packed: Packed
-    constant_reward: float | None
-    scored_by: tuple[int, ...]
+    meta: TrajectoryGroupMeta
+    parts: Sequence[GroupColumns]
+    nbytes: int
     arrived: asyncio.Future[None]
 
 
@@ -243,7 +252,7 @@ class WorkerEnd:
             worker: the name that the driver forfeits it by.
             whole: one worker of the learner trains on all of a group, so that it is one part.
         """
-        self._part_bytes = sys.maxsize if whole else PART_BYTES
+        self._part_bytes = sys.maxsize if whole else _PART_BYTES
         self._queue = queue
         self._worker = worker
         self._token = ""
@@ -302,22 +311,18 @@ class WorkerEnd:
         self._requests += 1
         return f"{self._token}-{self._requests}"
 
-    async def put(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Returns once the queue has it, or has dropped it as a repeat.
+    async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None:
+        """Deliver a group. Returns once the queue has it, or has dropped it as a repeat.
 
         Raises:
-            DataError: not a group, or not the one that was leased.
             QueueTimeout: the queue does not answer.
         """
-        if not isinstance(group, TrajectoryGroup):
-            raise DataError(f"the queue carries TrajectoryGroup, not {type(group).__name__}")
-        if group.group_id != lease.group_id:
-            raise DataError(f"group {group.group_id} was put on the lease of {lease.group_id}")
+        assert meta.group_id == lease.group_id
         put = _Put(
             lease,
-            pack(group, self._part_bytes),
-            group.constant_reward,
-            group.scored_by,
+            meta,
+            columns.parts(self._part_bytes),
+            columns.nbytes,
             asyncio.get_running_loop().create_future(),
         )
         self._outbox.append(put)
@@ -328,21 +333,13 @@ class WorkerEnd:
     async def _send(self) -> None:
         while self._outbox:
             batch, size = [], 0
-            while self._outbox and (
-                not batch or size + self._outbox[0].packed.nbytes <= _MAX_PUT_BYTES
-            ):
+            while self._outbox and (not batch or size + self._outbox[0].nbytes <= _MAX_PUT_BYTES):
                 batch.append(self._outbox.pop(0))
-                size += batch[-1].packed.nbytes
+                size += batch[-1].nbytes
             leases = [put.lease for put in batch]
-            rewards = [put.constant_reward for put in batch]
-            scored_by = [put.scored_by for put in batch]
-            offers = [offer(self._queue.actor, put.packed) for put in batch]
+            offers = [offer(self._queue.actor, put.meta, put.parts) for put in batch]
             try:
-                await self._call(
-                    self._queue.actor.deliver.remote(
-                        self._worker, leases, rewards, scored_by, *offers
-                    )
-                )
+                await self._call(self._queue.actor.deliver.remote(self._worker, leases, *offers))
             except Exception as error:  # it belongs to those who put
                 for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)

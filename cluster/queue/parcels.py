@@ -1,8 +1,8 @@
-"""Representation of a group in the queue: its outline, and references to its parts.
+"""Representation of a group in the queue: its metadata, and references to its parts.
 
     worker    offers packed groups       keeps each until `deliver` has returned
     queue     takes them over            owns the parts, and never opens them
-    leader    reads outlines             distributes the rows that they describe
+    leader    reads metadata             distributes the rows that they describe
     each learner worker                  requests from the queue the parts with the trajectories
                                          that it trains, and fetches them
 
@@ -18,15 +18,15 @@ from __future__ import annotations
 import pickle
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
-from cluster.queue.codec import Packed, Part, unpack
-from distill.records import Fetched, GroupOutline, TrajectoryId
+from distill.columns import GroupColumns
+from distill.records import Fetched, TrajectoryGroupMeta, TrajectoryId
 from distill.types import Trajectory, TrajectoryGroup
 
 # Largest size of a group's arrays that travel in a call: together with their metadata they stay
@@ -46,12 +46,12 @@ class Parcel:
     """A group as the queue stores it.
 
     Attributes:
-        outline: all that the queue reads.
+        meta: all that the queue reads.
         firsts: index of the first trajectory of each part, within the group.
         parts: for each part, a reference to it, its pickle, or the part itself.
     """
 
-    outline: GroupOutline
+    meta: TrajectoryGroupMeta
     firsts: tuple[int, ...]
     parts: tuple[Any, ...]
 
@@ -72,30 +72,28 @@ class Offer(Protocol):
         ...
 
 
-def offer(queue: Any, group: Packed) -> Offer:
-    """Offer a packed group to the queue.
+def offer(queue: Any, meta: TrajectoryGroupMeta, parts: Sequence[GroupColumns]) -> Offer:
+    """Offer a group to the queue.
 
     Args:
         queue: handle of the queue's actor.
+        parts: consecutive trajectories of the group.
     """
+
+    def parcel(stored: Sequence[Any]) -> Parcel:
+        firsts = accumulate((len(part.segments_G) for part in parts[:-1]), initial=0)
+        return Parcel(meta=meta, firsts=tuple(firsts), parts=tuple(stored))
+
     if isinstance(queue, LocalActor):
-        return _InHand(_parcel(group, group.parts))
-    if group.nbytes <= _IN_CALL_BYTES:
-        return _InHand(_each_part(group, partial(pickle.dumps, protocol=5)))
+        return _InHand(parcel(parts))
+    if sum(part.nbytes for part in parts) <= _IN_CALL_BYTES:
+        return _InHand(parcel([pickle.dumps(part, protocol=5) for part in parts]))
     holder = calls.this_actor()
     if holder is None:  # no actor that the queue could call: the parts end with this process
-        return _InHand(_each_part(group, calls.put))
+        return _InHand(parcel([calls.put(part) for part in parts]))
     name = secrets.token_hex(8)
-    _OFFERED[name] = group.parts
-    return _Held(holder, name, _parcel(group, ()), len(group.parts))
-
-
-def _parcel(group: Packed, parts: Sequence[Any]) -> Parcel:
-    return Parcel(outline=group.outline, firsts=group.firsts, parts=tuple(parts))
-
-
-def _each_part(group: Packed, make: Callable[[Part], Any]) -> Parcel:
-    return _parcel(group, [make(part) for part in group.parts])
+    _OFFERED[name] = tuple(parts)
+    return _Held(holder, name, parcel(()), len(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class _InHand:
 
 
 # Parts of offered groups in this process, by the name of the offer, until `withdraw`.
-_OFFERED: dict[str, tuple[Part, ...]] = {}
+_OFFERED: dict[str, tuple[GroupColumns, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +124,7 @@ class _Held:
         call = self.holder.__ray_call__.options(num_returns=1 + self.parts)
         done, *parts = call.remote(_hand_over, self.name)
         await done  # a small object; once it is here, the parts are stored
-        outline, firsts = self.parcel.outline, self.parcel.firsts
-        return Parcel(outline=outline, firsts=firsts, parts=tuple(parts))
+        return replace(self.parcel, parts=tuple(parts))
 
     def withdraw(self) -> None:
         del _OFFERED[self.name]
@@ -212,7 +209,7 @@ def open_parts(
     lost = {}
     for place, part in others.items():
         try:
-            opened[place] = OpenPart(part, unpack(_fetched(part, timeout_s)))
+            opened[place] = OpenPart(part, _fetched(part, timeout_s).trajectories())
         except (errors.ObjectLostError, errors.RayActorError) as error:
             lost[place.group_id] = str(error).split("\n", 1)[0]
     return OpenParts(opened, lost)
@@ -238,16 +235,16 @@ def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
 
 def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
     """Fetch and unpack a whole group; None if a part is lost or its node does not answer."""
-    outline = parcel.outline
-    answer = parts_of({outline.group_id: parcel}, outline.places)
+    meta = parcel.meta
+    answer = parts_of({meta.group_id: parcel}, meta.places)
     try:
         found, lost = fetched(answer, open_parts(answer.parts, {}, timeout_s))
     except errors.GetTimeoutError:
         return None
-    return None if lost else outline.filled_from(found)
+    return None if lost else meta.group([found[place] for place in meta.places])
 
 
-def _fetched(part: Any, timeout_s: float) -> Part:
+def _fetched(part: Any, timeout_s: float) -> GroupColumns:
     if calls.in_store(part):
         return calls.get(part, timeout_s)
     return pickle.loads(part) if isinstance(part, bytes) else part

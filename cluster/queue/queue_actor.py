@@ -15,7 +15,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
-from distill.records import GroupOutline, Lease, StepGroups, TrainedGroups, TrajectoryId
+from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
@@ -105,8 +105,6 @@ class GroupQueueActor:
         self,
         worker: str,
         leases: Sequence[Lease],
-        constant_rewards: Sequence[float | None],
-        scored_by: Sequence[Sequence[int]],
         *offers: Offer,
     ) -> None:
         # Offers are separate arguments: Ray passes each of at most 100 kB in the call itself.
@@ -114,10 +112,9 @@ class GroupQueueActor:
         parcels = await asyncio.gather(*taken)  # before the journal records it
         suspects = self._ledger.has_suspects
         with self._journal.together():
-            for lease, reward, replicas, parcel in zip(
-                leases, constant_rewards, scored_by, parcels, strict=True
-            ):
-                if self._ledger.deliver(lease, worker, reward, replicas):
+            for lease, parcel in zip(leases, parcels, strict=True):
+                meta = parcel.meta
+                if self._ledger.deliver(lease, worker, meta.constant_reward, meta.scored_by):
                     self._parcels[lease.group_id] = parcel
                     self._to_score.pop(lease.group_id, None)
         distrusted = self._score_again(
@@ -126,7 +123,7 @@ class GroupQueueActor:
         await _wake(self._may_train)
         # A worker without leases may now start a suspect; and every worker may start a group if one
         # is to be replaced.
-        if suspects or distrusted or any(reward is not None for reward in constant_rewards):
+        if suspects or distrusted or any(each.meta.constant_reward is not None for each in parcels):
             await _wake(self._may_start)
 
     async def inside(self, worker: str, problems: dict[int, str]) -> None:
@@ -160,11 +157,11 @@ class GroupQueueActor:
         step = self._ledger.take(trained, pushing=pushing)
         if step is None:
             return self._ledger.missing()
-        return replace(step, groups_P=[self._parcels[i].outline for i in step.group_ids])
+        return replace(step, groups_P=[self._parcels[i].meta for i in step.group_ids])
 
     async def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
-    ) -> list[GroupOutline] | None:
+    ) -> list[TrajectoryGroupMeta] | None:
         """As `GroupQueue.foresee`."""
 
         def news() -> list[int] | None:
@@ -178,7 +175,7 @@ class GroupQueueActor:
 
         await _until(self._may_train, lambda: news() != [], poll_s)
         ids = news()
-        return None if ids is None else [self._parcels[i].outline for i in ids]
+        return None if ids is None else [self._parcels[i].meta for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
         """Record that taken groups cannot be fetched, and drop their references."""

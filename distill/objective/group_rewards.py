@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distill.records import GroupOutline
+from distill.records import TrajectoryGroupMeta
 from distill.types import BoolArray, StopReason, TrajectoryGroup
 
 
@@ -33,13 +33,25 @@ class GroupRewards:
     tag: str | None = None
 
     @classmethod
-    def of(cls, group: TrajectoryGroup | GroupOutline) -> GroupRewards:
-        members = group.trajectories_G
+    def of(cls, group: TrajectoryGroup | TrajectoryGroupMeta) -> GroupRewards:
+        if isinstance(group, TrajectoryGroupMeta):
+            rewards, counted, reasons = (
+                group.rewards_G,
+                group.reward_counts_G,
+                group.stop_reasons_G,
+            )
+            lengths = group.lengths_G
+        else:
+            members = group.trajectories_G
+            rewards = [member.reward for member in members]
+            counted = [member.reward_counts for member in members]
+            reasons = [member.stop_reason for member in members]
+            lengths = [sum(s.num_actions for s in m.segments) for m in members]
         return cls(
-            rewards_G=np.array([member.reward for member in members], np.float64),
-            lengths_G=np.array([sum(s.num_actions for s in m.segments) for m in members]),
-            truncated_G=np.array([m.stop_reason is StopReason.LENGTH for m in members]),
-            counted_G=np.array([member.reward_counts for member in members]),
+            rewards_G=np.array(rewards, np.float64),
+            lengths_G=np.array(lengths),
+            truncated_G=np.array([reason is StopReason.LENGTH for reason in reasons]),
+            counted_G=np.array(counted),
             source=group.source,
             tag=group.tag,
         )

@@ -8,15 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distill.objective.tallies import TURNS_SHOWN, gaps_of
-from distill.records import GroupOutline
-from distill.types import Segment, StopReason
+from distill.records import Sum, TrajectoryGroupMeta
+from distill.types import Segment
 
 # Metric of the learner (`objectives.teacher_cross_entropy`); it needs the log q_T of the sampler.
 _OF_SAMPLER = "teacher_samples/forward_kl"
 
 
-def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, float]:
+def group_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> dict[str, float]:
     """Means over the action tokens (or trajectories) of `groups_P`, trained at weight `version`.
 
     docs/metrics.md has the meaning of each. If groups have teachers, tags or sources, reverse KL
@@ -34,7 +33,7 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
 
 
 def without_unknown(
-    metrics: Mapping[str, float], groups_P: Sequence[GroupOutline]
+    metrics: Mapping[str, float], groups_P: Sequence[TrajectoryGroupMeta]
 ) -> dict[str, float]:
     """The metrics of a step's groups, without those that need unknown log-probs."""
     if not any(group.as_text for group in groups_P):
@@ -42,22 +41,20 @@ def without_unknown(
     return {name: value for name, value in metrics.items() if name != _OF_SAMPLER}
 
 
-def _teacher_samples(groups_P: Sequence[GroupOutline], of: int) -> dict[str, float]:
+def _teacher_samples(groups_P: Sequence[TrajectoryGroupMeta], of: int) -> dict[str, float]:
     """Share (of `of` groups), rewards and lengths of the groups that the teacher sampled.
 
     The learner measures the student's distance from them (`objectives.teacher_cross_entropy`).
     """
     if not groups_P:
         return {}
-    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
+    ratios = _ratios(groups_P)
     return {
         "teacher_samples/share": len(groups_P) / of,
-        "teacher_samples/tokens": float(sum(group.tally.tokens for group in groups_P)),
-        "teacher_samples/reward": float(np.mean([t.reward for t in trajectories])),
-        "teacher_samples/response_length": float(np.mean([t.num_actions for t in trajectories])),
-        "teacher_samples/eos_share": float(
-            np.mean([t.stop_reason is StopReason.EOS for t in trajectories])
-        ),
+        "teacher_samples/tokens": float(sum(sum(group.actions_S) for group in groups_P)),
+        "teacher_samples/reward": ratios["reward/mean"],
+        "teacher_samples/response_length": ratios["rollout/response_length"],
+        "teacher_samples/eos_share": ratios["rollout/eos_share"],
         **_means([group.metrics for group in groups_P]),
     }
 
@@ -70,87 +67,54 @@ def _means(metrics_P: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _policy_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, float]:
-    tallies = [group.tally for group in groups_P]
-    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
-    tokens = sum(tally.tokens for tally in tallies)
-    metrics = {
-        "staleness/mean": (version * tokens - sum(t.versions for t in tallies)) / tokens,
-        "staleness/max": float(version - min(tally.oldest for tally in tallies)),
-        "reward/mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
-        "reward/constant_groups": float(
-            np.mean([group.constant_reward is not None for group in groups_P])
-        ),
-        "rollout/response_length": float(np.mean([t.num_actions for t in trajectories])),
-        "rollout/eos_share": float(
-            np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])
-        ),
-        "rollout/repeated_share": sum(t.repeated for t in tallies) / len(trajectories),
-        "rollout/equal_groups": float(np.mean([tally.equal for tally in tallies])),
+def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> dict[str, float]:
+    reasons = [reason for group in groups_P for reason in group.stop_reasons_G]
+    metrics = _ratios(groups_P)
+    if not any(name.startswith("opd/reverse_kl/turn=2") for name in metrics):
+        metrics.pop("opd/reverse_kl/turn=1", None)
+    metrics["staleness/mean"] = version - metrics.pop("staleness/version")
+    metrics["staleness/max"] = float(version - min(group.oldest_version for group in groups_P))
+    metrics["reward/constant_groups"] = float(
+        np.mean([group.constant_reward is not None for group in groups_P])
+    )
+    metrics |= {
+        f"rollout/stop/{reason.value}": reasons.count(reason) / len(reasons)
+        for reason in sorted(set(reasons))
     }
-    metrics |= _turn_metrics(groups_P)
-    env = _means([trajectory.metrics for trajectory in trajectories])
+    if "reward/bonus" in metrics:  # other groups have bonuses of 0
+        bonuses, _ = _total(groups_P, "reward/bonus")
+        metrics["reward/bonus"] = bonuses / len(reasons)
+    if (age := metrics.pop("opd/teacher_version", None)) is not None:
+        metrics["opd/teacher_age"] = version - age
+    if "opd/reverse_kl_vs_q1" in metrics:
+        metrics["opd/bias"] = metrics["opd/reverse_kl_vs_q1"] - metrics["opd/reverse_kl"]
+    env = _means([each for group in groups_P for each in group.metrics_G])
     metrics |= {f"env/{name}": value for name, value in env.items()}
     metrics |= _means([group.metrics for group in groups_P])
-    metrics |= _teacher_metrics(groups_P)
-    scored = [tally for tally in tallies if tally.gap is not None]
-    versions = _total([tally.teacher_versions for tally in scored])
-    if scored and versions is not None:
-        metrics["opd/teacher_age"] = version - versions / sum(tally.tokens for tally in scored)
-    if (gap := _total([tally.reference_gap for tally in tallies])) is not None:
-        metrics["reference/kl"] = gap / tokens
-    bonuses = [tally.bonus for tally in tallies if tally.bonus is not None]
-    if bonuses:
-        metrics["reward/bonus"] = sum(bonuses) / len(trajectories)
     return metrics | _breakdown(groups_P)
 
 
-def _total(parts: Sequence[float | None]) -> float | None:
-    """Sum of the parts, or None if any part is None."""
-    present = [part for part in parts if part is not None]
-    return sum(present) if len(present) == len(parts) else None
+def _ratios(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
+    """Ratios of the totals of `SUMS`.
 
-
-def _turn_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns.
-
-    The latter is included only if a trajectory has several turns. A turn's number is its position
-    among the trained turns.
+    Those of `opd/*` cover the groups that a teacher scored. A ratio is left out unless all groups
+    that it covers have the sum; a single turn's and that of bonuses are over the groups that do.
     """
-    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
-    turns = sum(group.tally.turns for group in groups_P)
-    metrics = {
-        "rollout/turns": turns / len(trajectories),
-        "rollout/segments": float(np.mean([len(t.segments) for t in trajectories])),
-    }
-    for reason in sorted({trajectory.stop_reason for trajectory in trajectories}):
-        share = np.mean([trajectory.stop_reason is reason for trajectory in trajectories])
-        metrics[f"rollout/stop/{reason.value}"] = float(share)
-    if turns == len(trajectories):
-        return metrics
-    for number in range(TURNS_SHOWN):
-        found = [gap for group in groups_P for gap in group.tally.turn_gaps[number : number + 1]]
-        if tokens := sum(gap.tokens for gap in found):
-            metrics[f"opd/reverse_kl/turn={number + 1}"] = sum(gap.gap for gap in found) / tokens
-    return metrics
+    scored = [group for group in groups_P if "opd/reverse_kl" in group.sums]
+    ratios = {}
+    for name in dict.fromkeys(name for group in groups_P for name in group.sums):
+        covered = scored if name.startswith("opd/") else groups_P
+        some = name.startswith("opd/reverse_kl/turn=") or name == "reward/bonus"
+        having = [group for group in groups_P if name in group.sums]
+        if some or (covered and all(name in group.sums for group in covered)):
+            total, weight = _total(having if some else covered, name)
+            ratios[name] = total / weight
+    return ratios
 
 
-def _teacher_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """The sampled reverse KL and bias of the groups that a teacher scored."""
-    scored = [(group.tally, gap) for group in groups_P if (gap := group.tally.gap) is not None]
-    if not scored:
-        return {}
-    tallies = [tally for tally, _ in scored]
-    tokens = sum(tally.tokens for tally in tallies)
-    size = sum(tally.gap_size for tally in tallies)
-    metrics = {
-        "opd/reverse_kl": sum(gap for _, gap in scored) / tokens,
-        "opd/kl_top_share": sum(tally.largest_gaps for tally in tallies) / max(size, 1e-12),
-    }
-    if (at_q1 := _total([tally.gap_q1 for tally in tallies])) is not None:
-        metrics["opd/reverse_kl_vs_q1"] = at_q1 / tokens
-        metrics["opd/bias"] = metrics["opd/reverse_kl_vs_q1"] - metrics["opd/reverse_kl"]
-    return metrics
+def _total(groups_P: Sequence[TrajectoryGroupMeta], name: str) -> Sum:
+    sums = [group.sums[name] for group in groups_P if name in group.sums]
+    return sum(total for total, _ in sums), sum(weight for _, weight in sums)
 
 
 class TokenGap(NamedTuple):
@@ -178,11 +142,16 @@ class TokenTable(NamedTuple):
 
 def token_table(segments: Sequence[Segment]) -> TokenTable | None:
     """Table of the actions of the segments that a teacher scored; None if it scored none."""
-    segments = [segment for segment in segments if segment.teacher_logprobs_T is not None]
-    gaps_N = gaps_of(segments, [s.teacher_logprobs_T for s in segments]) if segments else None
-    if gaps_N is None:
+    scored = [(s, s.teacher_logprobs_T) for s in segments if s.teacher_logprobs_T is not None]
+    if not scored:
         return None
-    sampled_N = np.concatenate([s.tokens_T[s.action_mask_T] for s in segments])
+    gaps_N = np.concatenate(
+        [
+            s.behaviour_logprobs_T[s.action_mask_T].astype(np.float64) - teacher_T[s.action_mask_T]
+            for s, teacher_T in scored
+        ]
+    )
+    sampled_N = np.concatenate([s.tokens_T[s.action_mask_T] for s, _ in scored])
     return _summed(sampled_N, np.ones(len(sampled_N), np.int64), gaps_N, np.abs(gaps_N))
 
 
@@ -214,9 +183,9 @@ def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenG
     ]
 
 
-def _breakdown(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
+def _breakdown(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
     """Mean reward and reverse KL per teacher, tag and source; and each source's share of groups."""
-    kinds: dict[str, list[GroupOutline]] = {}
+    kinds: dict[str, list[TrajectoryGroupMeta]] = {}
     for group in groups_P:
         if group.teacher:
             kinds.setdefault(f"teacher={group.teacher}", []).append(group)
@@ -226,13 +195,12 @@ def _breakdown(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
             kinds.setdefault(f"source={group.source}", []).append(group)
     metrics = {}
     for kind, groups in sorted(kinds.items()):
-        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories_G]
-        metrics[f"reward/mean/{kind}"] = float(np.mean(rewards))
+        ratios = _ratios(groups)
+        metrics[f"reward/mean/{kind}"] = ratios["reward/mean"]
         if kind.startswith("source="):
             metrics[f"rollout/share/{kind}"] = len(groups) / len(groups_P)
-        found = _teacher_metrics(groups)
-        if found:
-            metrics[f"opd/reverse_kl/{kind}"] = found["opd/reverse_kl"]
+        if "opd/reverse_kl" in ratios:
+            metrics[f"opd/reverse_kl/{kind}"] = ratios["opd/reverse_kl"]
     return metrics
 
 

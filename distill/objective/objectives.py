@@ -69,7 +69,7 @@ from distill.objective.settings import (
     ObjectiveConfig,
     PolicyObjective,
 )
-from distill.records import GroupOutline
+from distill.records import TrajectoryGroupMeta
 from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
 
 # log q_T of a slice of a batch's trained tokens over the vocabulary: (n, V), without gradient.
@@ -137,15 +137,16 @@ def policy_terms(
 
 
 def advantages_of(
-    groups_P: Sequence[TrajectoryGroup] | Sequence[GroupOutline], objective: PolicyObjective
+    groups_P: Sequence[TrajectoryGroup] | Sequence[TrajectoryGroupMeta], objective: PolicyObjective
 ) -> list[FloatArray]:
     """A_i of each group's members, as `sample_advantages` has them; 0 in groups that the teacher
     sampled, which no other group is compared with."""
-    rewards_P = [GroupRewards.of(group) for group in groups_P if not group.by_teacher]
-    made = iter(sample_advantages(rewards_P, objective) if rewards_P else [])
+    rewards_P = [GroupRewards.of(group) for group in groups_P]
+    sampled = [of for of, group in zip(rewards_P, groups_P, strict=True) if not group.by_teacher]
+    made = iter(sample_advantages(sampled, objective) if sampled else [])
     return [
-        np.zeros(len(group.trajectories_G), np.float32) if group.by_teacher else next(made)
-        for group in groups_P
+        np.zeros(len(of.rewards_G), np.float32) if group.by_teacher else next(made)
+        for of, group in zip(rewards_P, groups_P, strict=True)
     ]
 
 

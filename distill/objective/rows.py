@@ -1,7 +1,7 @@
 """Training rows from samples: one per segment, with everything that the objective needs.
 
 `policy_rows` makes the rows of whole groups. A learner of several workers first has the rows'
-outlines (`RowOutline`), by which it distributes them to its workers; the worker that trains a row
+metadata (`RowMeta`), by which it distributes them to its workers; the worker that trains a row
 makes it from its trajectory (`trajectory_rows`).
 """
 
@@ -18,7 +18,7 @@ from distill.objective.advantages import clipped, discounted_future_sum, on_acti
 from distill.objective.batching import OtherRows, TrainingRow
 from distill.objective.objectives import TokenTerms, policy_terms
 from distill.objective.settings import ObjectiveConfig
-from distill.records import GroupOutline, RowPlace, SegmentOutline
+from distill.records import RowPlace, TrajectoryGroupMeta
 from distill.types import (
     BoolArray,
     FloatArray,
@@ -88,49 +88,43 @@ def _source(group_id: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowOutline:
+class RowMeta:
     """`RowShape` of a segment: stands for a training row that is not made yet."""
 
     place: RowPlace
-    segment: SegmentOutline
+    tokens: int
+    first_trained: int
+    num_trained: int
+    context_key: bytes
+    prefix_key: bytes
     teacher: str
     ends_sequence: bool
 
     def __len__(self) -> int:
-        return self.segment.tokens
+        return self.tokens
 
     @property
     def source(self) -> str:
         return _source(self.place.group_id)
 
-    @property
-    def first_trained(self) -> int:
-        return self.segment.first_action
 
-    @property
-    def num_trained(self) -> int:
-        return self.segment.num_actions
-
-    @property
-    def context_key(self) -> bytes:
-        return self.segment.context
-
-    @property
-    def prefix_key(self) -> bytes:
-        return self.segment.prefix
-
-
-def row_outlines(group: GroupOutline) -> list[RowOutline]:
-    """Outlines of all rows of a group, in the order of `policy_rows`."""
+def row_metas(group: TrajectoryGroupMeta) -> list[RowMeta]:
+    """Metadata of all rows of a group, in the order of `policy_rows`."""
+    numbers = [
+        (g, n, n == count - 1) for g, count in enumerate(group.segments_G) for n in range(count)
+    ]
     return [
-        RowOutline(
+        RowMeta(
             place=RowPlace(group.group_id, member, number),
-            segment=segment,
+            tokens=group.tokens_S[s],
+            first_trained=group.first_actions_S[s],
+            num_trained=group.actions_S[s],
+            context_key=group.contexts_S[s],
+            prefix_key=group.prefixes_S[s],
             teacher=group.teacher,
-            ends_sequence=number == len(trajectory.segments) - 1,
+            ends_sequence=is_last,
         )
-        for member, trajectory in enumerate(group.trajectories_G)
-        for number, segment in enumerate(trajectory.segments)
+        for s, (member, number, is_last) in enumerate(numbers)
     ]
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from distill.objective.tallies import outline
-from distill.records import Fetched, GroupOutline, StepGroups, TrajectoryId, TrajectorySource
+from distill.objective.sums import meta_of
+from distill.records import Fetched, StepGroups, TrajectoryGroupMeta, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 
 
 def opened(
-    source: TrajectorySource, outlines_P: Sequence[GroupOutline]
+    source: TrajectorySource, metas_P: Sequence[TrajectoryGroupMeta]
 ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
-    """The groups of these outlines, and the reasons for those that are lost."""
-    found, lost = source.trajectories([place for each in outlines_P for place in each.places])
-    return [each.filled_from(found) for each in outlines_P if each.group_id not in lost], lost
+    """The groups with this metadata, and the reasons for those that are lost."""
+    found, lost = source.trajectories([place for each in metas_P for place in each.places])
+    whole = [
+        each.group([found[place] for place in each.places])
+        for each in metas_P
+        if each.group_id not in lost
+    ]
+    return whole, lost
 
 
 class GroupsHere:
@@ -28,7 +33,7 @@ class GroupsHere:
         """Step of these groups, with `others` as its other fields."""
         self._groups = {group.group_id: group for group in groups_P}
         return StepGroups(
-            group_ids=list(self._groups), groups_P=[outline(group) for group in groups_P], **others
+            group_ids=list(self._groups), groups_P=[meta_of(group) for group in groups_P], **others
         )
 
     def __contains__(self, group_id: int) -> bool:

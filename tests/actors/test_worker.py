@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from actors.rollout.worker import RolloutWorker
+from distill.columns import GroupColumns
 from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
 from distill.group_share import GroupShare
-from distill.records import Lease
+from distill.records import Lease, TrajectoryGroupMeta
 from distill.sampling import TrainSampling
 from distill.teacher_samples import TeacherSamples
 from distill.types import TokenArray, TrajectoryGroup
@@ -83,9 +84,9 @@ class Sink:
         self.most_under_way = max(self.most_under_way, under_way)
         return [Lease(group_id=i, attempt=1, epoch=1) for i in range(first, self.leased)]
 
-    async def put(self, lease: Lease, group: TrajectoryGroup) -> None:
-        assert lease.group_id == group.group_id
-        self.done.append(group)
+    async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None:
+        assert lease.group_id == meta.group_id
+        self.done.append(meta.group(columns.trajectories()))
 
     async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
         return self.there.get(lease.group_id)

@@ -18,17 +18,16 @@ import ray
 from benchmarks.data_path import message_bytes
 from cluster.handles.calls import get, kill, wait
 from cluster.inspect.audit import audit
-from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.errors import DataError
+from distill.columns import checked
 from distill.objective.whole_groups import opened
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
-from tests.cluster.test_codec import assert_same
+from tests.distill.test_group_columns import assert_same
 from tests.queues import queue_here, queue_on_ray
-from tests.samples import group, segment, top_logprobs, trajectory
+from tests.samples import group, packed, segment, top_logprobs, trajectory
 
 NewQueue = Callable[..., GroupQueue]
 
@@ -66,7 +65,7 @@ def lease(queue: GroupQueue, count: int, worker: str = "a") -> list[Lease]:
 def put(queue: GroupQueue, *leases: Lease, worker: str = "a") -> None:
     async def all_at_once() -> None:
         end = WorkerEnd(queue, worker)
-        await asyncio.gather(*(end.put(one, group(one.group_id)) for one in leases))
+        await asyncio.gather(*(end.put(one, *packed(group(one.group_id))) for one in leases))
 
     asyncio.run(all_at_once())
 
@@ -146,9 +145,9 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     after = queue.take(TrainedGroups()).after(TrainedGroups())
 
     def foreseen(known: Collection[int] = (), whole: bool = False) -> list[int]:
-        outlines = queue.foresee(after, known, whole)
-        assert outlines is not None
-        return [each.group_id for each in outlines]
+        metas = queue.foresee(after, known, whole)
+        assert metas is not None
+        return [each.group_id for each in metas]
 
     assert foreseen() == foreseen(whole=True) == [4, 5] and foreseen({4}) == [5]
     four, five = TrajectoryId(4, 0), TrajectoryId(5, 1)
@@ -212,16 +211,6 @@ def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> 
     assert get(queue.status()).pending == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("item", [None, "done", [group(0)], 3])
-def test_it_carries_groups_and_nothing_else(new_queue: NewQueue, item: Any) -> None:
-    queue = new_queue()
-    [one] = lease(queue, 1)
-    with pytest.raises(DataError):
-        asyncio.run(WorkerEnd(queue, "a").put(one, item))
-    with pytest.raises(DataError):
-        asyncio.run(WorkerEnd(queue, "a").put(one, group(1)))
-
-
 def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
     queue = new_queue(timeout_s=0.1)
     leases = lease(queue, 9)
@@ -260,7 +249,7 @@ def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
         async def two_groups() -> list[int]:
             leased = await end.lease(2)
             for one in reversed(leased):
-                await end.put(one, group(one.group_id))
+                await end.put(one, *packed(group(one.group_id)))
             return ids(leased)
 
         return asyncio.run(two_groups())
@@ -311,7 +300,7 @@ class LongProducer:
 
     async def deliver(self, groups: int) -> int:
         for one in await self._end.lease(groups):
-            await self._end.put(one, long_group(one.group_id))
+            await self._end.put(one, *packed(long_group(one.group_id)))
         return os.getpid()
 
     def fetch(self, places: list[TrajectoryId]) -> list[Any]:
@@ -329,15 +318,15 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     queue = new_queue(on_ray=True)
     pid = get(LongProducer.remote(queue, whole).deliver.remote(2))
     os.kill(pid, signal.SIGKILL)
-    packed = pack(long_group(0))
+    payload = checked(long_group(0)).nbytes
     kept = queue.actor.__ray_call__.remote(
         lambda plain: [len(p.parts) for p in plain._parcels.values()]
     )
     assert get(kept) == [parts, parts]
     held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels))
-    assert get(held) < 0.01 * packed.nbytes
+    assert get(held) < 0.01 * payload
     taken = queue.take(TrainedGroups())
-    assert message_bytes(taken) < 0.01 * packed.nbytes, "the leader took more than outlines"
+    assert message_bytes(taken) < 0.01 * payload, "the leader took more than metadata"
     assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
     follower = LongProducer.remote(queue)
     places = [TrajectoryId(i, 1 - i) for i in ids(taken)]
@@ -360,8 +349,8 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
         async def work() -> None:
             end = WorkerEnd(queue, "a")
             first, second = await end.lease(2)
-            await end.put(second, long_group(1))
-            await end.put(first, long_group(0))
+            await end.put(second, *packed(long_group(1)))
+            await end.put(first, *packed(long_group(0)))
 
         asyncio.run(work())
         return os.getpid()

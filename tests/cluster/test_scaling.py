@@ -22,7 +22,7 @@ from cluster.runtime.scaling import Scaling
 from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.records import TrainedGroups
 from tests.queues import queue_on_ray
-from tests.samples import group
+from tests.samples import group, packed
 
 
 @dataclass
@@ -274,7 +274,7 @@ def test_a_worker_that_leaves_while_it_waits_for_credit_takes_no_group_along(
         waiting = asyncio.create_task(leaves.lease(2))
         await asyncio.sleep(0.5)  # its call is in the queue, without credit
         waiting.cancel()
-        await asyncio.gather(*(stays.put(one, group(one.group_id)) for one in leases))
+        await asyncio.gather(*(stays.put(one, *packed(group(one.group_id))) for one in leases))
         # Leases 2 and 3 to the one that left.
         await queue.actor.publish.remote(1, TrainedGroups(2), None)
         with pytest.raises(asyncio.CancelledError):

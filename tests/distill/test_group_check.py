@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distill.columns import checked
 from distill.errors import DataError, IsothermError
-from distill.group_check import check_group
 from distill.types import LOGPROB_SLACK, Segment, TrajectoryGroup
 from tests.samples import group, segment, segment_of, top_logprobs, trajectory
 
@@ -36,13 +36,13 @@ def changed(name: str, index: int, value: Any) -> Segment:
 
 def refused(made: TrajectoryGroup) -> DataError:
     with pytest.raises(DataError) as raised:
-        check_group(made)
+        checked(made)
     return raised.value
 
 
 def test_valid_groups_pass() -> None:
-    check_group(group(4))
-    check_group(among_others(segment(bonuses_T=[0.0] * 7, teacher_top=top_logprobs(4, 2))))
+    checked(group(4))
+    checked(among_others(segment(bonuses_T=[0.0] * 7, teacher_top=top_logprobs(4, 2))))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_impossible_value_is_named_with_its_place(name: str, index: int, valu
 @pytest.mark.parametrize("name", LOGPROBS)
 @pytest.mark.parametrize(("index", "value"), [(0, math.nan), (2, 9.0), (5, 0.5 * LOGPROB_SLACK)])
 def test_observed_tokens_and_rounding_pass(name: str, index: int, value: float) -> None:
-    check_group(among_others(changed(name, index, value)))
+    checked(among_others(changed(name, index, value)))
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -120,7 +120,7 @@ def test_a_privileged_context_replaces_the_first_observation(changes: dict[str, 
 @pytest.mark.parametrize("temperature", [0, -0.7, math.nan, math.inf, "0.7", None])
 def test_a_segment_has_a_temperature_above_zero(temperature: Any) -> None:
     with pytest.raises(IsothermError) as raised:
-        check_group(group(temperature=temperature))
+        checked(group(temperature=temperature))
     assert raised.value.field == "Segment.temperature"
 
 

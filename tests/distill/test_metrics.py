@@ -10,13 +10,13 @@ import pytest
 
 from distill.objective import metrics as made_by
 from distill.objective.metrics import merge_updates
-from distill.objective.tallies import outline
+from distill.objective.sums import meta_of
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import group, segment, trajectory
 
 
 def group_metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
-    return made_by.group_metrics([outline(made) for made in groups], version)
+    return made_by.group_metrics([meta_of(made) for made in groups], version)
 
 
 def uneven_groups() -> list[TrajectoryGroup]:

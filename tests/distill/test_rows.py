@@ -16,10 +16,10 @@ from distill.objective.rows import (
     advantage_metrics,
     advantage_stats,
     policy_rows,
-    row_outlines,
+    row_metas,
 )
 from distill.objective.settings import ObjectiveConfig
-from distill.objective.tallies import outline
+from distill.objective.sums import meta_of
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import group, ids, segment, trajectory
 
@@ -140,7 +140,7 @@ def test_statistics_of_parts_are_those_of_the_whole() -> None:
     assert whole["advantage/std"] == pytest.approx(advantages_N.std(dtype=np.float64))
 
 
-def test_an_outline_says_of_a_row_what_the_row_does() -> None:
+def test_metadata_says_of_a_row_what_the_row_does() -> None:
     """By it the leader deals rows that it does not have."""
     shared = segment(5, 3, seed=1)
     other = replace(shared, tokens_T=np.where(np.arange(8) == 4, 9, shared.tokens_T))
@@ -149,14 +149,14 @@ def test_an_outline_says_of_a_row_what_the_row_does() -> None:
         trajectories_G=(trajectory(shared, segment(2, 4, seed=2)), trajectory(other)),
         teacher="a",
     )
-    rows, outlines = policy_rows([made], OPD), row_outlines(outline(made))
-    for of_row, row in zip(outlines, rows, strict=True):
+    rows, metas = policy_rows([made], OPD), row_metas(meta_of(made))
+    for of_row, row in zip(metas, rows, strict=True):
         for name in ("first_trained", "num_trained", "teacher", "ends_sequence", "source"):
             assert getattr(of_row, name) == getattr(row, name), name
         assert len(of_row) == len(row)
     for name in ("context_key", "prefix_key"):
-        keys, expected = ([getattr(each, name) for each in both] for both in (outlines, rows))
+        keys, expected = ([getattr(each, name) for each in both] for both in (metas, rows))
         for i, j in combinations(range(len(rows)), 2):
             assert (keys[i] == keys[j]) == (expected[i] == expected[j])
-    assert outlines[0].prefix_key == outlines[2].prefix_key != outlines[1].prefix_key
-    assert outlines[0].context_key != outlines[2].context_key
+    assert metas[0].prefix_key == metas[2].prefix_key != metas[1].prefix_key
+    assert metas[0].context_key != metas[2].context_key

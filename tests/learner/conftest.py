@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.objective.batching import TrainingRow
-from distill.objective.rows import RowOutline
+from distill.objective.rows import RowMeta
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
 from distill.records import StepGroups, TrainedGroups
@@ -165,7 +165,7 @@ class Watched:
         self.calls.append("step")
         self.updates.append(parts)
         for part in parts:
-            named = [row.place if isinstance(row, RowOutline) else row for row in part.rows_D]
+            named = [row.place if isinstance(row, RowMeta) else row for row in part.rows_D]
             self.rows.append(self._worker.made_rows(named))
         return self._step(*parts)
 

@@ -11,7 +11,7 @@ from distill.errors import NonFiniteError
 from distill.objective.metrics import group_metrics
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.objective.tallies import outline
+from distill.objective.sums import meta_of
 from distill.records import CONSTANT_REWARD
 from tests.learner.conftest import NewLoop, World, own_advantages, trained, untimed, weights
 from tests.samples import group
@@ -68,8 +68,8 @@ def test_a_step_s_metrics(new_loop: NewLoop) -> None:
         assert metrics["step"] == metrics["weight_version"] == loop.step_count == step
         assert (metrics["groups/first"], metrics["groups/last"]) == (2 * step - 2, 2 * step - 1)
         assert metrics["train/tokens"] == sum(made.num_actions for made in taken)
-        outlines = [outline(made) for made in taken]
-        for name, value in group_metrics(outlines, version=step - 1).items():
+        metas = [meta_of(made) for made in taken]
+        for name, value in group_metrics(metas, version=step - 1).items():
             assert metrics[name] == value, name
         parts = metrics["time/wait"] + metrics["time/learn"] + metrics["time/push"]
         assert 0 < parts <= metrics["time/step"] * (1 + 1e-9)

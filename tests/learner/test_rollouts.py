@@ -24,9 +24,9 @@ from distill.objective.rows import (
     with_other_rows,
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
-from distill.objective.tallies import outline
+from distill.objective.sums import meta_of
 from distill.objective.whole_groups import GroupsHere
-from distill.records import Fetched, GroupOutline, StepGroups, TrainedGroups, TrajectoryId
+from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
 from learner import rollout_share
@@ -98,8 +98,8 @@ class Noting(World):
 
     def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
-    ) -> list[GroupOutline] | None:
-        return None if known else [outline(made) for made in self.groups[: self.per_step]] or None
+    ) -> list[TrajectoryGroupMeta] | None:
+        return None if known else [meta_of(made) for made in self.groups[: self.per_step]] or None
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         if not ahead:
@@ -385,12 +385,12 @@ class Ahead(World):
 
     def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
-    ) -> list[GroupOutline] | None:
+    ) -> list[TrajectoryGroupMeta] | None:
         if set(known) >= {made.group_id for made in self.groups[:2]}:
             self._told.set()  # asked again: those are fetched
             return None
         told = [made for made in self.groups[:2] if made.group_id not in known]
-        return [outline(made) for made in (told if whole else told[:1])]
+        return [meta_of(made) for made in (told if whole else told[:1])]
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         if not ahead:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.queue.codec import Packed, pack, unpack
-from distill.types import StopReason, TrajectoryGroup
+from distill.columns import GroupColumns, checked, pack
+from distill.objective.sums import meta_of
+from distill.types import Segment, StopReason, TrajectoryGroup
 from tests.samples import group, ids, segment, top_logprobs, trajectory
 
 
@@ -61,37 +62,43 @@ def varied() -> TrajectoryGroup:
     )
 
 
-def unpacked(packed: Packed) -> TrajectoryGroup:
-    """The group of an outline and its parts, each as it is after a journey."""
-    parts = [pickle.loads(pickle.dumps(part, protocol=5)) for part in packed.parts]
-    trajectories = [trajectory for part in parts for trajectory in unpack(part)]
-    return packed.outline.filled([s for t in trajectories for s in t.segments])
+def travelled(made: TrajectoryGroup, least_bytes: int) -> TrajectoryGroup:
+    """The group from its metadata and its parts, each as it is after a journey."""
+    columns = checked(made)
+    meta = pickle.loads(pickle.dumps(meta_of(made, columns), protocol=5))
+    parts = pickle.loads(pickle.dumps(columns.parts(least_bytes), protocol=5))
+    return meta.group([each for part in parts for each in part.trajectories()])
 
 
 @pytest.mark.parametrize("made", [group(3), group(0, members=1), varied()])
-@pytest.mark.parametrize("part_bytes", [1, 200, 100_000])
-def test_it_is_the_same_group(made: TrajectoryGroup, part_bytes: int) -> None:
-    packed = pack(made, part_bytes)
-    assert_same(unpacked(packed), made)
-    assert packed.nbytes == pack(made).nbytes > 0
+@pytest.mark.parametrize("least_bytes", [1, 200, 100_000])
+def test_it_is_the_same_group(made: TrajectoryGroup, least_bytes: int) -> None:
+    assert_same(travelled(made, least_bytes), made)
+    segments = [each for part in pack(made.trajectories_G).parts(1) for each in segments_of(part)]
+    assert_same(meta_of(made).group_of_segments(segments), made)
+
+
+def segments_of(part: GroupColumns) -> list[Segment]:
+    return [segment for each in part.trajectories() for segment in each.segments]
 
 
 def test_parts_are_runs_of_trajectories_and_none_is_small() -> None:
     made = group(5, members=7)
-    sizes = [pack(replace(made, trajectories_G=(one,))).nbytes for one in made.trajectories_G]
-    for part_bytes in (1, max(sizes), 3 * max(sizes), 10**6):
-        packed = pack(made, part_bytes)
-        ends = [*packed.firsts[1:], len(sizes)]
-        parts = [sizes[first:end] for first, end in zip(packed.firsts, ends, strict=True)]
-        assert [len(part.states) for part in packed.parts] == [len(part) for part in parts]
-        assert [size for part in parts for size in part] == sizes
-        assert len(parts) == 1 or min(map(sum, parts)) >= part_bytes
-    assert len(pack(made, 1).parts) == 7 and len(pack(made, 10**6).parts) == 1
+    sizes = [pack([one]).nbytes for one in made.trajectories_G]
+    whole = pack(made.trajectories_G)
+    assert whole.nbytes == sum(sizes) > 0
+    for least_bytes in (1, max(sizes), 3 * max(sizes), 10**6):
+        parts = whole.parts(least_bytes)
+        assert sum((part.segments_G for part in parts), ()) == whole.segments_G
+        assert sum(part.nbytes for part in parts) == whole.nbytes
+        assert len(parts) == 1 or min(part.nbytes for part in parts) >= least_bytes
+    assert len(whole.parts(1)) == 7 and len(whole.parts(10**6)) == 1
 
 
-def test_an_outline_is_small() -> None:
+def test_metadata_is_small() -> None:
     made = TrajectoryGroup(
         group_id=0,
         trajectories_G=tuple(trajectory(segment(128, 2048, seed=g)) for g in range(16)),
     )
-    assert len(pickle.dumps(pack(made).outline)) < 0.005 * pack(made).nbytes
+    columns = checked(made)
+    assert len(pickle.dumps(meta_of(made, columns))) < 0.005 * columns.nbytes
