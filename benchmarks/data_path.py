@@ -243,7 +243,9 @@ class Now:
         own share, and what a node that is its own would fetch besides (parts hold more than one
         answer)."""
         queue, shares = self._queue, self._plan.shares[0]
-        held = ray.get(queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels)))
+        held = ray.get(
+            queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._delivered))
+        )
         own = sum(_nbytes(queue, [share]) for share in shares)
         through = message_bytes(self._taken) + self._leader.sent_bytes()
         passed = through + _idle_bytes(queue, shares)
@@ -387,8 +389,9 @@ def _size(segment: Segment) -> int:
 
 def _part_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
     """Of the parts that have these trajectories."""
-    answer = ray.get(queue.actor.parts.remote([share.place for share in shares]))
-    return sum(ray.get(part).nbytes for part in answer.parts.values())
+    payloads = ray.get(queue.actor.payloads.remote([share.place for share in shares]))
+    parts = [part for payload in payloads.values() for part in payload.parts if part is not None]
+    return sum(columns.nbytes for columns in ray.get(parts))
 
 
 def data_path_table(report: Sequence[dict[str, Any]]) -> Table:

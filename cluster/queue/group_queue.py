@@ -6,7 +6,7 @@
 
 It carries groups that the worker has packed once: the leader takes their metadata, and the
 learner's workers fetch the trajectories that they train. The actor has references to those
-(cluster/queue/parcels.py). The run's step rule chooses the groups of a step, and does not prefer
+(cluster/queue/payload.py). The run's step rule chooses the groups of a step, and does not prefer
 fast (short) groups over slow ones. A repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
@@ -23,19 +23,20 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.handles import calls, errors
-from cluster.queue.parcels import (
-    OpenPart,
-    Parcel,
-    PartPlace,
-    PartsAnswer,
-    fetched,
-    offer,
+from cluster.queue.payload import (
+    PART_BYTES,
+    Delivery,
+    Opened,
+    Payload,
+    found_in,
+    in_arguments,
+    offered,
     open_parts,
     opened_whole,
+    withdraw,
 )
 from cluster.queue.queue_actor import LeaseAnswer
 from distill.columns import GroupColumns
@@ -55,11 +56,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 2.0
 # How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
 _RESTART_S = 60.0
-# Least size of a part's arrays, if the group is that large: Ray would copy objects below 100 kB
-# into the memory of the queue's process.
-_PART_BYTES = 110_000
-# Puts that go in one call: as many as wait, up to this size.
-_MAX_PUT_BYTES = 64 << 20
+# Most groups that are put in one call.
+_MOST_PUTS = 16
 
 
 class QueueClosed(RuntimeError):
@@ -82,7 +80,7 @@ class GroupQueue:
         self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
         self._pushing = False
-        self._opened: Mapping[PartPlace, OpenPart] = {}  # ahead, in this process
+        self._opened: Opened = {}  # ahead, in this process
 
     # the learner's end
 
@@ -135,17 +133,19 @@ class GroupQueue:
             self._opened = {}
         if not places:
             return Fetched({}, {})
-        answer: PartsAnswer = self._get(self.actor.parts.remote(places))
+        payloads: dict[int, Payload] = self._get(self.actor.payloads.remote(places))
         try:
-            opened = open_parts(answer.parts, before, self.timeout_s)
+            opened, lost = open_parts(payloads, before, self.timeout_s)
         except errors.GetTimeoutError:
             raise QueueTimeout(
                 f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
                 "it hangs, or its network does"
             ) from None
         if ahead:
-            self._opened = {**before, **opened.parts}
-        return fetched(answer, opened)
+            self._opened = {**before, **opened}
+        gone = {place.group_id for place in places} - payloads.keys()
+        lost |= dict.fromkeys(sorted(gone), "the queue holds it no longer")
+        return Fetched(found_in(opened, payloads, places), lost)
 
     def lose(self, ids: Collection[int], reason: str) -> None:
         """Trajectories of these groups, which were taken, are lost: the groups are leased again."""
@@ -229,17 +229,6 @@ def _silent(seconds: float) -> QueueTimeout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Put:
-    """A group on its way to the queue."""
-
-    lease: Lease
-    meta: TrajectoryGroupMeta
-    parts: Sequence[GroupColumns]
-    nbytes: int
-    arrived: asyncio.Future[None]
-
-
 class WorkerEnd:
     """A rollout worker's end of a `GroupQueue`, all waits asynchronous. Pickles before its use.
 
@@ -252,14 +241,14 @@ class WorkerEnd:
             worker: the name that the driver forfeits it by.
             whole: one worker of the learner trains on all of a group, so that it is one part.
         """
-        self._part_bytes = sys.maxsize if whole else _PART_BYTES
+        self._part_bytes = sys.maxsize if whole else PART_BYTES
         self._queue = queue
         self._worker = worker
         self._token = ""
         self._requests = 0
-        self._outbox: list[_Put] = []
+        self._outbox: list[tuple[Delivery, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
-        self._sampled: dict[int, Parcel] = {}  # of leased groups: those that are there
+        self._sampled: dict[int, Delivery] = {}  # of leased groups: those that are there
 
     async def lease(self, max_groups: int) -> list[Lease]:
         """Up to `max_groups` groups to work on, at least one; none once the queue is closed.
@@ -318,43 +307,35 @@ class WorkerEnd:
             QueueTimeout: the queue does not answer.
         """
         assert meta.group_id == lease.group_id
-        put = _Put(
-            lease,
-            meta,
-            columns.parts(self._part_bytes),
-            columns.nbytes,
-            asyncio.get_running_loop().create_future(),
-        )
-        self._outbox.append(put)
+        parts = columns.parts(self._part_bytes)
+        arrived = asyncio.get_running_loop().create_future()
+        self._outbox.append((offered(self._queue.actor, lease, meta, parts), arrived))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        await put.arrived
+        await arrived
 
     async def _send(self) -> None:
         while self._outbox:
-            batch, size = [], 0
-            while self._outbox and (not batch or size + self._outbox[0].nbytes <= _MAX_PUT_BYTES):
-                batch.append(self._outbox.pop(0))
-                size += batch[-1].nbytes
-            leases = [put.lease for put in batch]
-            offers = [offer(self._queue.actor, put.meta, put.parts) for put in batch]
+            batch, self._outbox = self._outbox[:_MOST_PUTS], self._outbox[_MOST_PUTS:]
+            deliveries = [delivery for delivery, _ in batch]
+            arguments = in_arguments(deliveries)
             try:
-                await self._call(self._queue.actor.deliver.remote(self._worker, leases, *offers))
+                await self._call(self._queue.actor.deliver.remote(self._worker, *arguments))
             except Exception as error:  # it belongs to those who put
                 for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)
             finally:
-                for offered in offers:
-                    offered.withdraw()
+                for delivery in deliveries:
+                    withdraw(delivery)
             for arrived in _not_cancelled(batch):
                 arrived.set_result(None)
 
     async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
         """The group of a lease, if it is there and is to be scored again; None: it is to be made,
         or was lost with its node."""
-        if (parcel := self._sampled.pop(lease.group_id, None)) is None:
+        if (delivery := self._sampled.pop(lease.group_id, None)) is None:
             return None
-        return await asyncio.to_thread(opened_whole, parcel, self._queue.timeout_s)
+        return await asyncio.to_thread(opened_whole, delivery, self._queue.timeout_s)
 
     async def fail(self, lease: Lease, reason: str) -> None:
         """The group's own rollout failed; it is tried again, or set aside."""
@@ -373,5 +354,7 @@ class WorkerEnd:
             raise _silent(seconds) from None
 
 
-def _not_cancelled(puts: Sequence[_Put]) -> list[asyncio.Future[None]]:
-    return [put.arrived for put in puts if not put.arrived.done()]
+def _not_cancelled(
+    batch: Sequence[tuple[Delivery, asyncio.Future[None]]],
+) -> list[asyncio.Future[None]]:
+    return [arrived for _, arrived in batch if not arrived.done()]

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
+from cluster.queue.payload import Delivery, Payload, asked, taken_over
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 
 # Interval between checks for expired leases, seconds.
@@ -34,7 +35,7 @@ class LeaseAnswer:
     """
 
     leases: list[Lease]
-    sampled: dict[int, Parcel]
+    sampled: dict[int, Delivery]
     closed: bool
     all_started: bool
     progress: tuple[int, int, int]
@@ -68,8 +69,8 @@ class GroupQueueActor:
             )
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
-        self._parcels: dict[int, Parcel] = {}
-        self._to_score: dict[int, Parcel] = {}  # groups to be scored again, leased or pending
+        self._delivered: dict[int, Delivery] = {}
+        self._to_score: dict[int, Delivery] = {}  # groups to be scored again, leased or pending
         self._deaths: Counter[str] = Counter()
         # Notified when leases become possible, and when a step may be ready. Separate conditions,
         # so that a delivery does not wake every worker.
@@ -101,29 +102,23 @@ class GroupQueueActor:
             progress=(self._ledger.epoch, len(self._ledger.published), self._looks),
         )
 
-    async def deliver(
-        self,
-        worker: str,
-        leases: Sequence[Lease],
-        *offers: Offer,
-    ) -> None:
-        # Offers are separate arguments: Ray passes each of at most 100 kB in the call itself.
-        taken = (offer.take_over() for offer in offers)
-        parcels = await asyncio.gather(*taken)  # before the journal records it
+    async def deliver(self, worker: str, *batches: Sequence[Delivery]) -> None:
+        # Batches are separate arguments: Ray passes each of at most 100 kB in the call itself.
+        deliveries = await taken_over(list(chain(*batches)))  # before the journal records them
         suspects = self._ledger.has_suspects
         with self._journal.together():
-            for lease, parcel in zip(leases, parcels, strict=True):
-                meta = parcel.meta
+            for delivery in deliveries:
+                lease, meta = delivery.lease, delivery.meta
                 if self._ledger.deliver(lease, worker, meta.constant_reward, meta.scored_by):
-                    self._parcels[lease.group_id] = parcel
+                    self._delivered[lease.group_id] = delivery
                     self._to_score.pop(lease.group_id, None)
-        distrusted = self._score_again(
-            [lease.group_id for lease in leases if not self._ledger.holds(lease.group_id)]
-        )
+        ids = [delivery.lease.group_id for delivery in deliveries]
+        distrusted = self._score_again([i for i in ids if not self._ledger.holds(i)])
         await _wake(self._may_train)
         # A worker without leases may now start a suspect; and every worker may start a group if one
         # is to be replaced.
-        if suspects or distrusted or any(each.meta.constant_reward is not None for each in parcels):
+        constant = any(each.meta.constant_reward is not None for each in deliveries)
+        if suspects or distrusted or constant:
             await _wake(self._may_start)
 
     async def inside(self, worker: str, problems: dict[int, str]) -> None:
@@ -139,9 +134,9 @@ class GroupQueueActor:
         Groups whose rewards are wrong are dropped instead, to be sampled again. Returns True if any
         of `ids` was stored.
         """
-        again = {i: self._parcels.pop(i) for i in ids if i in self._parcels}
+        again = {i: self._delivered.pop(i) for i in ids if i in self._delivered}
         anew = self._ledger.sampled_anew
-        self._to_score |= {i: parcel for i, parcel in again.items() if i not in anew}
+        self._to_score |= {i: each for i, each in again.items() if i not in anew}
         anew.clear()
         return bool(again)
 
@@ -157,7 +152,7 @@ class GroupQueueActor:
         step = self._ledger.take(trained, pushing=pushing)
         if step is None:
             return self._ledger.missing()
-        return replace(step, groups_P=[self._parcels[i].meta for i in step.group_ids])
+        return replace(step, groups_P=[self._delivered[i].meta for i in step.group_ids])
 
     async def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
@@ -175,17 +170,17 @@ class GroupQueueActor:
 
         await _until(self._may_train, lambda: news() != [], poll_s)
         ids = news()
-        return None if ids is None else [self._parcels[i].meta for i in ids]
+        return None if ids is None else [self._delivered[i].meta for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
         """Record that taken groups cannot be fetched, and drop their references."""
         for group_id in self._ledger.lose(ids, reason):
-            del self._parcels[group_id]
+            del self._delivered[group_id]
         await self._wake_all()
 
-    async def parts(self, places: Sequence[TrajectoryId]) -> PartsAnswer:
-        """References to the parts with trajectories of taken groups."""
-        return parts_of(self._parcels, places)
+    async def payloads(self, places: Sequence[TrajectoryId]) -> dict[int, Payload]:
+        """Payloads with these trajectories, by group id; without groups that are not held."""
+        return asked(self._delivered, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.push(version, trained, epoch)
@@ -196,9 +191,9 @@ class GroupQueueActor:
         await self._after_step()
 
     async def _after_step(self) -> None:
-        self._parcels = {i: p for i, p in self._parcels.items() if self._ledger.holds(i)}
+        self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
         trained = self._ledger.trained
-        self._to_score = {i: p for i, p in self._to_score.items() if i not in trained}
+        self._to_score = {i: each for i, each in self._to_score.items() if i not in trained}
         await self._wake_all()  # the next step may be ready: its age limit has changed
 
     # the driver's end
@@ -233,7 +228,7 @@ class GroupQueueActor:
 
     async def rewind(self, trained: TrainedGroups, reason: str) -> int:
         self._ledger.rewind(trained, reason)
-        self._parcels.clear()
+        self._delivered.clear()
         self._to_score.clear()
         await self._wake_all()
         return self._ledger.epoch

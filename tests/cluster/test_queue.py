@@ -83,7 +83,7 @@ def whole(queue: GroupQueue, taken: StepGroups) -> list[TrajectoryGroup]:
 
 def payloads(queue: GroupQueue) -> list[int]:
     """Groups to whose parts the actor holds references."""
-    return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._parcels)))
+    return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._delivered)))
 
 
 def kill_queue(queue: GroupQueue) -> int:
@@ -320,10 +320,10 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     os.kill(pid, signal.SIGKILL)
     payload = checked(long_group(0)).nbytes
     kept = queue.actor.__ray_call__.remote(
-        lambda plain: [len(p.parts) for p in plain._parcels.values()]
+        lambda plain: [len(each.payload.parts) for each in plain._delivered.values()]
     )
     assert get(kept) == [parts, parts]
-    held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels))
+    held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._delivered))
     assert get(held) < 0.01 * payload
     taken = queue.take(TrainedGroups())
     assert message_bytes(taken) < 0.01 * payload, "the leader took more than metadata"

@@ -1,0 +1,236 @@
+"""Columns of delivered groups, from their rollout worker to the learner workers that train on them.
+
+    worker    `offered`       keeps the parts of a large group until `deliver` has returned
+    queue     `taken_over`    calls the worker for them, owns them, and never opens them
+    learner   `open_parts`    fetches the parts with the trajectories that it trains
+
+A Ray object is lost with the process that owns it, which is the caller of the task that returned
+it. The queue therefore makes the call: a worker may die or be drained after its groups were
+delivered. The parts stay in the object store of the worker's node, and are lost with that node or
+with the queue. Ray would copy objects below 100 kB to the owner, so a small group travels in the
+call, as bytes. Within one process, parts are plain objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import secrets
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+from cluster.handles import calls, errors
+from cluster.handles.local_actor import LocalActor
+from distill.columns import GroupColumns
+from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
+from distill.types import Trajectory, TrajectoryGroup
+
+# Least size of a part's arrays, if the group is that large: see above.
+PART_BYTES = 110_000
+# Largest size of what travels in one argument of a call: Ray puts an argument above 100 kB into the
+# object store.
+_ARGUMENT_BYTES = 90_000
+# Estimate for the metadata of one trajectory.
+_META_BYTES = 1_000
+
+# Trajectories of opened parts by group id and number of the part, each with the queue's value for
+# the part, which identifies it.
+Opened: TypeAlias = Mapping[tuple[int, int], tuple[Any, Sequence[Trajectory]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """Columns of a group as the queue stores them.
+
+    Attributes:
+        firsts: index of the first trajectory of each part, within the group.
+        parts: for each part, a reference to it, its pickle, or the columns; None where it was not
+            asked for.
+    """
+
+    firsts: tuple[int, ...]
+    parts: tuple[Any, ...]
+
+    def part_of(self, member: int) -> int:
+        """Number of the part with a trajectory."""
+        return bisect_right(self.firsts, member) - 1
+
+    def only(self, members: Sequence[int]) -> Payload:
+        """The payload without the parts that contain none of these trajectories."""
+        asked = set(map(self.part_of, members))
+        return replace(
+            self, parts=tuple(p if n in asked else None for n, p in enumerate(self.parts))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A group that a worker delivers, and as the queue stores it.
+
+    Attributes:
+        payload: without parts while `holder` keeps them.
+        holder: handle of the worker's actor, which the queue calls for the parts; None: no call is
+            needed.
+        name: identifies the parts in the holder's process.
+    """
+
+    lease: Lease
+    meta: TrajectoryGroupMeta
+    payload: Payload
+    holder: Any = None
+    name: str = ""
+
+    @property
+    def argument_bytes(self) -> int:
+        """Approximate size in a call."""
+        pickles = sum(len(part) for part in self.payload.parts if isinstance(part, bytes))
+        return pickles + _META_BYTES * len(self.meta.rewards_G)
+
+
+# Parts of offered groups in this process, by `Delivery.name`, until `withdraw`.
+_OFFERED: dict[str, Sequence[GroupColumns]] = {}
+
+
+def offered(
+    queue: Any, lease: Lease, meta: TrajectoryGroupMeta, parts: Sequence[GroupColumns]
+) -> Delivery:
+    """Delivery of a group to a queue's actor. Call `withdraw` once it has arrived."""
+    firsts = tuple(accumulate((len(part.segments_G) for part in parts[:-1]), initial=0))
+
+    def delivery(stored: Sequence[Any], **claim: Any) -> Delivery:
+        payload = Payload(firsts=firsts, parts=tuple(stored))
+        return Delivery(lease=lease, meta=meta, payload=payload, **claim)
+
+    if isinstance(queue, LocalActor):
+        return delivery(parts)
+    members = len(meta.rewards_G)
+    if sum(part.nbytes for part in parts) + _META_BYTES * members <= _ARGUMENT_BYTES:
+        return delivery([pickle.dumps(part, protocol=5) for part in parts])
+    holder = calls.this_actor()
+    if holder is None:  # no actor that the queue could call: the parts end with this process
+        return delivery([calls.put(part) for part in parts])
+    name = secrets.token_hex(8)
+    _OFFERED[name] = parts
+    return delivery([None] * len(parts), holder=holder, name=name)
+
+
+def withdraw(delivery: Delivery) -> None:
+    """Release the worker's copy of a group."""
+    _OFFERED.pop(delivery.name, None)
+
+
+def in_arguments(deliveries: Sequence[Delivery]) -> list[list[Delivery]]:
+    """Deliveries for the arguments of a call, each small enough to travel in the call."""
+    batches: list[list[Delivery]] = []
+    size = 0
+    for delivery in deliveries:
+        size += delivery.argument_bytes
+        if not batches or size > _ARGUMENT_BYTES:
+            batches.append([])
+            size = delivery.argument_bytes
+        batches[-1].append(delivery)
+    return batches
+
+
+async def taken_over(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """The deliveries, with parts that this process owns. Called by the queue."""
+    return await asyncio.gather(*map(_taken_over, deliveries))
+
+
+async def _taken_over(delivery: Delivery) -> Delivery:
+    if delivery.holder is None:
+        return delivery
+    returns = 1 + len(delivery.payload.parts)
+    call = delivery.holder.__ray_call__.options(num_returns=returns)
+    done, *parts = call.remote(_hand_over, delivery.name)
+    await done  # a small object; once it is here, the parts are stored
+    payload = replace(delivery.payload, parts=tuple(parts))
+    return replace(delivery, payload=payload, holder=None, name="")
+
+
+def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
+    """Acknowledgement and the parts, each as one object. Runs in the worker's process."""
+    return None, *_OFFERED[name]
+
+
+def asked(deliveries: Mapping[int, Delivery], places: Sequence[TrajectoryId]) -> dict[int, Payload]:
+    """Payloads with the trajectories at `places`, by group id, of the groups that are there."""
+    members: dict[int, list[int]] = {}
+    for group_id, member in places:
+        if group_id in deliveries:
+            members.setdefault(group_id, []).append(member)
+    return {i: deliveries[i].payload.only(of_group) for i, of_group in members.items()}
+
+
+def open_parts(
+    payloads: Mapping[int, Payload], before: Opened, timeout_s: float
+) -> tuple[Opened, dict[int, str]]:
+    """Open parts in this process; returns also the reason for each group with a lost part.
+
+    Args:
+        before: parts that were opened earlier; those that are still the same are reused.
+        timeout_s: longest wait for one fetch, seconds.
+
+    Raises:
+        GetTimeoutError: a node did not answer in time.
+    """
+    opened: dict[tuple[int, int], tuple[Any, Sequence[Trajectory]]] = {}
+    others: dict[tuple[int, int], Any] = {}
+    for group_id, payload in payloads.items():
+        for number, part in enumerate(payload.parts):
+            at = group_id, number
+            if at in before and _is_same(before[at][0], part):
+                opened[at] = before[at]
+            elif part is not None:
+                others[at] = part
+    references = [part for part in others.values() if calls.in_store(part)]
+    if references:
+        calls.wait(references, num_returns=len(references), timeout=timeout_s)  # concurrently
+    lost: dict[int, str] = {}
+    for at, part in others.items():
+        try:
+            opened[at] = part, _fetched(part, timeout_s).trajectories()
+        except (errors.ObjectLostError, errors.RayActorError) as error:
+            lost[at[0]] = str(error).split("\n", 1)[0]
+    return opened, lost
+
+
+def _is_same(held: Any, part: Any) -> bool:
+    """True if both are the same object; a group that was sampled or scored again has new ones."""
+    known = isinstance(part, bytes) or calls.in_store(part)
+    return held is part or (known and bool(held == part))
+
+
+def found_in(
+    opened: Opened, payloads: Mapping[int, Payload], places: Sequence[TrajectoryId]
+) -> dict[TrajectoryId, Trajectory]:
+    """The trajectories at `places` whose parts are open."""
+    found = {}
+    for place in places:
+        if (payload := payloads.get(place.group_id)) is None:
+            continue
+        number = payload.part_of(place.member)
+        if (part := opened.get((place.group_id, number))) is not None:
+            found[place] = part[1][place.member - payload.firsts[number]]
+    return found
+
+
+def opened_whole(delivery: Delivery, timeout_s: float) -> TrajectoryGroup | None:
+    """Fetch and unpack a whole group; None if a part is lost or its node does not answer."""
+    meta = delivery.meta
+    try:
+        opened, lost = open_parts({meta.group_id: delivery.payload}, {}, timeout_s)
+    except errors.GetTimeoutError:
+        return None
+    if lost:
+        return None
+    return meta.group([each for at in sorted(opened) for each in opened[at][1]])
+
+
+def _fetched(part: Any, timeout_s: float) -> GroupColumns:
+    if calls.in_store(part):
+        return calls.get(part, timeout_s)
+    return pickle.loads(part) if isinstance(part, bytes) else part
