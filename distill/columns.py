@@ -35,8 +35,8 @@ _PER_TOKEN = {
 _ARRAYS = (*_PER_TOKEN, "policy_top_ids_NK", "teacher_context_T", "experts_TLK")
 _FIELDS = tuple(field.name for field in fields(Segment))
 _OF_SEGMENT = attrgetter(*_FIELDS)
-_OF_MEMBER = attrgetter(*(each.name for each in fields(Trajectory) if each.name != "segments"))
-_MEMBER_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")
+_MEMBER_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name != "segments")
+_OF_MEMBER = attrgetter(*_MEMBER_FIELDS)
 
 # Number of rows of a field in each segment; -1 where the segment does not have it.
 Lengths: TypeAlias = tuple[int, ...]

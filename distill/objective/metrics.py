@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distill.records import Sum, TrajectoryGroupMeta
+from distill.records import TrajectoryGroupMeta
 from distill.types import Segment
 
 # Metric of the learner (`objectives.teacher_cross_entropy`); it needs the log q_T of the sampler.
@@ -70,7 +70,7 @@ def _means(metrics_P: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> dict[str, float]:
     reasons = [reason for group in groups_P for reason in group.stop_reasons_G]
     metrics = _ratios(groups_P)
-    if not any(name.startswith("opd/reverse_kl/turn=2") for name in metrics):
+    if metrics["rollout/turns"] == 1:  # no trajectory has several
         metrics.pop("opd/reverse_kl/turn=1", None)
     metrics["staleness/mean"] = version - metrics.pop("staleness/version")
     metrics["staleness/max"] = float(version - min(group.oldest_version for group in groups_P))
@@ -81,9 +81,9 @@ def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> di
         f"rollout/stop/{reason.value}": reasons.count(reason) / len(reasons)
         for reason in sorted(set(reasons))
     }
-    if "reward/bonus" in metrics:  # other groups have bonuses of 0
-        bonuses, _ = _total(groups_P, "reward/bonus")
-        metrics["reward/bonus"] = bonuses / len(reasons)
+    if "reward/bonus" in metrics:  # groups without bonuses count as 0
+        bonuses = [group.sums.get("reward/bonus", (0.0, 0))[0] for group in groups_P]
+        metrics["reward/bonus"] = sum(bonuses) / len(reasons)
     if (age := metrics.pop("opd/teacher_version", None)) is not None:
         metrics["opd/teacher_age"] = version - age
     if "opd/reverse_kl_vs_q1" in metrics:
@@ -95,26 +95,21 @@ def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> di
 
 
 def _ratios(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
-    """Ratios of the totals of `SUMS`.
+    """Ratios of the totals of the groups' sums, by name.
 
-    Those of `opd/*` cover the groups that a teacher scored. A ratio is left out unless all groups
-    that it covers have the sum; a single turn's and that of bonuses are over the groups that do.
+    Ratios named `opd/*` cover the groups that a teacher scored, others all groups. A ratio is left
+    out if a group that it covers lacks the sum, except those of turns and bonuses, which cover the
+    groups that have them.
     """
     scored = [group for group in groups_P if "opd/reverse_kl" in group.sums]
     ratios = {}
     for name in dict.fromkeys(name for group in groups_P for name in group.sums):
-        covered = scored if name.startswith("opd/") else groups_P
-        some = name.startswith("opd/reverse_kl/turn=") or name == "reward/bonus"
-        having = [group for group in groups_P if name in group.sums]
-        if some or (covered and all(name in group.sums for group in covered)):
-            total, weight = _total(having if some else covered, name)
-            ratios[name] = total / weight
+        partial = name == "reward/bonus" or name.startswith("opd/reverse_kl/turn=")
+        covered = scored if name.startswith("opd/") and not partial else groups_P
+        sums = [group.sums[name] for group in covered if name in group.sums]
+        if sums and (partial or len(sums) == len(covered)):
+            ratios[name] = sum(total for total, _ in sums) / sum(weight for _, weight in sums)
     return ratios
-
-
-def _total(groups_P: Sequence[TrajectoryGroupMeta], name: str) -> Sum:
-    sums = [group.sums[name] for group in groups_P if name in group.sums]
-    return sum(total for total, _ in sums), sum(weight for _, weight in sums)
 
 
 class TokenGap(NamedTuple):
