@@ -33,7 +33,9 @@ class GroupsHere:
         """Step of these groups, with `others` as its other fields."""
         self._groups = {group.group_id: group for group in groups_P}
         return StepGroups(
-            group_ids=list(self._groups), groups_P=[meta_of(group) for group in groups_P], **others
+            group_ids=[group.group_id for group in groups_P],
+            groups_P=[meta_of(group) for group in groups_P],
+            **others,
         )
 
     def __contains__(self, group_id: int) -> bool:
