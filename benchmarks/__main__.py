@@ -36,6 +36,7 @@ from benchmarks.stages import measure_stages
 from benchmarks.transports import measure_transports, transports_tables
 from cluster.command import run_command
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.recipes.on_policy import run_on_policy
 
 
@@ -70,7 +71,8 @@ LR = 3e-4
 
 
 def _opd(config: BenchConfig, pair: Pair, out: Path, staleness: int) -> OpdConfig:
-    return OpdConfig(
+    return make(
+        "opd",
         student=pair.student,
         teacher=pair.teacher,
         prompts=pair.prompts,

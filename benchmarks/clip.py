@@ -32,6 +32,7 @@ from cluster.demos.demo import (
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
 from distill.errors import ConfigError
+from distill.settings import changed
 
 CLIPS = (None, 10.0, 5.0, 2.0)
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
@@ -62,18 +63,18 @@ def clip(config: ClipConfig, console: Console) -> None:
     out = fresh_directory(Path(config.out).resolve(), "clip")
     data = write_data(out, FORGET_CARRY, seed=0)
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
-        school = chz.replace(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)
+        school = changed(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)
         write_untrained(Path(school.model), data.problems, seed=1 + i)
         run_sft(school, console)
     demo = distillation(DemoConfig(out=str(out), steps=config.steps, engine="embedded"), out, data)
-    demo = chz.replace(demo, estimator="sampled")
+    demo = changed(demo, estimator="sampled")
     rows = []
     for kl_clip in CLIPS:
         runs = []
         for seed in range(config.seeds):
             path = out / f"clip-{kl_clip}-{seed}"
             run_on_policy(
-                chz.replace(
+                changed(
                     demo, out=str(path), kl_clip=kl_clip, seed=seed, max_staleness=0,
                     lr=config.lr, max_grad_norm=config.max_grad_norm, eval_every=2, eval_size=200,
                     keep="none",

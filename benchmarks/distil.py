@@ -26,7 +26,7 @@ from rich.table import Table
 from actors.embedded.engine import EmbeddedEngine
 from benchmarks.pair import docstrings, given_pair, make_taught_pair
 from cluster.command import run_command
-from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.recipes.on_policy import run_on_policy
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError
@@ -91,7 +91,8 @@ def distil(config: DistilConfig, console: Console) -> None:
         if config.only and config.only not in name:
             continue
         settings = settings | json.loads(config.settings)
-        run = OpdConfig(
+        run = make(
+            "opd",
             student=student, teacher=teacher, prompts=str(trained), out=str(work / name),
             temperature=config.temperature, steps=config.steps, prompts_per_step=8, group_size=4,
             max_new_tokens=64, max_staleness=0, lr=config.lr, engine="embedded", local=True,

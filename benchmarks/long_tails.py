@@ -31,7 +31,7 @@ from rich.table import Table
 from transformers import Qwen3ForCausalLM
 
 from cluster.command import run_command
-from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
@@ -156,7 +156,8 @@ def _run(
     pair: tuple[str, str, str], out: Path, steps: int, seed: int, settings: dict[str, Any]
 ) -> Outcome:
     student, teacher, prompts = pair
-    config = OpdConfig(
+    config = make(
+        "opd",
         student=student, teacher=teacher, prompts=prompts, out=str(out), seed=seed, steps=steps,
         temperature=TEMPERATURE, prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE,
         max_new_tokens=MAX_NEW_TOKENS, lr=1e-4, engine="embedded", checkpoint_every=10_000,

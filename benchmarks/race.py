@@ -36,7 +36,7 @@ from benchmarks.distil import judge, judged_weights, split_prompts
 from benchmarks.pair import Pair, docstrings, given_pair, make_taught_pair
 from benchmarks.peer import run_peer
 from cluster.command import run_command
-from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.jsonl_log import read_lines
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
@@ -188,7 +188,8 @@ class _Race:
 
     def _ours(self, name: str, settings: dict[str, Any], console: Console) -> list[float]:
         config = self.config
-        run = OpdConfig(
+        run = make(
+            "opd",
             student=self.pair.student, teacher=self.pair.teacher, prompts=str(self.trained),
             out=str(self.out / name), temperature=config.temperature, steps=config.most_steps,
             prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE,

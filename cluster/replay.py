@@ -25,10 +25,10 @@ from rich.table import Table
 
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
-from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.arguments import HELP, Arguments, HelpAsked, from_texts
 from cluster.config.early_checks import check_early
 from cluster.config.on_policy import RolloutConfig
-from cluster.train import RECIPES
+from cluster.config.recipes import CONFIGS
 from distill.chat.token_text import decode
 from distill.errors import ConfigError, NonFiniteError
 from distill.types import TokenArray
@@ -80,11 +80,11 @@ def _whole(name: str, text: str, least: int) -> int:
 def _config(out: str, changes: Mapping[str, str]) -> RolloutConfig:
     """The run's settings, with some changed."""
     recipe, given = Arguments.of([f"config={out}"]).take("recipe")
-    if recipe not in RECIPES or not issubclass(RECIPES[recipe].config, RolloutConfig):
+    kind = CONFIGS.get(recipe or "")
+    if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(f"out={out} holds a run of recipe={recipe}; opd and rl are replayed")
-    kind = RECIPES[recipe].config
     settings = given.settings(kind)
-    return make(kind, settings | {"out": out, **changes})  # type: ignore[return-value]
+    return from_texts(kind, settings | {"out": out, **changes})
 
 
 def _agreement(step: int, tensors: int, workers: int, differing: int, largest: float) -> str:

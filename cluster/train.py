@@ -15,21 +15,14 @@ from rich.console import Console
 
 from cluster.collector import collector_off
 from cluster.command import run_and_report
-from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.arguments import HELP, Arguments, HelpAsked, from_texts
 from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import with_suggested_lr
-from cluster.config.on_policy import OpdConfig, RlConfig
-from cluster.config.presets import (
-    OpdCondensedConfig,
-    OpdToolsConfig,
-    RlToolsConfig,
-    SelfplayConfig,
-)
-from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.config.recipes import CONFIGS, config_of
 from cluster.placement.device_choice import gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
@@ -37,13 +30,11 @@ from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library
-from distill.lookup import known_names
 from learner.learning_rate import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    config: type[CommonConfig]
     stage: Stage
     run: Callable[[Any, Console], None]
     line: str
@@ -83,32 +74,20 @@ def _run_reward_model(config: Any, console: Console) -> None:
 
 RECIPES = {
     "opd": _Recipe(
-        OpdConfig, "opd", _run_on_policy, "on-policy distillation: student samples, teacher scores"
+        "opd", _run_on_policy, "on-policy distillation: student samples, teacher scores"
     ),
     "rl": _Recipe(
-        RlConfig,
         "rl",
         _run_on_policy,
         "reinforcement learning (GRPO): student samples, a reward judges",
     ),
-    "opd_tools": _Recipe(
-        OpdToolsConfig, "opd", _run_on_policy, "opd on questions answered with tools"
-    ),
-    "rl_tools": _Recipe(RlToolsConfig, "rl", _run_on_policy, "rl on questions answered with tools"),
-    "selfplay": _Recipe(
-        SelfplayConfig, "rl", _run_on_policy, "rl on games of two, both seats trained"
-    ),
-    "opd_condensed": _Recipe(
-        OpdCondensedConfig, "opd", _run_on_policy, "opd on documents longer than the context"
-    ),
-    "sft": _Recipe(
-        SftConfig, "sft", _run_sft, "supervised fine-tuning on completions or assistant turns"
-    ),
-    "dpo": _Recipe(
-        DpoConfig, "dpo", _run_dpo, "direct preference optimisation on chosen and rejected"
-    ),
+    "opd_tools": _Recipe("opd", _run_on_policy, "opd on questions answered with tools"),
+    "rl_tools": _Recipe("rl", _run_on_policy, "rl on questions answered with tools"),
+    "selfplay": _Recipe("rl", _run_on_policy, "rl on games of two, both seats trained"),
+    "opd_condensed": _Recipe("opd", _run_on_policy, "opd on documents longer than the context"),
+    "sft": _Recipe("sft", _run_sft, "supervised fine-tuning on completions or assistant turns"),
+    "dpo": _Recipe("dpo", _run_dpo, "direct preference optimisation on chosen and rejected"),
     "reward_model": _Recipe(
-        RewardModelConfig,
         "reward_model",
         _run_reward_model,
         "a scalar head that scores chosen above rejected",
@@ -144,17 +123,18 @@ def run_recipe(arguments: list[str], console: Console) -> None:
         HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
             `cluster.command`, which turns them to exit codes.
     """
-    recipe, given = _recipe_of(arguments)
-    if recipe is None:
+    name, given = _recipe_of(arguments)
+    if name is None:
         console.print(_usage(), markup=False, highlight=False)
         return
+    recipe, kind = RECIPES[name], config_of(name)
     _refuse_truncation(given.texts)
-    _refuse_others_settings(recipe, given.texts)
-    settings = given.settings(recipe.config)
+    _refuse_others_settings(name, given.texts)
+    settings = given.settings(kind)
     if HELP in arguments:
-        raise HelpAsked(help_text(recipe.config, settings))
+        raise HelpAsked(help_text(kind, settings))
     settings, said = with_suggested_lr(settings, recipe.stage)
-    config = with_chat_date(make(recipe.config, settings))
+    config = with_chat_date(from_texts(kind, settings))
     for note in filter(None, (said, missing_from_upload(settings))):
         console.print(note, markup=False, highlight=False)
     if not (config.local or config.only_plans):
@@ -179,16 +159,15 @@ def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
     return local_head(cpus_here(config))
 
 
-def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:
+def _recipe_of(argv: list[str]) -> tuple[str | None, Arguments]:
     """The recipe that is named, and the other arguments; None asks for the usage."""
     name, rest = Arguments.of(argv).take("recipe")
     if name is None:
         if not argv or argv == [HELP]:
             return None, rest
         raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
-    if name not in RECIPES:
-        raise ConfigError(f"recipe={name} is unknown; {known_names(name, RECIPES)}")
-    return RECIPES[name], rest
+    config_of(name)  # refuses an unknown one
+    return name, rest
 
 
 def _refuse_truncation(given: Mapping[str, str]) -> None:
@@ -201,19 +180,18 @@ def _refuse_truncation(given: Mapping[str, str]) -> None:
             )
 
 
-def _refuse_others_settings(recipe: _Recipe, given: Mapping[str, str]) -> None:
+def _refuse_others_settings(recipe: str, given: Mapping[str, str]) -> None:
     """Raises ConfigError for a setting that other recipes have: a teacher of rl, say."""
     for key, value in given.items():
         name = key.split(".")[0]
-        if name in chz.chz_fields(recipe.config):
+        if name in chz.chz_fields(CONFIGS[recipe]):
             continue
-        others = [other for other, each in RECIPES.items() if name in chz.chz_fields(each.config)]
+        others = [other for other, kind in CONFIGS.items() if name in chz.chz_fields(kind)]
         if others:
-            this = next(own for own, each in RECIPES.items() if each is recipe)
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{key}={value}: recipe={this} has no such setting; {', '.join(others)} {have} it. "
-                f"recipe={this} {HELP} lists all"
+                f"{key}={value}: recipe={recipe} has no such setting; {', '.join(others)} {have} "
+                f"it. recipe={recipe} {HELP} lists all"
             )
 
 

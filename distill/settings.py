@@ -15,15 +15,17 @@ that stands with that part; the classes of commands inherit it, and so do the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from enum import StrEnum
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import chz
 from chz.field import Field
 
 from distill.errors import ConfigError
+
+Settings = TypeVar("Settings")
 
 # Flags of a field, as its metadata; joined by |.
 # A resumed run may change it: nothing that a step computes depends on it.
@@ -73,6 +75,32 @@ def with_default(part: type, name: str, default: Any) -> Any:
 def values_of(part: type, settings: object) -> dict[str, Any]:
     """The settings that `part` declares or inherits, as an object that has them all holds them."""
     return {name: getattr(settings, name) for name in chz.chz_fields(part)}
+
+
+def by_path(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Settings by their path: `{"env": {"max_turns": 3}}` is `{"env.max_turns": 3}`."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= by_path(value, f"{within}{name}.")
+        else:
+            found[within + name] = value
+    return found
+
+
+def changed(settings: Settings, /, **changes: Any) -> Settings:
+    """Copy settings with some changed. A default that depends on a changed setting follows it.
+
+    Args:
+        changes: values by name; a mapping changes the settings within one, as `by_path` has it.
+    """
+    given = by_path(changes)
+    kept = {
+        path: value
+        for path, value in by_path(chz.beta_to_blueprint_values(settings)).items()
+        if not any(path == name or path.startswith(f"{name}.") for name in given)
+    }
+    return chz.Blueprint(type(settings)).apply(kept | given).make()
 
 
 def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:

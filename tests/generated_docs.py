@@ -17,9 +17,9 @@ from chz.field import Field
 from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.help import default_text, type_text
+from cluster.config.recipes import CONFIGS
 from cluster.config.teachers import TeacherConfig, TeacherSettings
 from cluster.run_files.metric_table import METRICS
-from cluster.train import RECIPES
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -76,19 +76,18 @@ class _Row:
 
 def settings_page() -> str:
     """docs/settings.md."""
-    recipes = {name: recipe.config for name, recipe in RECIPES.items()}
-    several = [name for name, kind in recipes.items() if issubclass(kind, TeacherSettings)]
+    several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeacherSettings)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
     lines = [_SETTINGS_HEAD]
-    tables = _tables(recipes, "")
+    tables = _tables(CONFIGS, "")
     for section in Section:
         lines += [f"## {section.value.capitalize()}\n"]
         for part, rows in tables.items():
             if part.__dict__.get("section") == section:
-                lines += _table(part, rows, list(recipes))
+                lines += _table(part, rows, list(CONFIGS))
     lines += ["## Several teachers\n"]
     for part, rows in _tables(dict.fromkeys(several, TeacherConfig), "teachers.NAME.").items():
-        lines += _table(part, rows, list(recipes))
+        lines += _table(part, rows, list(CONFIGS))
     lines += ["## Environments\n"]
     for part, rows in _tables(environments, "env.").items():
         lines += _table(part, rows, list(environments))

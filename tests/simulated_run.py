@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.config.on_policy import RlConfig
+from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
 from cluster.handshake.handshake import handshake
 from cluster.hosts.build import RolloutCast
@@ -174,7 +174,8 @@ class SimulatedRun:
         prompts = out / "prompts.jsonl"
         lines = (json.dumps({"prompt": f"say {i}", "answer": "3"}) for i in range(64))
         prompts.write_text("\n".join(lines))
-        self.config = RlConfig(
+        self.config = make(
+            "rl",
             student=student, prompts=str(prompts), out=str(out / "out"), temperature=0.7,
             local=True, engine="embedded", smoke_test=False, **({"eval_every": 0} | settings),
         )  # fmt: skip

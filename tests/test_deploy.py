@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.command import parse
-from cluster.train import RECIPES
+from cluster.config.recipes import config_of
 
 REPOSITORY = Path(__file__).parents[1]
 DEPLOY = REPOSITORY / "deploy"
@@ -58,8 +58,8 @@ def commands(text: str) -> list[list[str]]:
 
 
 def require_parses(arguments: list[str]) -> None:
-    recipe = RECIPES[arguments[0].removeprefix("recipe=")]
-    assert chz.is_chz(parse(recipe.config, arguments[1:]))
+    kind = config_of(arguments[0].removeprefix("recipe="))
+    assert chz.is_chz(parse(kind, arguments[1:]))
 
 
 def test_ray_up_accepts_its_cluster() -> None:

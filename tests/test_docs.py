@@ -9,14 +9,14 @@ from pathlib import Path
 import chz
 import pytest
 
-from cluster.train import RECIPES
+from cluster.config.recipes import CONFIGS
 from distill.envs.reading import Reading
 from distill.envs.tool_use import ToolUse
 from tests.generated_docs import PAGES
 
 REPOSITORY = Path(__file__).parents[1]
 FEATURES = (REPOSITORY / "tests" / "features.md").read_text()
-SETTINGS = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)}
+SETTINGS = {name for config in CONFIGS.values() for name in chz.chz_fields(config)}
 OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
 OWN |= {"columns.prompt", "columns.answer"}
 
@@ -44,4 +44,4 @@ def test_every_setting_and_command_of_it_exists() -> None:
     for module in re.findall(r"python -m ([\w.]+)", code):
         assert find_spec(module), module
     for recipe in re.findall(r"recipe=(\w+)", code):
-        assert recipe in RECIPES
+        assert recipe in CONFIGS

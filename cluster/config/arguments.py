@@ -120,7 +120,7 @@ class Arguments:
         return in_file | dict(self.texts)
 
 
-def make(kind: type[Config], given: Mapping[str, str]) -> Config:
+def from_texts(kind: type[Config], given: Mapping[str, str]) -> Config:
     """Build settings of the class `kind` from texts.
 
     Raises:

@@ -7,9 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
-import chz
-
 from cluster.config.common import CommonConfig
+from distill.settings import changed
 
 Config = TypeVar("Config", bound=CommonConfig)
 
@@ -28,4 +27,4 @@ def with_chat_date(config: Config) -> Config:
         began = date.today().isoformat()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return config  # the check of out= says what is wrong with it
-    return chz.replace(config, chat_date=began)
+    return changed(config, chat_date=began)

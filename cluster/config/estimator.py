@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import chz
 import torch
 
 from actors.config import choose_dtype
@@ -16,6 +15,7 @@ from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
+from distill.settings import changed
 from learner.config import TOKEN_BUDGET
 from learner.memory import Holding, estimate_memory, free_bytes, readable
 from learner.pass_memory import estimate_pass
@@ -37,7 +37,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
         return config, ""
     chosen, why = _begun(config) or _chosen(config)
     line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
-    return chz.replace(config, estimator=chosen), line
+    return changed(config, estimator=chosen), line
 
 
 def _begun(config: OpdConfig) -> tuple[str, str] | None:

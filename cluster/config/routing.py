@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import chz
-
 from actors.config import choose_engine
 from actors.sglang.flags import ROUTED_EXPERTS
 from actors.sglang.installed import knows_flag
@@ -13,6 +11,7 @@ from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.models.loading import load_config, meta_causal_lm
 from distill.routing import MixtureShape
+from distill.settings import changed
 from learner.routing_replay import check_replays
 
 Config = TypeVar("Config", bound=RolloutConfig)
@@ -30,17 +29,17 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
     if wanted is False:
         return config, ""
     if wanted is None and MixtureShape.of(load_config(config.student)) is None:
-        return chz.replace(config, routing_replay=False), ""
+        return changed(config, routing_replay=False), ""
     try:
         _check(config)
     except ConfigError as error:
         if wanted:
             raise
-        return chz.replace(config, routing_replay=False), f"routing_replay=False: {error}"
+        return changed(config, routing_replay=False), f"routing_replay=False: {error}"
     if wanted:
         return config, ""
     line = "routing_replay=True: tokens are trained through the experts that engines sent them to"
-    return chz.replace(config, routing_replay=True), f"{line} (docs/learner.md)"
+    return changed(config, routing_replay=True), f"{line} (docs/learner.md)"
 
 
 def _check(config: RolloutConfig) -> None:

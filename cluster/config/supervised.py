@@ -16,7 +16,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import Columns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, with_default
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, with_default
 from distill.stops import StopSettings
 
 _STEPS = 100
@@ -117,7 +117,7 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
             return self
         # Rounding must not add a step: 0.1 * 30 / 3 is a little above 1.
         steps = math.ceil(round(self.epochs * units / self.batch_size, 9))
-        return chz.replace(self, steps=max(1, steps), epochs=None)
+        return changed(self, steps=max(1, steps), epochs=None)
 
 
 @chz.chz

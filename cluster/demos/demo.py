@@ -28,6 +28,7 @@ from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
 from cluster.config.demos import DemoConfig
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import (
     ANSWER_TOKENS,
@@ -232,7 +233,8 @@ def write_untrained(directory: Path, problems: Problems, *, seed: int) -> None:
 
 def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
     """Settings of the supervised fine-tuning of the untrained model `name`, into `out/name`."""
-    return SftConfig(
+    return make(
+        "sft",
         model=str(out / "models" / f"{name}-untrained"),
         data=str(data.books[name]),
         out=str(out / name),
@@ -251,7 +253,8 @@ def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
 
 def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
     """Settings of the distillation of the two fine-tuned models."""
-    return OpdConfig(
+    return make(
+        "opd",
         student=str(out / STUDENT / "final"),
         teacher=str(out / TEACHER / "final"),
         prompts=str(data.prompts),

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import chz
-
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.placement.starts_here import joins_cluster
 from distill.errors import ConfigError
+from distill.settings import changed
 
 Config = TypeVar("Config", bound=CommonConfig)
 
@@ -41,7 +40,7 @@ def with_device(config: Config) -> tuple[Config, str]:
             from cluster.placement.push_plan import require_lenders  # torch: not for --help
 
             require_lenders(config)
-    return chz.replace(config, device=device), said
+    return changed(config, device=device), said
 
 
 def gpus_elsewhere(config: CommonConfig) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import chz
-
 from actors.config import choose_engine, engine_note
 from cluster.config.on_policy import RolloutConfig
+from distill.settings import changed
 
 Config = TypeVar("Config", bound=RolloutConfig)
 
@@ -22,4 +21,4 @@ def with_engine(config: Config) -> tuple[Config, str]:
     """
     kind = choose_engine(config.engine, config.device)
     said = "" if config.train_from is not None else engine_note(config.engine, kind)
-    return chz.replace(config, engine=kind), said
+    return changed(config, engine=kind), said

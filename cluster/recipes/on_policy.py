@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import chz
 from rich.console import Console
 
 from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
@@ -54,6 +53,7 @@ from distill.envs.single_turn import SingleTurn
 from distill.errors import CheckpointError, EngineError, kind_of
 from distill.objective.settings import ObjectiveConfig
 from distill.records import CONSTANT_REWARD, TrainedGroups
+from distill.settings import changed
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 
@@ -86,7 +86,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     if said:
         say(said)
     # As given: `auto` may resolve to another value where the run is resumed.
-    recorded = chz.replace(config, device=device, engine=engine)
+    recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         _run_opened(config, inputs, directory, resume_from, console)

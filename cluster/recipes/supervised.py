@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import chz
 from rich.console import Console
 from rich.markup import escape
 
@@ -38,6 +37,7 @@ from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
+from distill.settings import changed
 from learner.checkpoint import Checkpoint
 
 # Metrics of the held-out rows of each recipe, the usual ones.
@@ -95,7 +95,7 @@ def _run(
     apart = sum(len(source.rows_D) for source in inputs.held_out) // config.rows_per_unit
     both = f", {inputs.overlap} of them with a prompt that is trained" if inputs.overlap else ""
     held_out = f" ({apart} held out{both})" if apart else ""
-    recorded = chz.replace(config, device=asked)
+    recorded = changed(config, device=asked)
     directory = RunDirectory(recipe, recorded, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
     check_metric(config.keep_best, "validation/", _MEASURED[recipe], own=True)

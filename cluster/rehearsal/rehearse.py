@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import chz
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -55,6 +54,7 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError, IsothermError
 from distill.models.loading import load_causal_lm
+from distill.settings import changed
 
 # Deadline of all deaths and recoveries; servers of a few models start in a minute each.
 _DEADLINE_S = 900.0
@@ -214,7 +214,7 @@ class _Rehearsal:
 
     def _resumed(self) -> None:
         began, done = time.monotonic(), len(self._directory.read_steps())
-        config = chz.replace(self._small.config, steps=done + 1)
+        config = changed(self._small.config, steps=done + 1)
         run_on_policy(config, self._console)
         self._found("resume", True, f"from step {done}, to the end", time.monotonic() - began)
 

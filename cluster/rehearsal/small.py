@@ -13,6 +13,7 @@ from actors.sglang.address import is_url
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
+from distill.settings import changed
 
 # Upper limits of sizes in the small run.
 _MOST = {
@@ -92,7 +93,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     if config.eval_engines:
         changes["eval_every"] = 1
     return SmallRun(
-        config=chz.replace(config, **changes, **_named(config, twins)),
+        config=changed(config, **changes, **_named(config, twins)),
         twins=twins,
         stand_ins=stand_ins,
         left_out=tuple(left_out),
@@ -118,8 +119,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         changes["teacher"] = twins["teacher"].path
     elif isinstance(config, OpdConfig) and config.teachers:
         changes["teachers"] = {
-            name: chz.replace(teacher, model=twins[f"teachers.{name}"].path)
-            for name, teacher in config.teachers.items()
+            name: {"model": twins[f"teachers.{name}"].path} for name in config.teachers
         }
     if config.reference is not None:
         changes["reference"] = twins["reference"].path
@@ -127,8 +127,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         changes["reward"] = f"{PREFIX}{twins['reward'].path}"
     elif config.reward_model is not None:  # an environment's own
         fields = chz.chz_fields(type(config.env))
-        own = {
+        changes["env"] = {
             n: twins["reward"].path for n in fields if getattr(config.env, n) == config.reward_model
         }
-        changes["env"] = chz.replace(config.env, **own)
     return changes

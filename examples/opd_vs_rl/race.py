@@ -27,7 +27,8 @@ from typing import Any
 from rich.console import Console
 
 from cluster.base.outcomes import Interrupted
-from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.recipes.observer import Observer, observed_by
@@ -188,7 +189,8 @@ def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
         (STUDENT, out / TEACHER / "final", math.ceil(0.3 * config.schooling), rows, 1e-3),
     )
     for name, model, steps, batch_size, lr in plan:
-        yield SftConfig(
+        yield make(
+            "sft",
             model=str(model),
             data=str(out / f"{name}-book.jsonl"),
             out=str(out / name),
@@ -292,8 +294,8 @@ class Race:
             "seed": seed,
         }
         if method is OPD:
-            return OpdConfig(teacher=str(self._out / TEACHER / "final"), **shared)
-        return RlConfig(**shared)
+            return make("opd", teacher=str(self._out / TEACHER / "final"), **shared)
+        return make("rl", **shared)
 
     def _curve(self, length: int, method: Method, lr: float, seed: int, cap: int) -> Curve:
         """Run until the target is held or to the cap, unless done before; print the outcome."""

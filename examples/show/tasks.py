@@ -22,13 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.base.outcomes import RunFailed
-from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.presets import (
-    OpdCondensedConfig,
-    OpdToolsConfig,
-    RlToolsConfig,
-    SelfplayConfig,
-)
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import write_jsonl
 from cluster.demos.demo import fresh_directory
@@ -102,7 +97,7 @@ class Show:
     """A task: how its world is made, its run, and its promises."""
 
     world: Callable[[int], World]
-    config: type[RolloutConfig]
+    recipe: str
     settings: Mapping[str, Any]
     promises: tuple[Promise, ...]
 
@@ -162,14 +157,14 @@ _TOOLS = {"steps": 40, "prompts_per_step": 32, "group_size": 4, "max_new_tokens"
 _ACCURACY = Promise(metric="eval/accuracy", title="accuracy (greedy)", at_least=0.9)
 SHOWS: dict[Task, Show] = {
     "tools": Show(
-        world=_products_world, config=OpdToolsConfig, settings=_TOOLS, promises=(_ACCURACY,)
+        world=_products_world, recipe="opd_tools", settings=_TOOLS, promises=(_ACCURACY,)
     ),
     "rl_tools": Show(
-        world=_products_world, config=RlToolsConfig, settings=_TOOLS, promises=(_ACCURACY,)
+        world=_products_world, recipe="rl_tools", settings=_TOOLS, promises=(_ACCURACY,)
     ),
     "selfplay": Show(
         world=_games_world,
-        config=SelfplayConfig,
+        recipe="selfplay",
         settings={
             "env": TicTacToeGames(rules=False),
             "steps": 100, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4,
@@ -182,7 +177,7 @@ SHOWS: dict[Task, Show] = {
     ),
     "condensed": Show(
         world=_documents_world,
-        config=OpdCondensedConfig,
+        recipe="opd_condensed",
         settings={
             "env": Reading(terse=True, part_tokens=2 * _A_PART),
             "steps": 60, "prompts_per_step": 16, "group_size": 4, "max_new_tokens": 4, "lr": 3e-4,
@@ -239,7 +234,8 @@ def _untrained(out: Path, name: str) -> Path:
 
 def _schooling(out: Path, name: str, schooling: Schooling, seed: int) -> SftConfig:
     start = _untrained(out, name) if schooling.after is None else out / schooling.after / "final"
-    return SftConfig(
+    return make(
+        "sft",
         model=str(start),
         data=str(_book(out, name)),
         out=str(out / name),
@@ -265,7 +261,7 @@ def _run_config(config: ShowConfig, chosen: Show, world: World, out: Path) -> Ro
         "checkpoint_every": 50,
         "seed": config.seed,
     }
-    if issubclass(chosen.config, OpdConfig):
+    if chosen.recipe.startswith("opd"):
         settings["teacher"] = str(out / TEACHER / "final")
     if world.prompts:
         settings["prompts"] = str(out / "prompts.jsonl")
@@ -274,7 +270,7 @@ def _run_config(config: ShowConfig, chosen: Show, world: World, out: Path) -> Ro
     settings |= chosen.settings
     if config.steps is not None:
         settings["steps"] = config.steps
-    return chosen.config(**settings)
+    return make(chosen.recipe, **settings)
 
 
 def _report(chosen: Show, run: Path, seconds: float, console: Console) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from tests.conftest import TinyPair
 
@@ -18,7 +19,8 @@ def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
     """opd(**changes): settings of a run that passes every check."""
 
     def settings(**changes: object) -> OpdConfig:
-        return OpdConfig(
+        return make(
+            "opd",
             **{
                 "student": tiny_pair.student,
                 "teacher": tiny_pair.teacher,
@@ -28,7 +30,7 @@ def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
                 "max_new_tokens": 8,
                 "estimator": "sampled",
             }
-            | changes
+            | changes,
         )
 
     return settings
@@ -42,9 +44,10 @@ def sft(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., SftConfig]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def settings(**changes: object) -> SftConfig:
-        return SftConfig(
+        return make(
+            "sft",
             **{"model": tiny_pair.student, "data": str(data), "out": str(tmp_path / "out")}
-            | changes
+            | changes,
         )
 
     return settings

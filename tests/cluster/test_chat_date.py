@@ -7,12 +7,12 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-import chz
 import pytest
 
 from cluster.config.chat_date import with_chat_date
 from cluster.config.on_policy import OpdConfig
 from distill.errors import ConfigError
+from distill.settings import changed
 from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
@@ -32,7 +32,7 @@ def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
     out = tmp_path / "run"
     began(out, chat_date="2026-01-31")
     assert with_chat_date(opd(out=str(out))).chat_date == "2026-01-31"
-    given = chz.replace(opd(out=str(out)), chat_date="2026-02-01")
+    given = changed(opd(out=str(out)), chat_date="2026-02-01")
     assert with_chat_date(given).chat_date == "2026-02-01"  # which the check of out= refuses
 
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 from cluster.config.estimator import with_estimator
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
-from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.config.supervised_checks import check_dpo, check_reward_model, check_sft
 from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
@@ -76,7 +77,7 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
             check_rollout(opd(student=mixture, **lora))
         with pytest.raises(ConfigError, match=named):
             check_sft(sft(model=mixture, **lora))
-    pairs = DpoConfig(model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
+    pairs = make("dpo", model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match=named):
         check_dpo(pairs)
 
@@ -295,7 +296,7 @@ def test_settings_beside_the_objective_are_refused(
     opd: NewOpd, tiny_pair: TinyPair, settings: dict, message: str
 ) -> None:
     if weights := settings.get("teachers"):
-        made = {n: TeacherConfig(model=tiny_pair.teacher, weight=w) for n, w in weights.items()}
+        made = {n: {"model": tiny_pair.teacher, "weight": w} for n, w in weights.items()}
         settings = {"teacher": None, "teachers": made}
     with pytest.raises(ConfigError, match=message):
         opd(**settings)
@@ -386,7 +387,7 @@ def test_what_a_teacher_that_moves_is_told(
         ({"teacher_feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),
         ({"teacher_feedback": "{prompt}{"}, "a brace is written {{ or }}"),
         (
-            {"teacher": None, "teachers": {"a": TeacherConfig(model="policy")}},
+            {"teacher": None, "teachers": {"a": {"model": "policy"}}},
             r"teachers\.a\.model=policy: a teacher that moves is the only one",
         ),
     ],
@@ -457,7 +458,7 @@ def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
     opd: NewOpd, tiny_pair: TinyPair, prompts
 ) -> None:
     def two(*rows: dict) -> OpdConfig:
-        teachers = {name: TeacherConfig(model=tiny_pair.teacher) for name in ("math", "code")}
+        teachers = {name: {"model": tiny_pair.teacher} for name in ("math", "code")}
         return opd(teacher=None, teachers=teachers, prompts=prompts(*rows))
 
     good = {"prompt": "a", "teacher": "math"}, {"prompt": "b", "teacher": "code"}
@@ -495,7 +496,7 @@ def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Pat
 def dpo(tiny_pair: TinyPair, prompts) -> Callable[..., DpoConfig]:
     def settings(*rows: dict, **changes: object) -> DpoConfig:
         rows = rows or ({"prompt": "1+1=", "chosen": "2", "rejected": "3"},)
-        return DpoConfig(model=tiny_pair.student, data=prompts(*rows), out="out", **changes)
+        return make("dpo", model=tiny_pair.student, data=prompts(*rows), out="out", **changes)
 
     return settings
 
@@ -574,7 +575,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
 def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
     config = dpo()
     given = {"model": config.model, "data": config.data, "out": "out"}
-    inputs = check_reward_model(RewardModelConfig(**given))
+    inputs = check_reward_model(make("reward_model", **given))
     plain = check_dpo(config)
     assert inputs.padding == PAD == inputs.tokenizer.pad_token_id
     for row, expected in zip(inputs.rows_D, plain.rows_D, strict=True):
@@ -583,7 +584,7 @@ def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -
     full = dpo({"prompt": "a", "chosen": "b" * 126, "rejected": "c"})
     assert len(check_dpo(full).rows_D) == 2
     with pytest.raises(DataError, match="128 tokens exceed the limit of 127"):
-        check_reward_model(RewardModelConfig(**given))
+        check_reward_model(make("reward_model", **given))
 
 
 def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path, prompts) -> None:
@@ -591,14 +592,14 @@ def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path,
     tokenizer = AutoTokenizer.from_pretrained(broken)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(broken)
-    inputs = check_reward_model(RewardModelConfig(model=str(broken), data=path, out="out"))
+    inputs = check_reward_model(make("reward_model", model=str(broken), data=path, out="out"))
     assert inputs.padding == inputs.tokenizer.pad_token_id != tokenizer.eos_token_id
     assert inputs.rows_D[0].tokens_T[-2] == tokenizer.eos_token_id
 
 
 def test_a_mixture_becomes_no_reward_model(mixture: str) -> None:
     with pytest.raises(CheckpointError, match="transformers has no olmoe with a score"):
-        check_reward_model(RewardModelConfig(model=mixture, data="d", out="o"))
+        check_reward_model(make("reward_model", model=mixture, data="d", out="o"))
 
 
 def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:
@@ -692,7 +693,7 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
     data.write_text(json.dumps([{"q": "1+1=", "good": "2", "bad": "3"}] * 2))
     keys = {"columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
     out = str(tmp_path / "out")
-    inputs = check_dpo(DpoConfig(model=tiny_pair.student, data=str(data), out=out, **keys))
+    inputs = check_dpo(make("dpo", model=tiny_pair.student, data=str(data), out=out, **keys))
     assert [(part.name, part.size) for part in inputs.parts] == [("pairs", 2)]
     assert len(inputs.rows_D) == 4
 

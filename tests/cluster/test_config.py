@@ -25,10 +25,10 @@ from cluster.config.arguments import key_values
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
+from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft
-from cluster.config.teachers import TeacherConfig
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
@@ -48,7 +48,7 @@ from distill.errors import (
 from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section, flagged, section_of
+from distill.settings import ESSENTIAL, Section, changed, flagged, section_of
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from tests.samples import ids, sample
@@ -81,7 +81,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
 ) -> None:
     config = opd(**changes)
     assert config.lr == config.learner("model", "cpu").lr == lr
-    of_the_whole_model = chz.replace(config, lora_rank=None, lora_adapter=None)
+    of_the_whole_model = changed(config, lora_rank=None, lora_adapter=None)
     assert of_the_whole_model.lr == changes.get("lr", 1e-5)
 
 
@@ -215,7 +215,7 @@ def test_held_out_rows_are_named_once(
 def test_a_reward_model_is_no_adapter(lora: dict) -> None:
     [[name, value]] = lora.items()
     with pytest.raises(ConfigError, match=f"{name}={value}: recipe=reward_model trains the whole"):
-        RewardModelConfig(model="m", data="d", out="o", **lora)
+        make("reward_model", model="m", data="d", out="o", **lora)
 
 
 def test_what_the_parts_are_given(opd: NewOpd) -> None:
@@ -310,13 +310,13 @@ def test_temperature_has_one_home() -> None:
         ),
         (
             WRITTEN
-            | {"sft_steps": 1, "teacher": None, "teachers": {"a": TeacherConfig(model="t")}},
+            | {"sft_steps": 1, "teacher": None, "teachers": {"a": {"model": "t"}}},
             r"beside teachers\.NAME: .*give teachers\.a\.samples_from, say",
         ),
         (
             {
                 "sft_steps": 1, "teacher": None,
-                "teachers": {"a": TeacherConfig(model="t", samples_from="http://h:1/v1")},
+                "teachers": {"a": {"model": "t", "samples_from": "http://h:1/v1"}},
             },
             r"teachers\.a\.samples_from must be NAME@",
         ),
@@ -350,8 +350,8 @@ def test_rewards_compared_over_the_step_and_cut_by_length(
         "student": "a", "prompts": "p", "out": "o", "temperature": 1.0, "reward": "contains",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=re.escape(message)):
-        RlConfig(**given | settings)
-    RlConfig(**given, baseline="global", group_size=1, overlong_buffer=8)
+        make("rl", **given | settings)
+    make("rl", **given, baseline="global", group_size=1, overlong_buffer=8)
 
 
 # The command line
@@ -701,7 +701,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
 )
 def test_settings_that_the_environment_does_not_look_at(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SelfplayConfig(**{"student": "s", "out": "o", "temperature": 0.7} | settings)
+        make("selfplay", **{"student": "s", "out": "o", "temperature": 0.7} | settings)
 
 
 @pytest.mark.parametrize(
@@ -719,7 +719,8 @@ def test_settings_that_the_environment_does_not_look_at(settings: dict, message:
 )
 def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        OpdConfig(
+        make(
+            "opd",
             student="s", teacher="t", prompts="p", out="o", temperature=0.7, prompts_per_step=4,
             group_size=2, **settings,
         )  # fmt: skip
@@ -728,7 +729,7 @@ def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> No
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        SftConfig(model="m", data="d", out="o", liger=True)
+        make("sft", model="m", data="d", out="o", liger=True)
 
 
 @pytest.mark.parametrize("written", ["1000", "1e3", "1E+3", "1_000", "1000.0"])

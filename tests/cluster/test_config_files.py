@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import chz
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.command import parse
 from cluster.config.files import as_texts, read_settings
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
 from cluster.evaluate import EvaluateConfig
 from cluster.run_files.run_directory import RunDirectory
 from cluster.train import main
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
+from distill.settings import changed
 from learner.learning_rate import Stage, suggested_lr
 
 NewOpd = Callable[..., OpdConfig]
@@ -125,7 +126,7 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     [
         {},
         {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval_size": 0},
-        {"teacher": None, "teachers": {"a": TeacherConfig(model="m", weight=0.5)}},
+        {"teacher": None, "teachers": {"a": {"model": "m", "weight": 0.5}}},
         {"chat_template_kwargs": '{"enable_thinking": false}', "stop_tokens": "<eos>,7"},
         {"estimator": "top_k", "teacher_top_k": 4, "reference": "r", "reference_kl_coef": 0.1},
     ],
@@ -145,7 +146,7 @@ def test_a_run_s_own_config_repeats_it(
         file = written(tmp_path / "again.json", json.dumps(tree))
         assert parse(OpdConfig, [f"config={file}"]) == config
         elsewhere = parse(OpdConfig, [f"config={file}", "out=elsewhere"])
-        assert elsewhere == chz.replace(config, out="elsewhere")
+        assert elsewhere == changed(config, out="elsewhere")
 
 
 def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:
@@ -235,7 +236,7 @@ def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) 
 
 def test_auto_needs_a_model_to_look_at() -> None:
     with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
-        DpoConfig(model="m", data="d.jsonl", out="o", lr="auto").learner("m", "cpu")
+        make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner("m", "cpu")
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)

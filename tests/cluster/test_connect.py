@@ -40,11 +40,11 @@ print(json.dumps(facts | {"left": not ray.is_initialized()}))
 """
 # The device of a run, chosen before it joins.
 _CHOOSE = """
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.placement.device_choice import with_device
 from distill.errors import ConfigError
 def chosen(asked):
-    config = SftConfig(model="M", data="D.jsonl", out="O", lr=1e-3, steps=1, device=asked)
+    config = make("sft", model="M", data="D.jsonl", out="O", lr=1e-3, steps=1, device=asked)
     try:
         return with_device(config)[0].device
     except ConfigError:

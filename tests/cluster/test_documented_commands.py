@@ -17,20 +17,20 @@ from actors.rollout.episode import play_group
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
 from cluster.config.demos import DemoConfig
+from cluster.config.recipes import CONFIGS, config_of
 from cluster.evaluate import EvaluateConfig
 from cluster.inspect.audit import AuditConfig
 from cluster.inspect.forecast.command import ForecastConfig
 from cluster.inspect.report.command import ReportConfig
 from cluster.inspect.rollouts_to_sft import RolloutsToSftConfig
 from cluster.sample_to_sft import SampleToSftConfig
-from cluster.train import RECIPES
 from distill.sampling import TrainSampling
 from examples.opd_vs_rl.config import OpdVsRlConfig
 from examples.show.config import ShowConfig
 from tests.scripted import Scripted, call, chat_tokenizer, setting
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = {
+COMMANDS = {
     "cluster.audit": AuditConfig,
     "cluster.calibrate": CalibrateConfig,
     "cluster.demo": DemoConfig,
@@ -42,7 +42,7 @@ CONFIGS = {
     "examples.opd_vs_rl": OpdVsRlConfig,
     "examples.show": ShowConfig,
 }
-OF_RECIPES = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)} | {
+OF_RECIPES = {name for config in CONFIGS.values() for name in chz.chz_fields(config)} | {
     "config", "step", "blame",
 }  # fmt: skip
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -63,7 +63,7 @@ FOUND = list(commands())
 
 
 def test_the_search_finds_the_commands() -> None:
-    assert len(FOUND) > 40 and {module for _, module, _ in FOUND} > {"cluster.train", *CONFIGS} - {
+    assert len(FOUND) > 40 and {module for _, module, _ in FOUND} > {"cluster.train", *COMMANDS} - {
         "cluster.demo", "examples.opd_vs_rl",
     }  # fmt: skip
 
@@ -110,8 +110,8 @@ def test_a_documented_command_is_taken(page: str, module: str, words: list[str])
     recipe = settings.get("recipe")
     if recipe is not None:
         words = [word for word in words if not word.startswith("recipe=")]
-        assert parse(RECIPES[recipe].config, words), page
-    elif module in CONFIGS:
-        assert parse(CONFIGS[module], words), page
+        assert parse(config_of(recipe), words), page
+    elif module in COMMANDS:
+        assert parse(COMMANDS[module], words), page
     else:  # above a run's own settings, which no file has here
         assert module in {"cluster.train", "cluster.replay"} and set(settings) <= OF_RECIPES, page

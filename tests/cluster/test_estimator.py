@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.config import estimator
 from cluster.config.estimator import with_estimator
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
@@ -93,7 +93,7 @@ def test_one_running_server_among_several_teachers(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimator, "ask_server", lambda url: server())
-    teachers = {"a": TeacherConfig(model=URL), "b": TeacherConfig(model=str(opd().teacher))}
+    teachers = {"a": {"model": URL}, "b": {"model": str(opd().teacher)}}
     assert chosen(opd(estimator="auto", teacher=None, teachers=teachers))[0] == "top_k"
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.recipes import make
 from cluster.findings.finding import Evidence, Finding, Setup
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
@@ -263,7 +264,8 @@ def test_good_real_runs_raise_no_alarm(
     """What a random student samples has no end: it is cut, which is true."""
     out = tmp_path / "run"
     run_on_policy(
-        OpdConfig(
+        make(
+            "opd",
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
             out=str(out), temperature=0.7, steps=28, prompts_per_step=4, group_size=2,
             max_new_tokens=6, eval_size=0, engine="embedded", local=True, lr=1e-3,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.forecast import main
 from cluster.inspect.forecast.judge import Pair, judge
 from cluster.inspect.forecast.measure import AnswerStats, PairMeasurements, mass_in_common
@@ -35,7 +35,8 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
     ]
     book.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_sft(
-        SftConfig(
+        make(
+            "sft",
             model=start, data=str(book), out=str(root / name / "run"), steps=80, batch_size=25,
             lr=1e-2, checkpoint_every=1000, local=True,
         ),

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import chz
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -19,6 +18,7 @@ from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
 from distill.gpu import GIB
+from distill.settings import changed
 from tests.refusals import refuses
 
 Opd = Callable[..., OpdConfig]
@@ -133,7 +133,7 @@ def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> N
     assert "each policy engine on the GPUs of 2 learner workers" in plan and "CUDA IPC" in plan
     assert re.search(r"^needs +17 CPU, 12 GPU$", plan, re.MULTILINE)
     for weights in ("auto", "ipc"):
-        checked, _ = with_device(chz.replace(config, weights=weights, dry_run=True))
+        checked, _ = with_device(changed(config, weights=weights, dry_run=True))
         assert checked.device == "cuda"
 
 
@@ -166,7 +166,7 @@ def test_the_longest_row_is_planned_for(eight: Opd) -> None:
     describe_layout(alone, longest_rows=8192)
     with refuses(ConfigError, "max_new_tokens"):
         describe_layout(alone, longest_rows=32_768)
-    describe_layout(chz.replace(alone, offload_optimizer=True), longest_rows=32_768)
+    describe_layout(changed(alone, offload_optimizer=True), longest_rows=32_768)
 
 
 def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
 from cluster.hosts.learner_actor import policy_loop, publish_nowhere
 from cluster.inspect.audit import audit
@@ -41,8 +42,8 @@ def settings(tiny_pair: TinyPair) -> Settings:
     """settings(out, **changes): three steps of a tiny run in this process, which keeps."""
 
     def new(out: Path, **changes: object) -> OpdConfig:
-        return OpdConfig(
-            **{
+        return make(
+            "opd", **{
                 "student": tiny_pair.student, "teacher": tiny_pair.teacher,
                 "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
                 "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.config.on_policy import RlConfig
+from cluster.config.recipes import make
 from cluster.recipes.on_policy import run_on_policy
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
@@ -93,7 +93,8 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
     printed = tmp_path / "printed"
     with printed.open("w") as file:
         run_on_policy(
-            RlConfig(
+            make(
+                "rl",
                 student=tiny_pair.student, prompts=tiny_pair.prompts, out=str(out),
                 temperature=0.7, steps=12, prompts_per_step=2, group_size=2, max_new_tokens=4,
                 eval_size=0, engine="embedded", local=True, lr=1e-3, smoke_test=False,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import learner.memory
+from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
 from cluster.hosts.learner_actor import reference_logprobs
 from learner.config import LearnerConfig
@@ -29,7 +30,7 @@ def config(tiny_pair: TinyPair) -> LearnerConfig:
 
 
 def dpo(model: str, tmp_path: Path, **settings: str) -> DpoConfig:
-    return DpoConfig(model=model, data="pairs", out=str(tmp_path), **settings)
+    return make("dpo", model=model, data="pairs", out=str(tmp_path), **settings)
 
 
 def test_the_learner_is_the_reference_before_its_first_step(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
 from cluster.rehearsal.elsewhere import Elsewhere, ask_once
@@ -38,8 +38,8 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         colocate="share", gpus_per_actor=0.5, wandb="offline", compile=True,
         policy_server_flags="--log-level debug", learner_workers=3, teacher=None,
         teachers={
-            "near": TeacherConfig(model=str(opd().teacher), weight=2.0),
-            "far": TeacherConfig(model="http://far:30000"),
+            "near": {"model": str(opd().teacher), "weight": 2.0},
+            "far": {"model": "http://far:30000"},
         },
     )  # fmt: skip
     small = small_run(given, tmp_path / "small")

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
@@ -46,7 +47,8 @@ def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 7 steps with checkpoints after 3, 6 and 7, that has kept the last 4 steps."""
     path = tmp_path_factory.mktemp("replay") / "run"
     run_on_policy(
-        OpdConfig(
+        make(
+            "opd",
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
             out=str(path), temperature=0.7, steps=7, prompts_per_step=3, group_size=2,
             max_new_tokens=5, eval_size=0, engine="embedded", local=True, lr=3e-3,
@@ -346,14 +348,16 @@ def test_settings_that_keep_what_is_of_no_use_are_refused(
     tiny_pair: TinyPair, settings: dict
 ) -> None:
     with pytest.raises(ConfigError):
-        OpdConfig(student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings)
+        make(
+            "opd", student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings
+        )
 
 
 def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
     """Runs 3 steps without engines being heard of but in `settings`; returns the final weights."""
     run_on_policy(
-        OpdConfig(
-            **{
+        make(
+            "opd", **{
                 "student": tiny_pair.student, "teacher": tiny_pair.teacher,
                 "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
                 "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import (
@@ -131,7 +131,7 @@ def test_pools_and_their_bounds(opd: Opd, tiny_pair) -> None:
     config = opd(
         policy_engines="1..3", rollout_workers=2, teacher_engines="1..2", rollout_cpus=1,
         teacher=None,
-        teachers={name: TeacherConfig(model=tiny_pair.teacher) for name in ("a", "b")},
+        teachers={name: {"model": tiny_pair.teacher} for name in ("a", "b")},
     )  # fmt: skip
     assert teacher_roles(config) == {"a": "teacher a", "b": "teacher b"}
     assert pool_bounds(config) == {

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.inspect.rollouts_to_sft import main
 from cluster.recipes.supervised import run_sft
 from cluster.run_files.rollouts import RolloutLog
@@ -202,7 +202,8 @@ def test_a_model_learns_what_it_sampled(
     convert: Callable[..., list[dict[str, Any]]], tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     rows = convert()
-    config = SftConfig(
+    config = make(
+        "sft",
         model=tiny_pair.student, data=str(tmp_path / "data.jsonl"), out=str(tmp_path / "sft"),
         steps=20, batch_size=len(rows), lr=3e-3,
     )  # fmt: skip

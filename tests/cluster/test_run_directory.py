@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from cluster.base.outcomes import RunFailed
-from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig
 from cluster.config.rows import digests_of
 from cluster.recipes.common import failed_to_resume, opened
 from cluster.run_files.run_directory import RunDirectory
@@ -85,8 +85,8 @@ MUST_STAY_BESIDE = {
     "tail": ({"estimator": "top_k"}, "sampled"),
     "top_k_from": ({"estimator": "top_k"}, "teacher"),
     "teachers": (
-        {"teacher": None, "teachers": {"a": TeacherConfig(model="m")}},
-        {"a": TeacherConfig(model="m", weight=2.0)},
+        {"teacher": None, "teachers": {"a": {"model": "m"}}},
+        {"a": {"model": "m", "weight": 2.0}},
     ),
     "lora_alpha": ({"lora_rank": 4}, 3.0),
     "lora_targets": ({"lora_rank": 4}, "q_proj"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.config.supervised_checks import check_sft
 from cluster.sample_to_sft import main
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
@@ -64,7 +64,7 @@ def test_a_checkpoint_s_short_answers_become_rows(
     best = rows_of(again)
     assert len(best) == len({row["line"] for row in rows}) and all(row in rows for row in best)
     inputs = check_sft(
-        SftConfig(model=tiny_pair.student, data=str(data), out=str(tmp_path / "o"), batch_size=1)
+        make("sft", model=tiny_pair.student, data=str(data), out=str(tmp_path / "o"), batch_size=1)
     )
     assert len(inputs.rows_D) == len(rows)
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import chz
 import pytest
 
 from actors.rollout import tryout
@@ -22,6 +21,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.train import main
 from distill.errors import ConfigError
+from distill.settings import changed
 from tests.conftest import TinyPair
 from tests.e2e.harness import opd_arguments
 from tests.refusals import refuses
@@ -133,7 +133,7 @@ def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code
     wrong = opd(loss=f"{code.stem}:wrong")
     with pytest.raises(ConfigError):
         try_own_objective(wrong, pytest.fail)
-    try_own_objective(chz.replace(wrong, smoke_test=False), pytest.fail)
+    try_own_objective(changed(wrong, smoke_test=False), pytest.fail)
 
 
 def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from actors.sglang.installed import sglang_installed
-from cluster.config.presets import OpdToolsConfig, SelfplayConfig
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.demos.arithmetic import write_jsonl
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
@@ -175,14 +174,16 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "prompts.jsonl", product_prompts(pairs))
     untrained = str(tmp_path / "untrained")
     write_untrained(untrained, book, DIGITS_APART, context_length=128, seed=1)
-    schooling = SftConfig(
+    schooling = make(
+        "sft",
         model=untrained, data=str(tmp_path / "book.jsonl"), out=str(tmp_path / "sft"), steps=80,
         batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
     )  # fmt: skip
     run_sft(schooling, QUIET)
     student, teacher = str(tmp_path / "sft/final"), str(tmp_path / "teacher")
     shutil.copytree(student, teacher)
-    config = OpdToolsConfig(
+    config = make(
+        "opd_tools",
         student=student, teacher=teacher, prompts=str(tmp_path / "prompts.jsonl"),
         out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=8, group_size=2,
         max_new_tokens=32, engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4,
@@ -204,7 +205,8 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
     student = str(tmp_path / "model")
     book = game_book(40, blunders=0.3)
     write_untrained(student, book, SQUARES_APART, context_length=192, seed=1)
-    config = SelfplayConfig(
+    config = make(
+        "selfplay",
         student=student, out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=4,
         group_size=4, max_new_tokens=4, engine="embedded", eval_size=4, checkpoint_every=100,
         env=TicTacToeGames(

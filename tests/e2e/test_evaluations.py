@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cluster.base.outcomes import Interrupted
-from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy
@@ -45,7 +45,7 @@ def distil(
         "reward": "tests.e2e.patient_reward:reward", "smoke_test": False,
         "estimator": "sampled",
     } | overrides  # fmt: skip
-    config = OpdConfig(student=pair.student, teacher=pair.teacher, out=str(out), **settings)
+    config = make("opd", student=pair.student, teacher=pair.teacher, out=str(out), **settings)
     run_on_policy(config, Console(quiet=True))
     return out
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.config.on_policy import OpdConfig
-from cluster.config.supervised import SftConfig
+from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
 from cluster.recipes.on_policy import run_on_policy
@@ -33,8 +32,13 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
         "max_new_tokens": 8, "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100,
         "engine": "embedded", "local": True, "estimator": "sampled",
     } | overrides  # fmt: skip
-    config = OpdConfig(
-        student=pair.student, teacher=pair.teacher, prompts=pair.prompts, out=str(out), **settings
+    config = make(
+        "opd",
+        student=pair.student,
+        teacher=pair.teacher,
+        prompts=pair.prompts,
+        out=str(out),
+        **settings,
     )
     run_on_policy(config, Console(quiet=True))
     return out
@@ -206,7 +210,8 @@ def test_sft_teaches_and_its_model_can_be_distilled(tiny_pair: TinyPair, tmp_pat
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SftConfig(
+    config = make(
+        "sft",
         model=tiny_pair.teacher, data=str(data), out=str(tmp_path / "sft"), steps=40, batch_size=9,
         lr=3e-3,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.sglang.installed import sglang_installed
-from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.train import main
@@ -45,7 +45,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
         "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
         "estimator": "sampled", "keep": "all", "local": True, **settings,
     }  # fmt: skip
-    run_on_policy(OpdConfig(**given), Console(quiet=True))
+    run_on_policy(make("opd", **given), Console(quiet=True))
     return metrics(out)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from actors.embedded.engine import EmbeddedEngine
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
@@ -38,7 +39,7 @@ def settings(pair: TinyPair, out: Path, **changes: Any) -> OpdConfig:
         "max_new_tokens": 8, "eval_size": 2, "engine": "embedded", "estimator": "sampled",
         "max_staleness": 1, "checkpoint_every": 1, "local": True,
     } | changes  # fmt: skip
-    return OpdConfig(**given)
+    return make("opd", **given)
 
 
 def taken(out: Path) -> int:

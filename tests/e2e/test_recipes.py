@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from cluster.config.on_policy import OpdConfig, RlConfig, TeacherConfig
-from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo, run_sft
@@ -39,7 +38,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
         "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
         "out": str(out), "estimator": "sampled",
     }  # fmt: skip
-    run_on_policy(OpdConfig(**given | SMALL | settings), QUIET)
+    run_on_policy(make("opd", **given | SMALL | settings), QUIET)
     return metrics(out)
 
 
@@ -124,8 +123,8 @@ def test_each_prompt_is_scored_by_the_teacher_it_names(tiny_pair: TinyPair, tmp_
         *({"prompt": f"{a} + 2 =", "teacher": "other"} for a in range(9)),
     )
     teachers = {
-        "other": TeacherConfig(model=tiny_pair.teacher, weight=2.0),
-        "own": TeacherConfig(model=str(_copy(tiny_pair.student, tmp_path / "own"))),
+        "other": {"model": tiny_pair.teacher, "weight": 2.0},
+        "own": {"model": str(_copy(tiny_pair.student, tmp_path / "own"))},
     }
     steps = opd(
         tiny_pair, tmp_path / "run", teacher=None, teachers=teachers, prompts=prompts, steps=2,
@@ -164,7 +163,8 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{a} + 1 =", "answer": "e", "bonuses": {"a": 0.1}} for a in range(9)),
     )
-    config = RlConfig(
+    config = make(
+        "rl",
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"), reward="contains",
         reference=tiny_pair.student, reference_kl_coef=0.02, loss="ppo", num_substeps=2,
         correction="truncate", bonus_coef=0.1, entropy_coef=1e-3, eval_source=prompts,
@@ -201,7 +201,8 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
     )
 
     def trained(name: str, **settings: object) -> list[dict[str, float]]:
-        config = RlConfig(
+        config = make(
+            "rl",
             student=tiny_pair.student, prompts=prompts, out=str(tmp_path / name),
             reward="contains", mask_truncated=True, overlong_buffer=12,
             stop_tokens=",".join("abcdefghijklmnopqrst"),
@@ -230,7 +231,8 @@ def test_a_step_without_a_signal_updates_nothing_and_says_so(
     prompts = write(
         tmp_path / "prompts.jsonl", *({"prompt": f"{a}", "answer": "no way"} for a in range(9))
     )
-    config = RlConfig(
+    config = make(
+        "rl",
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"),
         constant_groups="drop", **SMALL | {"steps": 2},
     )  # fmt: skip
@@ -258,7 +260,8 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     )
 
     def dpo(out: Path, steps: int) -> list[dict[str, float]]:
-        config = DpoConfig(
+        config = make(
+            "dpo",
             model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
             checkpoint_every=4, local=True, eval_source=apart, eval_every=2,
             keep_last=1, keep_best="validation/loss",
@@ -295,7 +298,8 @@ def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path
     for name, ask, text in (("ones", "?", "1"), ("twos", " is what?", "2")):
         rows = ({"prompt": f"{a}{b}{ask}", "completion": text} for a in range(4) for b in range(5))
         write(tmp_path / f"{name}.jsonl", *rows)
-    config = SftConfig(
+    config = make(
+        "sft",
         model=tiny_pair.student, data=f"{tmp_path / 'ones.jsonl'}:3,{tmp_path / 'twos.jsonl'}",
         out=str(tmp_path / "run"), eval_size=0.2, epochs=3, batch_size=16, lr=3e-3,
         local=True, packing=True,

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from cluster.config.on_policy import OpdConfig
-from cluster.config.teachers import TeacherConfig
+from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.run_files.rollouts import KeptGroup, read_rollouts
@@ -49,7 +48,7 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
         "engine": "embedded", "local": True, "estimator": "sampled", "max_staleness": 0,
         "keep": "all", "sft_steps": 3, "samples_from": f"{MODEL}@{server.url}", **settings,
     }  # fmt: skip
-    run_on_policy(OpdConfig(**given), Console(quiet=True))
+    run_on_policy(make("opd", **given), Console(quiet=True))
     return metrics(out)
 
 
@@ -101,8 +100,8 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     teachers = {
-        "words": TeacherConfig(model=tiny_pair.teacher, samples_from=f"{MODEL}@{server.url}"),
-        "tokens": TeacherConfig(model=tiny_pair.teacher),
+        "words": {"model": tiny_pair.teacher, "samples_from": f"{MODEL}@{server.url}"},
+        "tokens": {"model": tiny_pair.teacher},
     }
     out = tmp_path / "run"
     steps = opd(

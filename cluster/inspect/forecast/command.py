@@ -26,6 +26,7 @@ from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.rows import ROWS
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
@@ -34,7 +35,7 @@ from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import check_temperature
-from distill.settings import ESSENTIAL, Section, values_of
+from distill.settings import ESSENTIAL, Section, changed, values_of
 from distill.stops import StopSettings
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class ForecastConfig(
     def run(self) -> OpdConfig:
         """Settings of the distillation to forecast; nothing is written to its `out`."""
         given = {name: value for part in _PARTS for name, value in values_of(part, self).items()}
-        return OpdConfig(
+        return make(
+            "opd",
             student=self.student,
             teacher=self.teacher,
             prompts=self.prompts,
@@ -127,7 +129,7 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     )
     width = load_config(config.student).get_text_config().hidden_size
     found = judge(measured, pair, suggested_lr("opd", width, adapter=False))
-    step = chz.replace(run, prompts_per_step=found.prompts_per_step, group_size=found.group_size)
+    step = changed(run, prompts_per_step=found.prompts_per_step, group_size=found.group_size)
     scored = step.scored_by_teacher().share
     found = replace(
         found, teacher_tokens=scored * found.teacher_tokens, teacher_s=scored * found.teacher_s
