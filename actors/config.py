@@ -14,6 +14,7 @@ from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
 from distill.pace import LOADED_A_S, loading_s
+from distill.rules import above, at_least, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
 
@@ -136,21 +137,14 @@ class StartSettings:
 
     section: ClassVar[Section] = Section.SUPERVISION
 
-    start_deadline_s: float | None = chz.field(
+    start_deadline_s: float | None = setting(
+        above(0),
         default=None,
         doc="seconds that the run waits for free resources in the cluster, and that an actor may "
         "take to start: an engine with its model, an SGLang server, a rollout worker; default: "
         f"{START_S:.0f}, and one more for each {LOADED_A_S // 10**6} MB of the model's checkpoint",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _start_in_range(self) -> None:
-        if self.start_deadline_s is not None and not self.start_deadline_s > 0:
-            raise ConfigError(
-                f"start_deadline_s={self.start_deadline_s} must be above 0",
-                field="start_deadline_s",
-            )
 
     def start_deadline_of(self, model: str | None) -> float:
         """Deadline in seconds for the start of an actor that loads `model` (None: no model)."""
@@ -172,11 +166,13 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
     )
     dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
-    max_running_requests: int = chz.field(
-        default=256, doc="most sequences that are decoded at the same time; further ones wait"
+    max_running_requests: int = setting(
+        at_least(1),
+        default=256,
+        doc="most sequences that are decoded at the same time; further ones wait",
     )
-    score_token_budget: int = chz.field(
-        default=16384, doc="embedded: padded tokens per scoring forward"
+    score_token_budget: int = setting(
+        at_least(1), default=16384, doc="embedded: padded tokens per scoring forward"
     )
     gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
     gpu_beside: int = chz.field(
@@ -195,10 +191,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
     )
 
     @chz.validate
-    def _in_range(self) -> None:
-        for name in ("max_running_requests", "score_token_budget"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
+    def _model_is_served(self) -> None:
         if self.external:
             check_url(self.model)
         elif self.server_flags and self.kind == "embedded":

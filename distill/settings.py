@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import chz
 from chz.field import Field
 
-from distill.errors import ConfigError
+from distill.rules import at_least, setting
 
 Settings = TypeVar("Settings")
 
@@ -53,16 +53,12 @@ class ThreadSettings:
 
     section: ClassVar[Section] = Section.ENGINES
 
-    threads: int = chz.field(
+    threads: int = setting(
+        at_least(1),
         default=1,
         doc="torch threads of each engine and of the learner on a CPU",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _threads_in_range(self) -> None:
-        if self.threads < 1:
-            raise ConfigError(f"threads={self.threads} must be at least 1", field="threads")
 
 
 def with_default(part: type, name: str, default: Any) -> Any:

@@ -9,6 +9,7 @@ import chz
 from chz.mungers import if_none
 
 from distill.errors import ConfigError
+from distill.rules import above, at_least, below, needs, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
 
@@ -37,17 +38,24 @@ class LoraSettings:
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
-    lora_rank: int | None = chz.field(
+    lora_rank: int | None = setting(
+        at_least(1),
+        not_with("lora_adapter", why="an adapter brings its own rank"),
         default=None,
         doc="train a low-rank adapter of this rank (for example 16), and freeze the model",
         metadata=ESSENTIAL,
     )
-    lora_alpha: float | None = chz.field(
+    lora_alpha: float | None = setting(
+        above(0),
+        not_with("lora_adapter", why="an adapter brings its own alpha"),
+        needs("lora_rank"),
         default=None,
         doc="scale of the adapter: its output is multiplied by lora_alpha / rank; default: 2 * "
         "lora_rank",
     )
-    lora_targets: str | None = chz.field(
+    lora_targets: str | None = setting(
+        not_with("lora_adapter", why="an adapter brings its own targets"),
+        needs("lora_rank"),
         default=None,
         doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
         "vocabulary projection",
@@ -57,31 +65,7 @@ class LoraSettings:
     )
 
     @chz.validate
-    def _lora_in_range(self) -> None:
-        if self.lora_adapter is not None:
-            for name in ("rank", "alpha", "targets"):
-                if (value := getattr(self, f"lora_{name}")) is not None:
-                    raise ConfigError(
-                        f"lora_{name}={value} and lora_adapter={self.lora_adapter}: an adapter "
-                        f"brings its own {name}. Leave lora_{name} out, or lora_adapter to train a "
-                        "fresh one",
-                        field=f"lora_{name}",
-                    )
-        elif self.lora_rank is not None:
-            self._check_fresh(self.lora_rank)
-        elif self.lora_alpha is not None or self.lora_targets is not None:
-            raise ConfigError(
-                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter=",
-                field="lora_rank",
-            )
-
-    def _check_fresh(self, rank: int) -> None:
-        if rank < 1:
-            raise ConfigError(f"lora_rank={rank} must be at least 1", field="lora_rank")
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < float("inf"):
-            raise ConfigError(
-                f"lora_alpha={self.lora_alpha} must be above 0, and finite", field="lora_alpha"
-            )
+    def _targets_are_named(self) -> None:
         if self.lora_targets is not None and not all(map(str.strip, self.lora_targets.split(","))):
             raise ConfigError(
                 f"lora_targets={self.lora_targets!r} holds an empty name; write q_proj,v_proj or "
@@ -111,48 +95,34 @@ class OptimizerSettings(LoraSettings):
     lr_schedule: Schedule = chz.field(
         default="constant", doc="learning rate after the warm-up; linear and cosine end at 0"
     )
-    warmup_steps: int = chz.field(
-        default=0, doc="optimizer updates of the linear warm-up of the learning rate"
+    warmup_steps: int = setting(
+        at_least(0), default=0, doc="optimizer updates of the linear warm-up of the learning rate"
     )
-    weight_decay: float = chz.field(
-        default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
+    weight_decay: float = setting(
+        at_least(0), default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
     )
-    max_grad_norm: float = chz.field(
-        default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"
+    max_grad_norm: float = setting(
+        above(0), default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"
     )
 
     @chz.validate
-    def _optimizer_in_range(self) -> None:
+    def _lr_is_a_number(self) -> None:
         if isinstance(self.lr, str):
             raise ConfigError(
                 f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
                 "number (learner.learning_rate.suggested_lr)",
                 field="lr",
             )
-        for name in ("lr", "max_grad_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be above 0, and finite", field=name
-                )
-        for name in ("warmup_steps", "weight_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be 0 or above, and finite", field=name
-                )
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"lr={self.lr} must be above 0, and finite", field="lr")
 
 
 @chz.chz
 class OptimizerConfig(OptimizerSettings):
     """`OptimizerSettings`, and constants that are not settings of a run."""
 
-    beta1: float = chz.field(default=0.9, doc="AdamW's first-moment decay")
-    beta2: float = chz.field(default=0.95, doc="AdamW's second-moment decay")
-
-    @chz.validate
-    def _betas_in_range(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)", field=name)
+    beta1: float = setting(at_least(0), below(1), default=0.9, doc="AdamW's first-moment decay")
+    beta2: float = setting(at_least(0), below(1), default=0.95, doc="AdamW's second-moment decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +154,8 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
-    token_budget: int | None = chz.field(
+    token_budget: int | None = setting(
+        at_least(1),
         default=None,
         doc="padded tokens per micro-batch, over which gradients accumulate; "
         f"default: {TOKEN_BUDGET['cpu']} on CPU, {TOKEN_BUDGET['cuda']} on GPU, or less where that "
@@ -197,7 +168,7 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         "padding them; no row attends to another (docs/learner.md)",
         metadata=MAY_CHANGE,
     )
-    seed: int = chz.field(default=0, doc="seed of the prompt order, sampling and torch")
+    seed: int = setting(at_least(0), default=0, doc="seed of the prompt order, sampling and torch")
     gradient_checkpointing: bool | None = chz.field(
         default=None,
         doc="recompute activations in the backward pass: less memory, more time; default: only if "
@@ -216,7 +187,8 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         "install liger-kernel)",
         metadata=MAY_CHANGE,
     )
-    router_aux_coef: float = chz.field(
+    router_aux_coef: float = setting(
+        at_least(0),
         default=0.0,
         doc="weight of the load-balancing loss of a mixture-of-experts model's routers, for "
         "example 0.001 (metric train/router_aux); 0: none",
@@ -229,15 +201,6 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         metadata=MAY_CHANGE,
     )
 
-    @chz.validate
-    def _learner_in_range(self) -> None:
-        if self.token_budget is not None and self.token_budget < 1:
-            raise ConfigError(
-                f"token_budget={self.token_budget} must be at least 1", field="token_budget"
-            )
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative", field="seed")
-
 
 @chz.chz
 class LearnerConfig(LearnerSettings, OptimizerConfig):
@@ -248,7 +211,9 @@ class LearnerConfig(LearnerSettings, OptimizerConfig):
         default=None,
         doc="checkpoint whose other tensors (MTP layers) go into all that is saved; None: model",
     )
-    total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
+    total_steps: int = setting(
+        at_least(1), doc="optimizer steps of the whole run; the schedule ends here"
+    )
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     dtype: Precision = chz.field(
         default="float32",
@@ -282,13 +247,6 @@ class LearnerConfig(LearnerSettings, OptimizerConfig):
         default=None,
         doc="padding token of a reward model in training; None: a language model is trained",
     )
-
-    @chz.validate
-    def _in_range(self) -> None:
-        if self.total_steps < 1:
-            raise ConfigError(
-                f"total_steps={self.total_steps} must be at least 1", field="total_steps"
-            )
 
     def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
         """The configuration to resume from a checkpoint. With an adapter, the base is unchanged."""

@@ -20,6 +20,7 @@ from cluster.config.help import default_text, type_text
 from cluster.config.recipes import CONFIGS
 from cluster.config.teachers import TeacherConfig, TeacherSettings
 from cluster.run_files.metric_table import METRICS
+from distill.rules import rules_of
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -34,6 +35,8 @@ same texts. [commands.md](commands.md#settings-worth-knowing) has those that mos
 - Settings in **bold** matter first.
 - An empty type is a class. An empty default means that the setting is unset; the last column says
   what happens then.
+- "Allowed" has the rules of a single setting. Combinations that depend on the models, the machine
+  or several settings are checked at the start of a run, and refused with the reason.
 - †: a resumed run may change the setting, because no step's result depends on it.
 - "Only:" names the recipes (or environments) that have the settings of a class. Where a setting has
   others, they are at its end.
@@ -128,12 +131,13 @@ def _table(part: type, rows: list[_Row], owners: list[str]) -> Iterator[str]:
     yield f"### {part.__name__}\n"
     yield f"{_marked_down(about)}{only} Declared in `{part.__module__}`.\n"
     yield from _markdown_table(
-        ("setting", "type", "default", "meaning"),
+        ("setting", "type", "default", "allowed", "meaning"),
         (
             (
                 f"**`{row.name}`**{_mark(row)}" if row.bold else f"`{row.name}`{_mark(row)}",
                 _code(type_text(row.first)),
                 _defaults(row),
+                _marked_down("; ".join(rule.text for rule in rules_of(row.first))),
                 _marked_down(row.first._doc)
                 + ("" if tuple(row.owners) == common else f" ({', '.join(row.owners)})"),
             )

@@ -22,6 +22,7 @@ from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
+from distill.rules import above, at_least, at_most, multiple_of, needs, not_with, setting
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
@@ -85,18 +86,22 @@ class PlacementSettings(DeviceSettings, StartSettings):
 
     section: ClassVar[Section] = Section.ENGINES
 
-    gpus_per_actor: float = chz.field(
+    gpus_per_actor: float = setting(
+        above(0),
         default=1.0,
         doc="GPUs of each engine and each learner worker on cuda; a fraction puts several on one "
         "GPU",
         metadata=MAY_CHANGE,
     )
-    gpu_memory_gib: float | None = chz.field(
+    gpu_memory_gib: float | None = setting(
+        above(0),
         default=None,
         doc="memory of one GPU in GiB, for the plan of dry_run=True on a machine without one",
         metadata=MAY_CHANGE,
     )
-    learner_workers: int = chz.field(
+    learner_workers: int = setting(
+        at_least(1),
+        not_with("local", why="one process holds one learner"),
         default=1,
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
         "or CPU of its own; a resumed run may have another number of them",
@@ -108,19 +113,6 @@ class PlacementSettings(DeviceSettings, StartSettings):
         metadata=MAY_CHANGE,
     )
 
-    @chz.validate
-    def _placement_in_range(self) -> None:
-        if self.learner_workers < 1:
-            raise ConfigError(f"learner_workers={self.learner_workers} must be at least 1")
-        if self.local and self.learner_workers > 1:
-            raise ConfigError(
-                f"local=True with learner_workers={self.learner_workers}: one process holds one "
-                "learner; leave one of them out"
-            )
-        for name in ("gpus_per_actor", "gpu_memory_gib"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-
 
 @chz.chz
 class SupervisionSettings:
@@ -128,16 +120,12 @@ class SupervisionSettings:
 
     section: ClassVar[Section] = Section.SUPERVISION
 
-    no_progress_s: float = chz.field(
+    no_progress_s: float = setting(
+        above(0),
         default=1800.0,
         doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _supervision_in_range(self) -> None:
-        if not self.no_progress_s > 0:
-            raise ConfigError(f"no_progress_s={self.no_progress_s} must be above 0")
 
 
 @chz.chz
@@ -151,19 +139,25 @@ class OutputSettings:
         "command resumes",
         metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
     )
-    checkpoint_every: int = chz.field(
-        default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
+    checkpoint_every: int = setting(
+        at_least(1), default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
-    keep_last: int = chz.field(
-        default=2, doc="number of newest checkpoints that are kept", metadata=MAY_CHANGE
+    keep_last: int = setting(
+        at_least(1),
+        default=2,
+        doc="number of newest checkpoints that are kept",
+        metadata=MAY_CHANGE,
     )
-    keep_every: int = chz.field(
+    keep_every: int = setting(
+        at_least(0),
+        multiple_of("checkpoint_every", "no other steps have checkpoints"),
         default=0,
         doc="also keep the checkpoints of steps that are multiples of this, itself a multiple of "
         "checkpoint_every; 0: none",
         metadata=MAY_CHANGE,
     )
-    keep_best: str | None = chz.field(
+    keep_best: str | None = setting(
+        needs("eval_every", remedy="give eval_every="),
         default=None,
         doc="also keep the checkpoint of the best evaluation (eval_every=) by this metric, for "
         "example eval/accuracy; it is saved at that step. Smaller is better for kl, nll and loss, "
@@ -187,7 +181,9 @@ class OutputSettings:
         "by POST, or package.module:function, called with the same content as a dict",
         metadata=MAY_CHANGE,
     )
-    trace_step: int | None = chz.field(
+    trace_step: int | None = setting(
+        at_least(1),
+        at_most("steps"),
         default=None,
         doc="step of the learner whose trace is written to out/trace.json, for "
         "https://ui.perfetto.dev",
@@ -202,25 +198,10 @@ class OutputSettings:
     )
 
     @chz.validate
-    def _output_in_range(self) -> None:
-        for name in ("checkpoint_every", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.keep_every < 0 or self.keep_every % self.checkpoint_every:
-            raise ConfigError(
-                f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
-                f"{self.checkpoint_every}: no other steps have checkpoints"
-            )
+    def _trackers_are_known(self) -> None:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ConfigError(f"track={self.track}: {known_names(name, TRACKERS)}")
-
-    def require_evaluations(self, eval_every: int) -> None:
-        """Raises ConfigError if `keep_best` is set and the run has no periodic evaluations."""
-        if self.keep_best is not None and not eval_every:
-            raise ConfigError(
-                f"keep_best={self.keep_best} needs evaluations to choose from: give eval_every="
-            )
 
     @property
     def only_plans(self) -> bool:
@@ -271,7 +252,9 @@ class CommonConfig(
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
-    steps: int = chz.field(default=100, doc="optimizer steps", metadata=ESSENTIAL | MAY_CHANGE)
+    steps: int = setting(
+        at_least(1), default=100, doc="optimizer steps", metadata=ESSENTIAL | MAY_CHANGE
+    )
     learner_dtype: DtypeChoice = chz.field(
         default="auto",
         doc="precision of the learner's computation; auto: float32 on a CPU, bfloat16 on CUDA. "
@@ -279,11 +262,7 @@ class CommonConfig(
     )
 
     @chz.validate
-    def _common_in_range(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be at least 1")
-        if self.trace_step is not None and not 1 <= self.trace_step <= self.steps:
-            raise ConfigError(f"trace_step={self.trace_step} must be a step, 1 to {self.steps}")
+    def _libraries_are_here(self) -> None:
         if self.compile and self.device != "cuda" and which(os.environ.get("CXX", "g++")) is None:
             raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
         if self.liger:

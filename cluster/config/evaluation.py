@@ -8,6 +8,7 @@ import chz
 
 from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
+from distill.rules import above, at_least, at_most, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
@@ -18,8 +19,8 @@ class LengthSettings:
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    max_new_tokens: int = chz.field(
-        default=256, doc="longest response, in tokens", metadata=ESSENTIAL
+    max_new_tokens: int = setting(
+        at_least(1), default=256, doc="longest response, in tokens", metadata=ESSENTIAL
     )
 
 
@@ -29,16 +30,22 @@ class DecoderSettings(LengthSettings):
 
     section: ClassVar[Section] = Section.EVALUATION
 
-    eval_temperature: float = chz.field(
-        default=0.0, doc="temperature of the serving decoder, for evaluations only; 0: greedy"
+    eval_temperature: float = setting(
+        at_least(0),
+        default=0.0,
+        doc="temperature of the serving decoder, for evaluations only; 0: greedy",
     )
-    eval_top_p: float = chz.field(
-        default=1.0, doc="top-p of the serving decoder, for evaluations only; 1: off"
+    eval_top_p: float = setting(
+        above(0),
+        at_most(1),
+        default=1.0,
+        doc="top-p of the serving decoder, for evaluations only; 1: off",
     )
-    eval_top_k: int = chz.field(
-        default=0, doc="top-k of the serving decoder, for evaluations only; 0: off"
+    eval_top_k: int = setting(
+        at_least(0), default=0, doc="top-k of the serving decoder, for evaluations only; 0: off"
     )
-    eval_samples: int = chz.field(
+    eval_samples: int = setting(
+        at_least(1),
         default=1,
         doc="responses per prompt in evaluations; several give pass@k and a majority vote, and "
         "need eval_temperature above 0",
@@ -68,7 +75,8 @@ class HeldOutSettings:
 
     section: ClassVar[Section] = Section.EVALUATION
 
-    eval_every: int = chz.field(
+    eval_every: int = setting(
+        at_least(0),
         default=0,
         doc="steps between evaluations; 0: only at the start and the end",
         metadata=MAY_CHANGE,
@@ -97,8 +105,6 @@ class HeldOutSettings:
             )
         if self.eval_source is not None:
             unweighted_sources("eval_source", self.eval_source)
-        if self.eval_every < 0:
-            raise ConfigError(f"eval_every={self.eval_every} must not be negative")
 
 
 @chz.chz
@@ -107,10 +113,14 @@ class EvaluationSettings(DecoderSettings, HeldOutSettings):
 
     section: ClassVar[Section] = Section.EVALUATION
 
-    eval_max_new_tokens: int | None = chz.field(
-        default=None, doc="longest response in evaluations, in tokens; default: max_new_tokens"
+    eval_max_new_tokens: int | None = setting(
+        at_least(1),
+        default=None,
+        doc="longest response in evaluations, in tokens; default: max_new_tokens",
     )
-    eval_engines: int = chz.field(
+    eval_engines: int = setting(
+        at_least(0),
+        needs("eval_every", remedy="give eval_every=, or leave it out"),
         default=0,
         doc="policy engines reserved for the evaluations of every eval_every steps, which then run "
         "concurrently with training, with the weights of their step; 0: evaluations run between "
@@ -125,14 +135,6 @@ class EvaluationSettings(DecoderSettings, HeldOutSettings):
             raise ConfigError(
                 f"{without[0]}={idle[without[0]]} changes nothing with eval_size=0, which runs "
                 "no evaluation; leave one of them out"
-            )
-        if self.eval_engines < 0:
-            raise ConfigError(f"eval_engines={self.eval_engines} must not be negative")
-        if self.eval_engines and not self.eval_every:
-            raise ConfigError(
-                f"eval_engines={self.eval_engines} changes nothing with eval_every=0: the "
-                "evaluations before and after training stand beside no step; give eval_every=, or "
-                "leave it out"
             )
 
     def longest_evaluation(self) -> int:

@@ -11,6 +11,7 @@ import chz
 from chz.field import Field
 from chz.util import MISSING
 
+from distill.rules import rules_of
 from distill.settings import ESSENTIAL, Section, flagged, section_of
 
 _WIDTH = 100
@@ -71,7 +72,8 @@ def _kind_text(kind: Any) -> str:
 
 
 def _explained(name: str, field: Field, given: Mapping[str, str]) -> Iterator[str]:
-    notes = [note for note in (type_text(field), default_text(field)) if note]
+    notes = [type_text(field), default_text(field), *(rule.text for rule in rules_of(field))]
+    notes = [note for note in notes if note]
     text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
     head = f"  {name}"
     first = head.ljust(_INDENT) if len(head) < _INDENT - 1 else " " * _INDENT

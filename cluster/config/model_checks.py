@@ -165,9 +165,7 @@ def check_routers(
     model: str,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
 ) -> None:
-    """Raises ConfigError if router_aux_coef is negative, or has no loss of the model to scale."""
-    if config.router_aux_coef < 0:
-        raise ConfigError(f"router_aux_coef={config.router_aux_coef} must be 0 or above")
+    """Raises ConfigError if router_aux_coef has no loss of the model to scale."""
     if config.router_aux_coef:
         check_balances(meta_model(model))
 

@@ -43,6 +43,7 @@ from distill.objective.settings import (
 )
 from distill.records import OnStale, StepRuleName
 from distill.rewards.length import LengthRules
+from distill.rules import above, at_least, needs, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
@@ -90,7 +91,9 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         doc="supervised rows, in the format of recipe=sft, that every update trains on too",
         metadata=ROWS,
     )
-    sft_coef: float | None = chz.field(
+    sft_coef: float | None = setting(
+        needs("sft_data"),
+        above(0, "leave sft_data out to train on rollouts alone"),
         default=None,
         doc="weight of the cross-entropy of sft_data, of which an update has 8 rows; default: 0.1",
     )
@@ -103,17 +106,6 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
     @chz.validate
     def _data_in_range(self) -> None:
-        if self.sft_coef is not None and self.sft_data is None:
-            raise ConfigError(
-                f"sft_coef={self.sft_coef} changes nothing without sft_data; leave it out",
-                field="sft_coef",
-            )
-        if self.sft_coef is not None and not 0 < self.sft_coef < float("inf"):
-            raise ConfigError(
-                f"sft_coef={self.sft_coef} must be above 0, and finite; leave sft_data out to "
-                "train on rollouts alone",
-                field="sft_coef",
-            )
         if self.prompts is not None and not self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(f"prompts={self.prompts} changes nothing: env={name} reads no file")
@@ -149,11 +141,12 @@ class SamplingSettings(LengthSettings):
         doc="rollout temperature T > 0, of sampling, teacher, learner and loss alike",
         metadata=ESSENTIAL,
     )
-    prompts_per_step: int = chz.field(
-        default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
+    prompts_per_step: int = setting(
+        at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
     )
-    group_size: int = chz.field(default=4, doc="samples per prompt", metadata=ESSENTIAL)
-    max_staleness: int = chz.field(
+    group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
+    max_staleness: int = setting(
+        at_least(0),
         default=4,
         doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
         "synchronous",
@@ -164,7 +157,8 @@ class SamplingSettings(LengthSettings):
         "enough time; in_order: in the order of their prompts, so that a long answer delays its "
         "step",
     )
-    groups_in_flight: int | None = chz.field(
+    groups_in_flight: int | None = setting(
+        at_least("prompts_per_step", "a step needs its groups"),
         default=None,
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
@@ -179,11 +173,6 @@ class SamplingSettings(LengthSettings):
 
     @chz.validate
     def _sampling_in_range(self) -> None:
-        for name in ("prompts_per_step", "group_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness} must not be negative")
         self._check_window()
         self.train_sampling()
 
@@ -196,11 +185,11 @@ class SamplingSettings(LengthSettings):
             )
         most = self.prompts_per_step * (self.max_staleness + 1)
         given = self.groups_in_flight
-        if given is not None and not self.prompts_per_step <= given <= most:
+        if given is not None and given > most:
             raise ConfigError(
-                f"groups_in_flight={given} must be at least prompts_per_step="
-                f"{self.prompts_per_step}, and at most {most}, (max_staleness + 1) * "
-                "prompts_per_step: more could not all be trained in time; raise max_staleness"
+                f"groups_in_flight={given} must be at most {most}, (max_staleness + 1) * "
+                "prompts_per_step: more could not all be trained in time; raise max_staleness",
+                field="groups_in_flight",
             )
         if self.on_stale != "wait" and self.window == self.prompts_per_step:
             name = "groups_in_flight" if self.max_staleness else "max_staleness"
@@ -287,7 +276,6 @@ class RolloutConfig(
 
     @chz.validate
     def _in_range(self) -> None:
-        self.require_evaluations(self.eval_every)
         if self.local:
             self._require_what_is_here()
         self.require_work_for_all(
@@ -303,11 +291,6 @@ class RolloutConfig(
             raise ConfigError(
                 "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
                 "of a step of one sample is zero, and so is the gradient; raise one of them"
-            )
-        if self.objective().overlong_buffer > self.max_new_tokens:
-            raise ConfigError(
-                f"overlong_buffer={self.objective().overlong_buffer} must be at most "
-                f"max_new_tokens={self.max_new_tokens}: it is the end of a response"
             )
         self._check_nodes()
         self._check_shared_gpus()

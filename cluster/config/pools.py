@@ -9,6 +9,7 @@ import chz
 from actors.config import EngineChoices, ServerSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
+from distill.rules import above, at_least, setting
 from distill.settings import MAY_CHANGE, Section
 
 Colocation = Literal["no", "share", "sleep"]
@@ -44,7 +45,8 @@ class PolicySettings(EngineChoices, ServerSettings):
         "by its place",
         metadata=MAY_CHANGE,
     )
-    verify_every: int | None = chz.field(
+    verify_every: int | None = setting(
+        at_least(0),
         default=None,
         doc="weight versions between two checks that the policy engines hold what the learner "
         "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, "
@@ -59,7 +61,7 @@ class PolicySettings(EngineChoices, ServerSettings):
     )
 
     @chz.validate
-    def _push_in_range(self) -> None:
+    def _weights_reach_the_servers(self) -> None:
         check_hosted("policy_server_flags", self.policy_server_flags)
         check_pushed("policy_server_flags", self.policy_server_flags)
         nodes = parallelism(self.policy_server_flags).nodes
@@ -68,10 +70,6 @@ class PolicySettings(EngineChoices, ServerSettings):
                 f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
                 f"(policy_server_flags={self.policy_server_flags}); use weights=auto, which sends "
                 "to every rank, or weights=disk"
-            )
-        if self.verify_every is not None and self.verify_every < 0:
-            raise ConfigError(
-                f"verify_every={self.verify_every} must not be negative", field="verify_every"
             )
         check_served(self.weights, self.engine != "embedded")
 
@@ -130,7 +128,8 @@ class PoolSettings:
         "up to 8 while environments and rewards are too slow",
         metadata=MAY_CHANGE,
     )
-    rollout_cpus: float = chz.field(
+    rollout_cpus: float = setting(
+        at_least(0),
         default=0.0,
         doc="CPUs that each rollout worker reserves; 0: none reserved",
         metadata=MAY_CHANGE,
@@ -144,11 +143,9 @@ class PoolSettings:
     )
 
     @chz.validate
-    def _pools_in_range(self) -> None:
+    def _pools_have_a_size(self) -> None:
         self.pool("policy_engines")
         self.pool("rollout_workers")
-        if not self.rollout_cpus >= 0:
-            raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
 
     def pool(self, name: str) -> PoolSize:
         """Size of the pool that the setting `name` describes. Raises as `PoolSize.parse`."""
@@ -161,17 +158,13 @@ class GroupSettings:
 
     section: ClassVar[Section] = Section.SUPERVISION
 
-    lease_s: float = chz.field(
+    lease_s: float = setting(
+        above(0),
         default=900.0,
         doc="seconds without progress (of the engine, or to the next turn) after which a prompt "
         "group is given to another worker too",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _groups_in_range(self) -> None:
-        if not self.lease_s > 0:
-            raise ConfigError(f"lease_s={self.lease_s} must be above 0")
 
 
 @chz.chz
@@ -180,15 +173,11 @@ class CanarySettings:
 
     section: ClassVar[Section] = Section.SUPERVISION
 
-    canary_every: int = chz.field(
+    canary_every: int = setting(
+        at_least(0),
         default=10,
         doc="steps between two canaries: fixed rows that each engine of a teacher or the reference "
         "scores again, and whose scores must equal its first ones; so for reward models, and for "
         "copies in the learner (docs/proof.md); 0: none",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _canaries_in_range(self) -> None:
-        if self.canary_every < 0:
-            raise ConfigError(f"canary_every={self.canary_every} must not be negative")

@@ -16,6 +16,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import Columns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
+from distill.rules import above, at_least, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, with_default
 from distill.stops import StopSettings
 
@@ -53,7 +54,8 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
         "directory (for its final/), RUN:STEP or RUN:best",
         metadata=ESSENTIAL,
     )
-    batch_size: int = chz.field(
+    batch_size: int = setting(
+        at_least(1),
         default=32,
         doc="rows (pairs, for dpo and reward_model) per optimizer step",
         metadata=ESSENTIAL,
@@ -65,14 +67,15 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
         doc=f"optimizer steps; default: {_STEPS}, or those of epochs=",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
-    epochs: float | None = chz.field(
+    epochs: float | None = setting(
+        above(0),
         default=None,
         doc="train on this many times the number of rows (pairs), instead of steps; may be a "
         "fraction",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
-    max_length: int | None = chz.field(
-        default=None, doc="longest row, in tokens; default: the model's context"
+    max_length: int | None = setting(
+        at_least(2), default=None, doc="longest row, in tokens; default: the model's context"
     )
 
     eval_size: float = with_default(HeldOutSettings, "eval_size", 0)
@@ -97,18 +100,13 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
             )
 
     @chz.validate
-    def _batch_in_range(self) -> None:
-        self.require_evaluations(self.eval_every)
+    def _work_for_all(self) -> None:
         if self.rehearses:
             raise ConfigError(
                 "dry_run=rehearse is for recipes that sample (opd, rl): it kills every kind of "
                 "actor once, and here there is a learner alone; use dry_run=True",
                 field="dry_run",
             )
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
-        if self.epochs is not None and not 0 < self.epochs < float("inf"):
-            raise ConfigError(f"epochs={self.epochs:g} must be above 0, and finite")
         self.require_work_for_all(self.batch_size, f"batch_size={self.batch_size}")
 
     def trained_on(self, units: int) -> Self:
@@ -135,7 +133,7 @@ class SftConfig(Columns, SupervisedConfig):
     )
 
     @chz.validate
-    def _data_in_range(self) -> None:
+    def _sources_are_readable(self) -> None:
         parse_sources("data", self.data)
 
 
@@ -145,12 +143,14 @@ class PreferenceSettings:
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
-    beta: float = chz.field(
+    beta: float = setting(
+        above(0, "at 0 the gradient is zero"),
         default=0.1,
         doc="weight of a nat of distance from the reference; with a small beta the policy moves "
         "further from it",
     )
-    sft_coef: float = chz.field(
+    sft_coef: float = setting(
+        at_least(0),
         default=0.0,
         doc="weight of the cross-entropy of the chosen responses, in addition to the preference "
         "loss",
@@ -170,14 +170,8 @@ class DpoConfig(Columns, SupervisedConfig, PreferenceSettings):
     )
 
     @chz.validate
-    def _dpo_in_range(self) -> None:
+    def _sources_are_readable(self) -> None:
         parse_sources("data", self.data)
-        if not 0 <= self.sft_coef < float("inf"):
-            raise ConfigError(f"sft_coef={self.sft_coef} must be 0 or above, and finite")
-        if not 0 < self.beta < float("inf"):
-            raise ConfigError(
-                f"beta={self.beta} must be above 0, and finite: at 0 the gradient is zero"
-            )
 
 
 @chz.chz

@@ -270,9 +270,10 @@ def _limits(
     check_adapter(config, config.model)
     limit = context_length(model)
     if config.max_length is not None:
-        if not 2 <= config.max_length <= limit:
+        if config.max_length > limit:
             raise ConfigError(
-                f"max_length={config.max_length} must be between 2 and the model's context, {limit}"
+                f"max_length={config.max_length} must be at most the model's context, {limit}",
+                field="max_length",
             )
         limit = config.max_length
     # Supervised tokens are trained as they are: each is an outcome of its own.

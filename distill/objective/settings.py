@@ -14,6 +14,7 @@ import chz
 
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.rules import at_least, at_most, setting
 from distill.settings import Section
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
@@ -107,7 +108,9 @@ class PolicyObjective:
         doc="ignore the rewards of samples that ended by length: their advantage is 0, and no "
         "baseline includes them; the terms of teacher and reference stay",
     )
-    overlong_buffer: int = chz.field(
+    overlong_buffer: int = setting(
+        at_least(0),
+        at_most("max_new_tokens", "it is the end of a response"),
         default=0,
         doc="number of tokens before max_new_tokens over which a response's reward falls linearly, "
         "by 1 in all (DAPO); 0: off",

@@ -28,6 +28,7 @@ from distill.envs.reading import Reading
 from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
 from tests.actors.text_server import API_KEY, MODEL, Says, running_text_server
 from tests.conftest import TinyPair
+from tests.refusals import refuses
 from tests.tiny import EOS, PAD, save_tokenizer, tiny_model_dir
 
 NewOpd = Callable[..., OpdConfig]
@@ -82,11 +83,9 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
         check_dpo(pairs)
 
 
-def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd, sft: NewSft, mixture: str) -> None:
+def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd) -> None:
     with pytest.raises(ConfigError, match="router_aux_coef: Qwen3ForCausalLM is dense"):
         check_rollout(opd(router_aux_coef=0.1))
-    with pytest.raises(ConfigError, match=r"router_aux_coef=-0.1 must be 0 or above"):
-        check_sft(sft(model=mixture, router_aux_coef=-0.1))
 
 
 def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
@@ -269,7 +268,7 @@ def test_supervised_rows(sft: NewSft, prompts) -> None:
 
 @pytest.mark.parametrize("max_length", [1, 129])
 def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
-    with pytest.raises(ConfigError, match=f"max_length={max_length} must be between 2 and .* 128"):
+    with refuses(ConfigError, "max_length"):
         check_sft(sft(max_length=max_length))
 
 
@@ -285,8 +284,6 @@ def test_a_supervised_checkpoint_is_looked_at(sft: NewSft, broken: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sft_coef": 0.2}, r"sft_coef=0\.2 changes nothing without sft_data"),
-        ({"sft_data": "rows", "sft_coef": 0.0}, r"sft_coef=0\.0 must be above 0"),
         ({"teachers": {"a/b": 1.0}}, r"teachers\.a/b: a name has letters"),
         ({"teachers": {"a": 0.0}}, r"teachers\.a\.weight=0\.0 must be above 0"),
         ({"teachers": {"a": math.inf}}, r"teachers\.a\.weight=inf must be above 0"),

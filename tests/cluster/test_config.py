@@ -51,20 +51,11 @@ from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, changed, flagged, section_of
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
+from tests.refusals import refuses
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
 WRITTEN = {"samples_from": "m@http://h:1/v1"}
-POSITIVE = [
-    "steps", "checkpoint_every", "keep_last", "token_budget", "threads", "prompts_per_step",
-    "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
-    "eval_max_new_tokens",
-]  # fmt: skip
-NOT_NEGATIVE = [
-    "seed", "max_staleness", "eval_every", "eval_size", "warmup_steps", "eval_top_k",
-]  # fmt: skip
-ABOVE_ZERO = ["lr", "max_grad_norm", "no_progress_s", "gpus_per_actor", "temperature"]
-FINITE = ["lr", "max_grad_norm", "temperature", "kl_coef", "reward_coef", "weight_decay"]
 
 
 @pytest.mark.parametrize(
@@ -85,26 +76,17 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     assert of_the_whole_model.lr == changes.get("lr", 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, 0) for name in POSITIVE]
-    + [(name, -1) for name in NOT_NEGATIVE]
-    + [(name, value) for name in ABOVE_ZERO for value in (0.0, -0.5, math.nan)]
-    + [(name, value) for name in FINITE for value in (math.nan, math.inf)]
-    + [("kl_coef", -1.0), ("reward_coef", -1.0), ("weight_decay", -1.0)]
-    + [("kl_discount_factor", value) for value in (-0.1, 1.1, math.nan)]
-    + [("eval_temperature", value) for value in (-0.1, math.nan)]
-    + [("eval_top_p", value) for value in (0.0, 1.1)],
-)
-def test_a_setting_out_of_range_is_named(opd: NewOpd, name: str, value: float) -> None:
-    shown = "max_new_tokens" if name == "eval_max_new_tokens" else name
-    with pytest.raises(ConfigError, match=f"{shown}={value}"):
+@pytest.mark.parametrize("name", ["lr", "temperature"])
+@pytest.mark.parametrize("value", [0.0, -0.5, math.nan, math.inf])
+def test_a_rate_is_a_number_above_zero(opd: NewOpd, name: str, value: float) -> None:
+    with refuses(ConfigError, name):
         opd(**{name: value})
 
 
-@pytest.mark.parametrize("name", NOT_NEGATIVE)
-def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
-    assert getattr(opd(**{name: 0}), name) == 0
+@pytest.mark.parametrize("name", ["policy_engines", "teacher_engines", "rollout_workers"])
+def test_a_pool_is_not_empty(opd: NewOpd, name: str) -> None:
+    with refuses(ConfigError, name):
+        opd(**{name: 0})
 
 
 @pytest.mark.parametrize("on_stale", ["train_late", "restart"])
@@ -155,23 +137,6 @@ def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
         opd(eval_size=0, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eval_engines": -1}, "eval_engines=-1 must not be negative"),
-        ({"eval_engines": 2}, "eval_engines=2 changes nothing with eval_every=0.*give eval_every="),
-    ],
-)
-def test_engines_for_no_evaluation_are_refused(opd: NewOpd, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        opd(**changes)
-
-
-def test_a_batch_has_rows(sft: Callable[..., SftConfig]) -> None:
-    with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
-        sft(batch_size=0)
-
-
 def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) -> None:
     assert sft().steps == 100 and sft(steps=7).trained_on(1000).steps == 7
     for epochs, batch_size, steps in (
@@ -185,11 +150,8 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
         assert (config.steps, config.epochs) == (steps, None)
     with pytest.raises(ConfigError, match="steps=3 and epochs=2 both say how long"):
         sft(steps=3, epochs=2)
-    for epochs in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=r"epochs=.* must be above 0"):
-            sft(epochs=epochs)
     late = sft(epochs=2, batch_size=10, trace_step=7)
-    with pytest.raises(ConfigError, match="trace_step=7 must be a step, 1 to 6"):
+    with refuses(ConfigError, "trace_step"):
         late.trained_on(30)
 
 
@@ -201,7 +163,6 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
         ({"eval_size": math.nan}, "eval_size=nan must be a whole number"),
         ({"eval_source": "v:2,w"}, "eval_source=v:2,w: weights change nothing"),
         ({"eval_every": 5}, "eval_every=5 changes nothing without held-out rows"),
-        ({"eval_every": -1}, "eval_every=-1 must not be negative"),
     ],
 )
 def test_held_out_rows_are_named_once(
@@ -339,7 +300,6 @@ def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
         ({"baseline": "global", "constant_groups": "drop"}, "constant_groups=drop with baseline="),
         ({"baseline": "global", "constant_groups": "replace"}, "=replace with baseline=global"),
         ({"baseline": "global", "prompts_per_step": 1, "group_size": 1}, "of a step of one sample"),
-        ({"overlong_buffer": 9, "max_new_tokens": 8}, "overlong_buffer=9 must be at most max_new_"),
         ({"group_size": 1}, "use at least 2, or baseline=global"),
     ],
 )
@@ -707,13 +667,7 @@ def test_settings_that_the_environment_does_not_look_at(settings: dict, message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learner_workers": 0}, "learner_workers=0 must be at least 1"),
         ({"learner_workers": 9}, "some workers would have nothing to do; use at most 8 workers"),
-        ({"trace_step": 0}, "trace_step=0 must be a step"),
-        ({"trace_step": 101}, "trace_step=101 must be a step, 1 to 100"),
-        ({"lora_alpha": 3.0}, "lora_rank is not set"),
-        ({"lora_rank": 0}, "lora_rank=0 must be at least 1"),
-        ({"lora_rank": 4, "lora_adapter": "d"}, "an adapter brings its own rank"),
         ({"lora_rank": 4, "lora_targets": "q_proj,"}, "lora_targets='q_proj,' holds an empty name"),
     ],
 )

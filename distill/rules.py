@@ -1,0 +1,185 @@
+"""Declaration of a setting together with the rules that its value must meet.
+
+    keep_last: int = setting(at_least(1), default=2, doc="number of newest checkpoints")
+    eval_engines: int = setting(at_least(0), needs("eval_every"), default=0, doc="engines for ...")
+
+A rule refuses a value with a ConfigError that names the setting, the value and the reason. Rules
+refer to other settings by name. They are checked whenever an object with the setting is made; a
+rule about settings that the object lacks is left to an object that has them all. The constructors
+of rules stand below; a condition that they cannot state stays a `chz.validate` method.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import chz
+from chz.field import Field
+from chz.util import MISSING
+
+from distill.errors import ConfigError
+from distill.lookup import known_names
+
+_RULES = "rules"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Condition on the value of a setting; None always meets it.
+
+    Attributes:
+        text: the condition, for help texts: "at least 1".
+        holds: whether `(settings, value)` meets it.
+        problem: what is wrong, and the remedy; text that follows `name=value`.
+        other: name of the other setting that it depends on, if any.
+        allows: values that just meet it.
+        refuses: values that just fail it.
+        only_given: if True, a setting with its default value meets it.
+    """
+
+    text: str
+    holds: Callable[[Any, Any], bool]
+    problem: Callable[[Any, Any], str]
+    other: str | None = None
+    allows: tuple[Any, ...] = ()
+    refuses: tuple[Any, ...] = ()
+    only_given: bool = False
+
+
+def setting(*rules: Rule, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
+    """A `chz.field` with rules. Keyword arguments are those of `chz.field`."""
+    return chz.field(
+        metadata={**(metadata or {}), _RULES: rules},
+        validator=[partial(_check, rule) for rule in rules],
+        **field,
+    )
+
+
+def rules_of(field: Field) -> tuple[Rule, ...]:
+    """Rules of a field that `setting` declares; none for other fields."""
+    return (field.metadata or {}).get(_RULES, ())
+
+
+def default_of(field: Field) -> Any:
+    """Default value of a field; MISSING without one."""
+    made = field._default_factory
+    return field._default if made is MISSING or made is None else made()
+
+
+def _check(rule: Rule, settings: Any, attribute: str) -> None:
+    name, value = attribute.removeprefix("X_"), getattr(settings, attribute)
+    if value is None or not (rule.other is None or hasattr(settings, rule.other)):
+        return
+    if rule.only_given and value == default_of(chz.chz_fields(settings)[name]):
+        return
+    if not rule.holds(settings, value):
+        raise ConfigError(
+            f"{name}={value} {rule.problem(settings, value)}", field=name, value=value
+        )
+
+
+def at_least(bound: float | str, why: str = "") -> Rule:
+    """The value is `bound`, a number or another setting, or larger. Infinity is refused."""
+    return _bound(operator.ge, "at least", bound, why, step=-1)
+
+
+def above(bound: float | str, why: str = "") -> Rule:
+    """The value is larger than `bound`, a number or another setting. Infinity is refused."""
+    return _bound(operator.gt, "above", bound, why, step=0)
+
+
+def at_most(bound: float | str, why: str = "") -> Rule:
+    """The value is `bound`, a number or another setting, or smaller."""
+    return _bound(operator.le, "at most", bound, why, step=1)
+
+
+def below(bound: float | str, why: str = "") -> Rule:
+    """The value is smaller than `bound`, a number or another setting."""
+    return _bound(operator.lt, "below", bound, why, step=0)
+
+
+def _bound(
+    compare: Callable[[Any, Any], bool], how: str, bound: float | str, why: str, step: int
+) -> Rule:
+    """Rule of a comparison. `bound + step` is the nearest whole number that is refused."""
+    reason = f": {why}" if why else ""
+    if isinstance(bound, str):
+        return Rule(
+            f"{how} {bound}",
+            lambda settings, value: compare(value, getattr(settings, bound)),
+            lambda settings, _: f"must be {how} {bound}={getattr(settings, bound)}{reason}",
+            other=bound,
+        )
+    return Rule(
+        f"{how} {bound}",
+        lambda _, value: compare(value, bound) and math.isfinite(value),
+        lambda _, __: f"must be {how} {bound}{reason}",
+        allows=(bound,) if step else (),
+        refuses=(bound + step, math.nan, math.inf, -math.inf),
+    )
+
+
+def one_of(*choices: str) -> Rule:
+    """The value is one of the names."""
+    return Rule(
+        "|".join(choices),
+        lambda _, value: value in choices,
+        lambda _, value: f"is unknown; {known_names(value, choices)}",
+        allows=choices,
+        refuses=(f"no_{choices[0]}",),
+    )
+
+
+def multiple_of(other: str, why: str) -> Rule:
+    """The value is a multiple of another setting."""
+    return Rule(
+        f"a multiple of {other}",
+        lambda settings, value: value % getattr(settings, other) == 0,
+        lambda settings, _: f"must be a multiple of {other}={getattr(settings, other)}: {why}",
+        other=other,
+    )
+
+
+def never(value: Any, why: str) -> Rule:
+    """One value is refused, for a reason."""
+    return Rule(
+        f"not {value}", lambda _, given: given != value, lambda _, __: why, refuses=(value,)
+    )
+
+
+def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
+    """The setting changes something only if `other` is set, or has one of `values`."""
+    named = f"{other}={' or '.join(map(str, values))}" if values else other
+    return Rule(
+        f"needs {named}",
+        lambda settings, _: _is_set(settings, other, values),
+        lambda settings, _: (
+            f"changes nothing with {other}={getattr(settings, other)}: it needs {named}; {remedy}"
+        ),
+        other=other,
+        only_given=True,
+    )
+
+
+def not_with(other: str, *values: Any, why: str) -> Rule:
+    """The setting cannot be given while `other` is set, or has one of `values`."""
+    named = f"{other}={' or '.join(map(str, values))}" if values else other
+    return Rule(
+        f"not with {named}",
+        lambda settings, _: not _is_set(settings, other, values),
+        lambda settings, _: (
+            f"with {other}={getattr(settings, other)}: {why}; leave one of them out"
+        ),
+        other=other,
+        only_given=True,
+    )
+
+
+def _is_set(settings: Any, name: str, values: tuple[Any, ...]) -> bool:
+    value = getattr(settings, name)
+    return value in values if values else value is not None and value not in (0, "")

@@ -1,0 +1,151 @@
+"""Rules that settings declare: each refuses its counter-examples, and accepts its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import chz
+import pytest
+from chz.field import Field
+
+from cluster.config.recipes import CONFIGS, make
+from distill.errors import ConfigError
+from distill.rules import Rule, default_of, rules_of
+from tests.refusals import refuses
+
+# Settings that a recipe requires, and a run that passes every check of settings.
+_POLICY = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7}
+_SUPERVISED = {"model": "m", "data": "d", "out": "o"}
+GIVEN: dict[str, dict[str, Any]] = {
+    "opd": _POLICY | {"teacher": "t"},
+    "rl": _POLICY,
+    "sft": _SUPERVISED,
+    "dpo": _SUPERVISED,
+    "reward_model": _SUPERVISED,
+}
+# Further settings with which a setting means something.
+WITH: dict[str, dict[str, Any]] = {
+    "eval_engines": {"eval_every": 1},
+    "keep_best": {"eval_every": 1},
+    "lora_alpha": {"lora_rank": 4},
+    "lora_targets": {"lora_rank": 4},
+    "sft_coef": {"sft_data": "f"},
+}
+
+
+def declared() -> Iterator[tuple[str, str, Field]]:
+    """Every recipe's settings, each of those that several share once."""
+    seen = set()
+    for recipe in GIVEN:
+        for name, field in chz.chz_fields(CONFIGS[recipe]).items():
+            rules = rules_of(field)
+            if rules and (name, rules) not in seen:
+                seen.add((name, rules))
+                yield recipe, name, field
+
+
+def kinds(field: Field) -> tuple[Any, ...]:
+    union = get_origin(field.x_type) in (Union, UnionType)
+    return get_args(field.x_type) if union else (field.x_type,)
+
+
+def fits(field: Field, value: Any) -> bool:
+    """True if the value has the setting's type."""
+    if isinstance(value, float):
+        return float in kinds(field)
+    return type(value) in kinds(field) or (type(value) is int and float in kinds(field))
+
+
+def made(recipe: str, name: str, value: Any) -> Any:
+    beside = WITH.get(name, {})
+    known = {each: beside[each] for each in beside if each in chz.chz_fields(CONFIGS[recipe])}
+    return make(recipe, **GIVEN[recipe] | known | {name: value})
+
+
+def examples(recipe: str, name: str) -> list[Any]:
+    """Values of a setting, other than its default, that pass the rules about it alone."""
+    field = chz.chz_fields(CONFIGS[recipe])[name]
+    options = [
+        each for kind in kinds(field) if get_origin(kind) is Literal for each in get_args(kind)
+    ]
+    rules = [rule for rule in rules_of(field) if rule.other is None]
+    tried = [
+        *options,
+        True,
+        1,
+        2,
+        5,
+        1000,
+        0.5,
+        "x",
+        0,
+        *(v for rule in rules for v in rule.allows),
+    ]
+    return [
+        value
+        for value in tried
+        if (value in options or fits(field, value))
+        and value != default_of(field)
+        and all(rule.holds(None, value) for rule in rules)
+    ]
+
+
+def counter_example(recipe: str, name: str, rule: Rule) -> dict[str, Any]:
+    """Values of the setting and of the one that its rule refers to, which break the rule."""
+    assert rule.other is not None
+    there = getattr(make(recipe, **GIVEN[recipe]), rule.other)
+    default = default_of(chz.chz_fields(CONFIGS[recipe])[rule.other])
+    for value in examples(recipe, name):
+        for other in (there, default, *examples(recipe, rule.other)):
+            if not rule.holds(SimpleNamespace(**{rule.other: other}), value):
+                return {name: value, rule.other: other}
+    raise AssertionError(f"nothing breaks {name}: {rule.text}")
+
+
+OUTSIDE = [
+    pytest.param(recipe, name, value, id=f"{recipe} {name}={value}")
+    for recipe, name, field in declared()
+    for rule in rules_of(field)
+    for value in rule.refuses
+    if fits(field, value)
+]
+EDGES = [
+    pytest.param(recipe, name, value, id=f"{recipe} {name}={value}")
+    for recipe, name, field in declared()
+    for rule in rules_of(field)
+    for value in rule.allows
+    if fits(field, value)
+]
+RELATIONS = [
+    pytest.param(recipe, name, rule, id=f"{recipe} {name} {rule.text}")
+    for recipe, name, field in declared()
+    for rule in rules_of(field)
+    if rule.other is not None and rule.other in chz.chz_fields(CONFIGS[recipe])
+]
+
+
+@pytest.mark.parametrize(("recipe", "name", "value"), OUTSIDE)
+def test_a_value_outside_is_refused(recipe: str, name: str, value: Any) -> None:
+    with refuses(ConfigError, name) as refused:
+        made(recipe, name, value)
+    assert str(refused.value).startswith(f"{name}={value} ")
+
+
+@pytest.mark.parametrize(("recipe", "name", "value"), EDGES)
+def test_a_value_at_the_edge_is_accepted(recipe: str, name: str, value: Any) -> None:
+    assert getattr(made(recipe, name, value), name) == value
+
+
+@pytest.mark.parametrize(("recipe", "name", "rule"), RELATIONS)
+def test_a_conflict_with_another_setting_is_refused(recipe: str, name: str, rule: Rule) -> None:
+    with refuses(ConfigError, name) as refused:
+        make(recipe, **GIVEN[recipe] | counter_example(recipe, name, rule))
+    assert str(rule.other) in str(refused.value)
+
+
+def test_rules_refer_to_settings() -> None:
+    known = {name for kind in CONFIGS.values() for name in chz.chz_fields(kind)}
+    others = {rule.other for _, _, field in declared() for rule in rules_of(field)} - {None}
+    assert others and others <= known
