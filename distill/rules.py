@@ -124,11 +124,11 @@ def _bound(
     )
 
 
-def one_of(*choices: str) -> Rule:
-    """The value is one of the names."""
+def one_of(*choices: str, or_own: bool = False) -> Rule:
+    """The value is one of the names, or with `or_own` a custom `package.module:function`."""
     return Rule(
-        "|".join(choices),
-        lambda _, value: value in choices,
+        "|".join([*choices, *["module:function"] * or_own]),
+        lambda _, value: value in choices or (or_own and ":" in value),
         lambda _, value: f"is unknown; {known_names(value, choices)}",
         allows=choices,
         refuses=(f"no_{choices[0]}",),
@@ -166,15 +166,13 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
     )
 
 
-def not_with(other: str, *values: Any, why: str) -> Rule:
+def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of them out") -> Rule:
     """The setting cannot be given while `other` is set, or has one of `values`."""
     named = f"{other}={' or '.join(map(str, values))}" if values else other
     return Rule(
         f"not with {named}",
         lambda settings, _: not _is_set(settings, other, values),
-        lambda settings, _: (
-            f"with {other}={getattr(settings, other)}: {why}; leave one of them out"
-        ),
+        lambda settings, _: f"with {other}={getattr(settings, other)}: {why}; {remedy}",
         other=other,
         only_given=True,
     )

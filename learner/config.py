@@ -60,8 +60,14 @@ class LoraSettings:
         doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
         "vocabulary projection",
     )
-    lora_adapter: str | None = chz.field(
-        default=None, doc="peft adapter (safetensors) to start from, instead of lora_rank"
+    lora_adapter: str | None = setting(
+        not_with(
+            "rollout_only",
+            why="nobody pushes an adapter to the engines; give a student with it merged, the "
+            "final/ of a run with lora_rank",
+        ),
+        default=None,
+        doc="peft adapter (safetensors) to start from, instead of lora_rank",
     )
 
     @chz.validate

@@ -16,11 +16,10 @@ from chz.field import Field
 
 from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
-from cluster.config.help import default_text, type_text
+from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
 from cluster.config.teachers import TeacherConfig, TeacherSettings
 from cluster.run_files.metric_table import METRICS
-from distill.rules import rules_of
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -137,7 +136,7 @@ def _table(part: type, rows: list[_Row], owners: list[str]) -> Iterator[str]:
                 f"**`{row.name}`**{_mark(row)}" if row.bold else f"`{row.name}`{_mark(row)}",
                 _code(type_text(row.first)),
                 _defaults(row),
-                _marked_down("; ".join(rule.text for rule in rules_of(row.first))),
+                _marked_down(rules_text(row.first)),
                 _marked_down(row.first._doc)
                 + ("" if tuple(row.owners) == common else f" ({', '.join(row.owners)})"),
             )

@@ -184,6 +184,7 @@ class OutputSettings:
     trace_step: int | None = setting(
         at_least(1),
         at_most("steps"),
+        not_with("rollout_only", why="there is no learner to trace"),
         default=None,
         doc="step of the learner whose trace is written to out/trace.json, for "
         "https://ui.perfetto.dev",
@@ -236,7 +237,10 @@ class ForkSettings:
 
     section: ClassVar[Section] = Section.MODEL
 
-    fork_from: str | None = chz.field(
+    fork_from: str | None = setting(
+        not_with(
+            "rollout_only", why="it begins from no checkpoint; give student=DIR/model, that of one"
+        ),
         default=None,
         doc="start with the weights of another run: RUN (its newest checkpoint), RUN:STEP or "
         "RUN:best (one that it keeps); with its AdamW moments if the recipe is the same. Counters, "

@@ -8,9 +8,11 @@ import chz
 
 from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
-from distill.rules import above, at_least, at_most, needs, setting
+from distill.rules import above, at_least, at_most, needs, not_with, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
+
+_NO_ENGINES = "such a run has no engines; evaluate its checkpoints with python -m cluster.evaluate"
 
 
 @chz.chz
@@ -46,6 +48,7 @@ class DecoderSettings(LengthSettings):
     )
     eval_samples: int = setting(
         at_least(1),
+        needs("eval_temperature", remedy="greedy decoding gives the same response again"),
         default=1,
         doc="responses per prompt in evaluations; several give pass@k and a majority vote, and "
         "need eval_temperature above 0",
@@ -77,6 +80,8 @@ class HeldOutSettings:
 
     eval_every: int = setting(
         at_least(0),
+        not_with("train_from", why=_NO_ENGINES),
+        not_with("rollout_only", why="nothing is evaluated; python -m cluster.evaluate does it"),
         default=0,
         doc="steps between evaluations; 0: only at the start and the end",
         metadata=MAY_CHANGE,

@@ -60,6 +60,11 @@ def type_text(field: Field) -> str:
     return _kind_text(field.x_type)
 
 
+def rules_text(field: Field) -> str:
+    """The rules of a setting for people to read, without those that its type tells."""
+    return "; ".join(rule.text for rule in rules_of(field) if rule.text != type_text(field))
+
+
 def _kind_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
@@ -72,8 +77,7 @@ def _kind_text(kind: Any) -> str:
 
 
 def _explained(name: str, field: Field, given: Mapping[str, str]) -> Iterator[str]:
-    notes = [type_text(field), default_text(field), *(rule.text for rule in rules_of(field))]
-    notes = [note for note in notes if note]
+    notes = [note for note in (type_text(field), default_text(field), rules_text(field)) if note]
     text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
     head = f"  {name}"
     first = head.ljust(_INDENT) if len(head) < _INDENT - 1 else " " * _INDENT

@@ -43,7 +43,7 @@ from distill.objective.settings import (
 )
 from distill.records import OnStale, StepRuleName
 from distill.rewards.length import LengthRules
-from distill.rules import above, at_least, needs, setting
+from distill.rules import above, at_least, needs, not_with, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
@@ -163,7 +163,8 @@ class SamplingSettings(LengthSettings):
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
     )
-    on_stale: OnStale = chz.field(
+    on_stale: OnStale = setting(
+        needs("step_rule", "due_first"),
         default="wait",
         doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
         "waits for them; train_late: they are trained beyond max_staleness; restart: those that "
@@ -177,12 +178,6 @@ class SamplingSettings(LengthSettings):
         self.train_sampling()
 
     def _check_window(self) -> None:
-        if self.on_stale != "wait" and self.step_rule == "in_order":
-            raise ConfigError(
-                f"on_stale={self.on_stale} needs step_rule=due_first: in_order waits for every "
-                "group",
-                field="on_stale",
-            )
         most = self.prompts_per_step * (self.max_staleness + 1)
         given = self.groups_in_flight
         if given is not None and given > most:
@@ -246,12 +241,15 @@ class RolloutConfig(
         "and learner can do this for the student",
         metadata=MAY_CHANGE,
     )
-    train_from: str | None = chz.field(
+    train_from: str | None = setting(
+        not_with("rollout_only", why="it samples groups, and those are there; train on them"),
+        not_with("dry_run", "rehearse", why="a rehearsal starts every kind of actor"),
         default=None,
         doc="out= of another run that has kept its steps (keep=N): train on their groups, in "
         "order, without engines; to debug a learner or an objective",
     )
-    rollout_only: bool = chz.field(
+    rollout_only: bool = setting(
+        not_with("dry_run", "rehearse", why="a rehearsal ends and resumes a learner"),
         default=False,
         doc="sample and score the groups of `steps` steps, and keep them in out/replay for "
         "train_from= of another run, without a learner; to debug an environment or a reward. "
@@ -283,9 +281,7 @@ class RolloutConfig(
             f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
         )
         self._check_whole_steps()
-        self._check_kept()
         self._check_keeping()
-        self._check_rehearsal()
         self._check_env()
         if self.objective().baseline == "global" and self.prompts_per_step * self.group_size < 2:
             raise ConfigError(
@@ -363,50 +359,8 @@ class RolloutConfig(
                 field="keep",
             )
 
-    def _check_rehearsal(self) -> None:
-        if self.rehearses and self.train_from is not None:
-            raise ConfigError(
-                f"train_from={self.train_from} with dry_run=rehearse: a rehearsal starts every "
-                "kind of actor; leave one of them out",
-                field="train_from",
-            )
-
-    def _check_kept(self) -> None:
-        """Raises ConfigError for settings that need engines, in a run with train_from=."""
-        if self.train_from is None:
-            return
-        for name, value in (("eval_every", 0), ("eval_engines", 0)):
-            if (given := getattr(self, name)) != value:
-                raise ConfigError(
-                    f"{name}={given} with train_from={self.train_from}: such a run has no engines; "
-                    "leave it out, and evaluate its checkpoints with python -m cluster.evaluate"
-                )
-
     def _check_keeping(self) -> None:
-        """Raises ConfigError for settings that need a learner, in a run with rollout_only=True."""
-        if not self.only_keeps:
-            return
-        remedies = {
-            "train_from": "it samples groups, and those are there; train on them",
-            "fork_from": "it begins from no checkpoint; give student=DIR/model, that of one",
-            "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
-            "merged, the final/ of a run with lora_rank",
-            "eval_every": "nothing is evaluated; python -m cluster.evaluate does it",
-            "trace_step": "there is no learner to trace",
-        }
-        fields = chz.chz_fields(type(self))
-        for name, why in remedies.items():
-            if (given := getattr(self, name)) != fields[name]._default:
-                raise ConfigError(
-                    f"{name}={given} with rollout_only=True: {why}. Leave one of them out"
-                )
-        if self.rehearses:
-            raise ConfigError(
-                "dry_run=rehearse with rollout_only=True: a rehearsal ends and resumes a learner; "
-                "rehearse the run that trains",
-                field="dry_run",
-            )
-        if self.whole_steps:
+        if self.only_keeps and self.whole_steps:
             raise ConfigError(
                 f"keep={self.keep} with rollout_only=True: every step is kept; leave keep out",
                 field="keep",
@@ -662,7 +616,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         require_advantages(self)
-        self.check_teacher_samples(self.steps, self.train_from)
+        self.check_share(self.steps)
         self.text_endpoints()
         self._check_feedback()
         if self.teacher_moves:
@@ -707,23 +661,12 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         )
 
     def _check_feedback(self) -> None:
-        if self.teacher_feedback == "{prompt}":
-            raise ConfigError(
-                "teacher_feedback={prompt} changes nothing: the teacher sees the prompt in any "
-                "case; give it words around it, {answer} or {feedback} say, or leave it out"
-            )
         template = self.feedback_template()
         tells = template is not None and "outcome" in template.placeholders
         if self.correct_reward_threshold is not None and not (tells or self.hint_bonus_coef):
             raise ConfigError(
                 f"correct_reward_threshold={self.correct_reward_threshold} changes nothing without "
                 "{outcome} in teacher_feedback, or hint_bonus_coef; leave it out"
-            )
-        if self.hint_bonus_coef and not self.teacher_moves:
-            raise ConfigError(
-                f"hint_bonus_coef={self.hint_bonus_coef} is of the policy's own log-probs under a "
-                f"hint, and teacher={self.teacher} is another model; use teacher={OWN}, or leave "
-                "it out (kl_coef weighs what a teacher says)"
             )
 
     def _check_own_teacher(self) -> None:
@@ -808,18 +751,6 @@ class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
     @chz.validate
     def _rl_in_range(self) -> None:
         require_reward(self, self.group_size)
-        if self.constant_groups != "train" and self.reward_coef == 0:
-            raise ConfigError(
-                f"constant_groups={self.constant_groups} is for task rewards, and reward_coef=0 "
-                "trains on none; leave it out, or give a reward_coef",
-                field="constant_groups",
-            )
-        if self.constant_groups != "train" and self.baseline == "global":
-            raise ConfigError(
-                f"constant_groups={self.constant_groups} with baseline=global would throw away a "
-                "signal: a group of one reward is better or worse than the others; leave it out",
-                field="constant_groups",
-            )
         _check_reference(self, self)
 
     @property

@@ -11,8 +11,11 @@ import chz
 from actors.rollout.text_endpoint import EndpointAddress
 from cluster.config.early_checks import OWN, model_field
 from distill.errors import ConfigError
+from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
 from distill.settings import ESSENTIAL, Section, may_change_but
 from learner.config import ShadowRule
+
+_NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
 
 
 def check_stands_still(teacher: str) -> None:
@@ -50,17 +53,33 @@ class TeacherSettings:
         "of rows)",
         metadata=ESSENTIAL,
     )
-    teacher_lag: int = chz.field(
+    teacher_lag: int = setting(
+        at_least(0),
+        never(
+            1,
+            "must be at least 2: a teacher that is renewed at every step is the live student, as "
+            "with 0",
+        ),
+        needs("teacher", OWN),
+        not_with("teacher_ema", why="a teacher follows in one way"),
         default=0,
         doc="teacher=policy: steps between two copies of the student's weights to the teacher, "
         "which is 0 to teacher_lag - 1 steps older, on engines of its own; 0: the live student",
     )
-    teacher_ema: float | None = chz.field(
+    teacher_ema: float | None = setting(
+        above(0, "at 0 the teacher is the live student; leave it out"),
+        below(1, "at 1 the teacher is the student's first checkpoint; name that as the teacher"),
+        needs("teacher", OWN),
         default=None,
         doc="teacher=policy: the teacher is a moving average of the student's weights, on engines "
         "of its own, and keeps this share of its weights at each step (for example 0.99)",
     )
-    teacher_feedback: str | None = chz.field(
+    teacher_feedback: str | None = setting(
+        never(
+            "{prompt}",
+            "changes nothing: the teacher sees the prompt in any case; put words around it, "
+            "{answer} or {feedback} for example, or leave it out",
+        ),
         default=None,
         doc="template of the text that the teacher sees in place of the prompt, filled in for each "
         "trajectory: {prompt} and any of {answer}, {response}, {reward}, {outcome} (right or "
@@ -80,7 +99,6 @@ class TeacherSettings:
                 f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
                 "for one, or teachers.NAME.model=DIR for several"
             )
-        self._check_movement()
         for name, teacher in self.teachers.items():
             if teacher.model == OWN:
                 raise ConfigError(
@@ -93,31 +111,6 @@ class TeacherSettings:
                 raise ConfigError(
                     f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
                 )
-
-    def _check_movement(self) -> None:
-        for name, default in (("teacher_lag", 0), ("teacher_ema", None)):
-            value = getattr(self, name)
-            if value != default and self.teacher != OWN:
-                raise ConfigError(
-                    f"{name}={value} with teacher={self.teacher}: weights that are not the "
-                    f"student's do not follow it; use teacher={OWN}, or leave {name} out"
-                )
-        lag, ema = self.teacher_lag, self.teacher_ema
-        if lag < 0 or lag == 1:
-            raise ConfigError(
-                f"teacher_lag={lag} must be at least 2; 0, the default, is the live student, which "
-                "a teacher that is renewed at every step would be, too"
-            )
-        if ema is not None and not 0 < ema < 1:
-            raise ConfigError(
-                f"teacher_ema={ema} must lie between 0 and 1: at 0 it is the live student (leave "
-                "it out), at 1 the student's first checkpoint (name that as the teacher)"
-            )
-        if lag and ema is not None:
-            raise ConfigError(
-                f"teacher_lag={lag} with teacher_ema={ema}: a teacher follows in one way; leave "
-                "one of them out"
-            )
 
     @property
     def teacher_moves(self) -> bool:
@@ -137,12 +130,19 @@ class TeacherSampleSettings:
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    sft_steps: int = chz.field(
+    sft_steps: int = setting(
+        at_least(0),
+        at_most("steps", "it counts steps at the start of the run"),
+        not_with("sample_share", 1, why="with it the teacher samples every group"),
+        _NOT_KEPT,
         default=0,
         doc="steps at the start of the run in which the teacher samples the responses, and the "
         "student learns them by cross-entropy (SFT); for a student whose own samples teach little",
     )
-    sample_share: float = chz.field(
+    sample_share: float = setting(
+        at_least(0),
+        at_most(1),
+        _NOT_KEPT,
         default=0.0,
         doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
         "too: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
@@ -184,36 +184,10 @@ class TeacherSampleSettings:
                 )
         return found
 
-    def check_teacher_samples(self, steps: int, train_from: str | None) -> None:
-        """Raises ConfigError if sft_steps or sample_share is out of range, or has no effect.
-
-        Args:
-            steps: optimizer steps of the run.
-            train_from: the run's setting of this name.
-        """
-        if not 0 <= self.sft_steps <= steps:
-            raise ConfigError(
-                f"sft_steps={self.sft_steps} must be in [0, steps={steps}]: steps at the run's "
-                "start in which the teacher samples; raise steps, or lower it"
-            )
-        if not 0 <= self.sample_share <= 1:
-            raise ConfigError(
-                f"sample_share={self.sample_share} must be in [0, 1]: the share of groups "
-                "that the teacher samples"
-            )
-        if self.sft_steps and self.sample_share == 1:
-            raise ConfigError(
-                f"sft_steps={self.sft_steps} changes nothing with sample_share=1, by which the "
-                "teacher samples every group; leave one of them out"
-            )
+    def check_share(self, steps: int) -> None:
+        """Raises ConfigError if no step of the run's `steps` is left for sample_share."""
         if self.sample_share and self.sft_steps == steps:
             raise ConfigError(
                 f"sample_share={self.sample_share} changes nothing with sft_steps=steps="
                 f"{steps}: no step follows; lower sft_steps, or leave it out"
             )
-        for name in ("sft_steps", "sample_share"):
-            if train_from is not None and getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} changes nothing with train_from={train_from}: "
-                    "the groups are there, and say who sampled them; leave it out"
-                )

@@ -7,14 +7,12 @@ docs/objectives.md for how to choose among them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import chz
 
 from distill.errors import ConfigError
-from distill.lookup import known_names
-from distill.rules import at_least, at_most, setting
+from distill.rules import above, at_least, at_most, below, needs, never, not_with, one_of, setting
 from distill.settings import Section
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
@@ -37,13 +35,30 @@ CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 CORRECTION_CAP = 2.0
 
 # Options of other systems, and the reason why each is no estimator of this gradient.
-_REFUSED_ESTIMATORS = {
-    "k1": "differentiated as a loss, log p - log q has the gradient E[grad log p] = 0 and never "
-    "sees the teacher",
-    "k3": "differentiated as a loss, q/p - 1 + log p/q has the gradient of the forward KL, not of "
-    "the reverse; say divergence=forward_kl if that is what you want",
-    "k2": "differentiated as a loss it is the sampled estimator, on policy only",
-}
+_REFUSED_ESTIMATORS = [
+    never(name, f"is refused: {why}. estimator=sampled is the policy gradient of the reverse KL")
+    for name, why in (
+        (
+            "k1",
+            "differentiated as a loss, log p - log q has the gradient E[grad log p] = 0 and never "
+            "sees the teacher",
+        ),
+        (
+            "k3",
+            "differentiated as a loss, q/p - 1 + log p/q has the gradient of the forward KL, not "
+            "of the reverse; say divergence=forward_kl if that is what you want",
+        ),
+        ("k2", "differentiated as a loss it is the sampled estimator, on policy only"),
+    )
+]
+# Rules that several settings share.
+_REWARDS = needs("reward_coef", remedy="give a reward_coef, or leave it out")
+_ADVANTAGE = not_with("advantage", why="it is computed in their place")
+_TOP_K = needs("estimator", "top_k")
+_FLAT_JSD = (
+    "there the generalised JSD and its gradient are zero; divergence=forward_kl or reverse_kl is "
+    "its limit"
+)
 
 
 @chz.chz
@@ -52,58 +67,78 @@ class PolicyObjective:
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
-    loss: str = chz.field(
+    loss: str = setting(
+        one_of(*get_args(LossName), or_own=True),
         default="importance_sampling",
         doc="loss over the ratio of the learner's to the sampler's probabilities: "
         "importance_sampling, ppo, cispo, dro, gspo; or module:function of the tensors "
         "(logprobs_N, old_N, advantages_N) that returns each token's loss",
     )
-    clip: float | tuple[float, float] | None = chz.field(
+    clip: float | tuple[float, float] | None = setting(
+        needs("loss", *CLIP),
         default=None,
         doc="how far from 1 a ratio may go: one number, or two, for below and above (0.2,0.28); "
         "default: ppo 0.2, cispo 1,4, gspo 3e-4,4e-4",
     )
-    correction: Correction = chz.field(
+    correction: Correction = setting(
+        one_of(*get_args(Correction)),
         default="none",
         doc="correction for the mismatch of server and learner. none: ratios are against the "
         "server's log-probs; truncate, mask: ratios are against the learner's own log-probs at the "
         "start of the step, and learner/server becomes a weight, which truncate cuts at "
         "correction_cap and mask sets to 0 beyond it",
     )
-    correction_cap: float | None = chz.field(
+    correction_cap: float | None = setting(
+        at_least(1),
+        needs("correction", "truncate", "mask"),
         default=None,
         doc="largest learner/server weight; mask also drops weights below its inverse; default: 2",
     )
-    normalisation: Normalisation = chz.field(
+    normalisation: Normalisation = setting(
+        one_of(*get_args(Normalisation)),
         default="token",
         doc="what has equal weight in the loss: every trained token of the step, or every sequence",
     )
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer updates per step, each on a part of the step's groups"
+    num_substeps: int = setting(
+        at_least(1),
+        default=1,
+        doc="optimizer updates per step, each on a part of the step's groups",
     )
-    entropy_coef: float = chz.field(default=0.0, doc="weight of an entropy bonus (entropy of p_T)")
-    bonus_coef: float = chz.field(
+    entropy_coef: float = setting(
+        at_least(0), default=0.0, doc="weight of an entropy bonus (entropy of p_T)"
+    )
+    bonus_coef: float = setting(
+        at_least(0),
         default=0.0,
         doc="weight of the rewards of single tokens (`bonuses` of a prompt, env.format_reward)",
     )
-    reward_coef: float = chz.field(default=0.0, doc="weight of the task reward's advantage")
-    baseline: Baseline = chz.field(
+    reward_coef: float = setting(
+        at_least(0), default=0.0, doc="weight of the task reward's advantage"
+    )
+    baseline: Baseline = setting(
+        one_of(*get_args(Baseline)),
+        _REWARDS,
+        _ADVANTAGE,
         default="mean",
         doc="what a reward is compared with. mean: the mean of its group; leave_one_out: the mean "
         "of the group's other members; global: the mean of the whole step (REINFORCE++)",
     )
-    scale_by_std: bool = chz.field(
+    scale_by_std: bool = setting(
+        _REWARDS,
+        _ADVANTAGE,
         default=False,
         doc="divide reward advantages by the standard deviation of the group (of the step with "
         "baseline=global)",
     )
-    advantage: str | None = chz.field(
+    advantage: str | None = setting(
+        _REWARDS,
         default=None,
         doc="custom advantage, instead of baseline and scale_by_std: module:function of the step's "
         "groups (distill.objective.group_rewards.GroupRewards) that returns an array of advantages "
         "for each group",
     )
-    mask_truncated: bool = chz.field(
+    mask_truncated: bool = setting(
+        _REWARDS,
         default=False,
         doc="ignore the rewards of samples that ended by length: their advantage is 0, and no "
         "baseline includes them; the terms of teacher and reference stay",
@@ -111,75 +146,26 @@ class PolicyObjective:
     overlong_buffer: int = setting(
         at_least(0),
         at_most("max_new_tokens", "it is the end of a response"),
+        _REWARDS,
         default=0,
         doc="number of tokens before max_new_tokens over which a response's reward falls linearly, "
         "by 1 in all (DAPO); 0: off",
     )
-    reference_kl_coef: float = chz.field(
-        default=0.0, doc="weight of the centred KL penalty towards the reference model"
+    reference_kl_coef: float = setting(
+        at_least(0), default=0.0, doc="weight of the centred KL penalty towards the reference model"
     )
-    kl_discount_factor: float = chz.field(
+    kl_discount_factor: float = setting(
+        at_least(0),
+        at_most(1),
         default=0.0,
         doc="discount of the later tokens' sampled KL terms in a token's advantage, for the "
         "teacher (estimator=sampled) and the reference; 0: only the token's own term",
     )
 
     @chz.validate
-    def _policy_in_range(self) -> None:
-        if not is_own(self.loss):
-            check_name("loss", self.loss, get_args(LossName))
-        check_name("correction", self.correction, get_args(Correction))
-        check_name("normalisation", self.normalisation, get_args(Normalisation))
-        check_name("baseline", self.baseline, get_args(Baseline))
-        _check_non_negative(self, "reward_coef", "bonus_coef", "entropy_coef", "reference_kl_coef")
-        if self.num_substeps < 1:
-            raise ConfigError(
-                f"num_substeps={self.num_substeps} must be at least 1", field="num_substeps"
-            )
-        if not 0 <= self.kl_discount_factor <= 1:
-            raise ConfigError(
-                f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]",
-                field="kl_discount_factor",
-            )
-        cap = self.correction_cap
-        if cap is not None and not 1 <= cap < float("inf"):
-            raise ConfigError(
-                f"correction_cap={cap} must be 1 or above, and finite", field="correction_cap"
-            )
-        if cap is not None and self.correction == "none":
-            raise ConfigError(
-                f"correction_cap={cap} changes nothing with correction=none; leave it out, or give "
-                "correction=truncate or mask",
-                field="correction_cap",
-            )
-        if self.clip is not None and self.loss not in CLIP:
-            raise ConfigError(
-                f"clip={self.clip} changes nothing with loss={self.loss}: it belongs to "
-                f"{', '.join(CLIP)}; leave it out",
-                field="clip",
-            )
+    def _clip_in_range(self) -> None:
         if not all(0 <= bound < float("inf") for bound in self.clip_bounds):
             raise ConfigError(f"clip={self.clip} must be 0 or above, and finite", field="clip")
-        if self.reward_coef == 0:
-            for name, off in (
-                ("baseline", "mean"),
-                ("scale_by_std", False),
-                ("advantage", None),
-                ("mask_truncated", False),
-                ("overlong_buffer", 0),
-            ):
-                if getattr(self, name) != off:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)} is for task rewards, and reward_coef=0 "
-                        "trains on none; leave it out, or give a reward_coef",
-                        field=name,
-                    )
-        if self.overlong_buffer < 0:
-            raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} must not be negative",
-                field="overlong_buffer",
-            )
-        self._check_advantage()
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -188,21 +174,14 @@ class PolicyObjective:
             return CLIP.get(self.loss, (0.0, 0.0))
         return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
 
-    def _check_advantage(self) -> None:
-        """Raise ConfigError for an invalid `advantage`, and for settings that contradict it."""
+    @chz.validate
+    def _advantage_is_a_function(self) -> None:
         if self.advantage is not None and not is_own(self.advantage):
             raise ConfigError(
                 f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
                 "names of those that are built in",
                 field="advantage",
             )
-        for name, off in (("baseline", "mean"), ("scale_by_std", False)):
-            if self.advantage is not None and getattr(self, name) != off:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} changes nothing with advantage="
-                    f"{self.advantage}, which is in its place; leave one of them out",
-                    field=name,
-                )
 
 
 @chz.chz
@@ -211,7 +190,14 @@ class ConstantGroupSettings:
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
-    constant_groups: ConstantGroups = chz.field(
+    constant_groups: ConstantGroups = setting(
+        one_of(*get_args(ConstantGroups)),
+        _REWARDS,
+        not_with(
+            "baseline",
+            "global",
+            why="a group of one reward is better or worse than the others, which is a signal",
+        ),
         default="train",
         doc="groups whose members all have the same reward. replace: groups of further prompts "
         "take their place (dynamic sampling), for at most 3 times prompts_per_step of them in a "
@@ -225,48 +211,74 @@ class TeacherObjective(PolicyObjective):
 
     section: ClassVar[Section] = Section.OBJECTIVE
 
-    kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
-    kl_clip: float | None = chz.field(
+    kl_coef: float = setting(at_least(0), default=1.0, doc="weight of the teacher's term")
+    kl_clip: float | None = setting(
+        above(0, "leave it out to clip nothing"),
+        needs("divergence", "reverse_kl"),
+        needs("kl_coef"),
         default=None,
         doc="bound on a token's log p - log q, on either side, in nats (reverse_kl): limits the "
         "signal, and biases it; default: no bound",
     )
-    estimator: str = chz.field(
+    estimator: str = setting(
+        *_REFUSED_ESTIMATORS,
+        one_of(*get_args(EstimatorName)),
         default="sampled",
         doc="how much of the teacher's distribution is used. sampled: the log-prob of the sampled "
         "token; full: all of it, by a copy of the teacher in the learner; top_k: some likely "
         "tokens, and an estimate of the rest; auto (opd): full where it fits, else top_k, else "
         "sampled",
     )
-    divergence: str = chz.field(
+    divergence: str = setting(
+        one_of(*get_args(DivergenceName), or_own=True),
+        not_with(
+            "estimator",
+            "sampled",
+            why="the log-prob of one sampled token does not tell it",
+            remedy="use estimator=full or top_k",
+        ),
         default="reverse_kl",
         doc="divergence of student and teacher. reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || "
         "p_T); jsd: a Jensen-Shannon divergence; or module:function of the tensors (log_p_NV, "
         "log_q_NV) that returns each row's divergence",
     )
-    jsd_beta: float | None = chz.field(
-        default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); default: 0.5"
+    jsd_beta: float | None = setting(
+        above(0, _FLAT_JSD),
+        below(1, _FLAT_JSD),
+        needs("divergence", "jsd"),
+        default=None,
+        doc="jsd: share of the teacher in the mixture, in (0, 1); default: 0.5",
     )
-    teacher_top_k: int | None = chz.field(
+    teacher_top_k: int | None = setting(
+        at_least(1),
+        _TOP_K,
         default=None,
         doc="top_k: number of tokens that are compared; with top_k_from=union, of each side; "
         "default: 32",
     )
-    top_k_from: TopKFrom | None = chz.field(
+    top_k_from: TopKFrom | None = setting(
+        one_of(*get_args(TopKFrom)),
+        _TOP_K,
         default=None,
         doc="top_k: whose most likely tokens are compared. student: the sampling policy's; "
         "teacher: the teacher's; union: the student's, and as many others of the teacher's. "
         "Default: student for reverse_kl, an expectation under the student; teacher for "
         "forward_kl; union for jsd",
     )
-    tail: Tail | None = chz.field(
+    tail: Tail | None = setting(
+        one_of(*get_args(Tail)),
+        _TOP_K,
         default=None,
         doc="top_k: estimate of the rest of the distribution. bucket: all other tokens as one; "
         "sampled: the sampled token where it is not in the top k; default: sampled for reverse_kl, "
         "else bucket",
     )
 
-    hint_bonus_coef: float = chz.field(
+    hint_bonus_coef: float = setting(
+        at_least(0),
+        needs(
+            "teacher", "policy", remedy="it is a bonus of the policy's own log-probs under a hint"
+        ),
         default=0.0,
         doc="teacher=policy: weight of a bonus in the advantages of right answers: a token's "
         "log-prob under the hint minus its log-prob in the rollout",
@@ -278,77 +290,12 @@ class TeacherObjective(PolicyObjective):
     )
 
     @chz.validate
-    def _teacher_in_range(self) -> None:
-        _check_non_negative(self, "kl_coef", "hint_bonus_coef")
-        if self.estimator in _REFUSED_ESTIMATORS:
-            raise ConfigError(
-                f"estimator={self.estimator} is refused: {_REFUSED_ESTIMATORS[self.estimator]}. "
-                "estimator=sampled is the policy gradient of the reverse KL",
-                field="estimator",
-            )
-        check_name("estimator", self.estimator, get_args(EstimatorName))
-        if not is_own(self.divergence):
-            check_name("divergence", self.divergence, get_args(DivergenceName))
-        for name, known in (("tail", Tail), ("top_k_from", TopKFrom)):
-            if (value := getattr(self, name)) is not None:
-                check_name(name, value, get_args(known))
-        self._check_estimator()
-        if self.jsd_beta is not None and not 0 < self.jsd_beta < 1:
-            raise ConfigError(
-                f"jsd_beta={self.jsd_beta} must lie between 0 and 1: at either end the generalised "
-                "JSD and its gradient are zero; divergence=forward_kl or reverse_kl is its limit",
-                field="jsd_beta",
-            )
-        if self.teacher_top_k is not None and self.teacher_top_k < 1:
-            raise ConfigError(
-                f"teacher_top_k={self.teacher_top_k} must be at least 1", field="teacher_top_k"
-            )
-
-        self._check_clip()
-
-    def _check_estimator(self) -> None:
-        sampled, top = self.estimator == "sampled", self.estimator == "top_k"
-        if sampled and self.divergence != "reverse_kl":
-            raise ConfigError(
-                f"divergence={self.divergence} needs estimator=full or top_k: the log-prob of one "
-                "sampled token does not tell it",
-                field="divergence",
-            )
+    def _terms_are_sampled(self) -> None:
         if self.kl_discount_factor:
             self._check_discount()
         if self.tail == "sampled" and self.divergence != "reverse_kl":
             raise ConfigError(
                 "tail=sampled is for divergence=reverse_kl; use tail=bucket", field="tail"
-            )
-        for name, needed, belongs in (
-            ("jsd_beta", self.divergence == "jsd", "divergence=jsd"),
-            ("teacher_top_k", top, "estimator=top_k"),
-            ("top_k_from", top, "estimator=top_k"),
-            ("tail", top, "estimator=top_k"),
-        ):
-            if getattr(self, name) is not None and not needed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} changes nothing without {belongs}", field=name
-                )
-
-    def _check_clip(self) -> None:
-        clip = self.kl_clip
-        if clip is None:
-            return
-        if not 0 < clip < float("inf"):
-            raise ConfigError(
-                f"kl_clip={clip} must be above 0, and finite; leave it out to clip nothing",
-                field="kl_clip",
-            )
-        if self.divergence != "reverse_kl":
-            raise ConfigError(
-                f"kl_clip={clip} is of log p - log q, of which divergence={self.divergence} is no "
-                "mean; leave it out, or use divergence=reverse_kl",
-                field="kl_clip",
-            )
-        if self.kl_coef == 0:
-            raise ConfigError(
-                f"kl_clip={clip} changes nothing with kl_coef=0; leave it out", field="kl_clip"
             )
 
     def _check_discount(self) -> None:
@@ -496,16 +443,3 @@ def require_comparison(objective: PolicyObjective, group_size: int) -> None:
 def is_own(name: str) -> bool:
     """True for `package.module:function`, a custom function."""
     return ":" in name
-
-
-def check_name(field: str, value: str, known: Collection[str]) -> None:
-    """Raise ConfigError for an unknown name, with the nearest known one."""
-    if value not in known:
-        raise ConfigError(f"{field}={value} is unknown; {known_names(value, known)}", field=field)
-
-
-def _check_non_negative(settings: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value} must be 0 or above, and finite", field=name)
