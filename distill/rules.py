@@ -68,7 +68,7 @@ def rules_of(field: Field) -> tuple[Rule, ...]:
 def default_of(field: Field) -> Any:
     """Default value of a field; MISSING without one."""
     made = field._default_factory
-    return field._default if made is MISSING or made is None else made()
+    return field._default if made is MISSING else made()
 
 
 def _check(rule: Rule, settings: Any, attribute: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import chz
 import numpy as np
 import pytest
 import torch
@@ -32,6 +31,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.whole_groups import GroupsHere
 from distill.records import TrainedGroups
+from distill.settings import changed
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.fingerprints import Fingerprints
@@ -226,7 +226,7 @@ def test_shares_of_the_gradient_add_up(
 ) -> None:
     replay = StepReplay(out, 4, Console(quiet=True))
     kept = KeptSteps(out)
-    config = chz.replace(replay.config, normalisation=normalisation)
+    config = changed(replay.config, normalisation=normalisation)
     loop = replay.loop(config, kept.start_of(4), str(tmp_path))
     groups_P = [uneven(group) for group in kept.groups(4)]
     if by_teacher:
