@@ -71,15 +71,21 @@ def default_of(field: Field) -> Any:
     return field._default if made is MISSING else made()
 
 
+def path_of(settings: Any, name: str) -> str:
+    """Name of a setting on the command line: fields of an environment begin with `env.`."""
+    return f"{getattr(settings, 'within', '')}{name}"
+
+
 def _check(rule: Rule, settings: Any, attribute: str) -> None:
     name, value = attribute.removeprefix("X_"), getattr(settings, attribute)
+    path = path_of(settings, name)
     if value is None or not (rule.other is None or hasattr(settings, rule.other)):
         return
     if rule.only_given and value == default_of(chz.chz_fields(settings)[name]):
         return
     if not rule.holds(settings, value):
         raise ConfigError(
-            f"{name}={value} {rule.problem(settings, value)}", field=name, value=value
+            f"{path}={value} {rule.problem(settings, value)}", field=path, value=value
         )
 
 
@@ -112,7 +118,7 @@ def _bound(
         return Rule(
             f"{how} {bound}",
             lambda settings, value: compare(value, getattr(settings, bound)),
-            lambda settings, _: f"must be {how} {bound}={getattr(settings, bound)}{reason}",
+            lambda settings, _: f"must be {how} {_shown(settings, bound)}{reason}",
             other=bound,
         )
     return Rule(
@@ -140,7 +146,7 @@ def multiple_of(other: str, why: str) -> Rule:
     return Rule(
         f"a multiple of {other}",
         lambda settings, value: value % getattr(settings, other) == 0,
-        lambda settings, _: f"must be a multiple of {other}={getattr(settings, other)}: {why}",
+        lambda settings, _: f"must be a multiple of {_shown(settings, other)}: {why}",
         other=other,
     )
 
@@ -154,12 +160,13 @@ def never(value: Any, why: str) -> Rule:
 
 def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
     """The setting changes something only if `other` is set, or has one of `values`."""
-    named = f"{other}={' or '.join(map(str, values))}" if values else other
+    options = _options(values)
     return Rule(
-        f"needs {named}",
+        f"needs {other}{options}",
         lambda settings, _: _is_set(settings, other, values),
         lambda settings, _: (
-            f"changes nothing with {other}={getattr(settings, other)}: it needs {named}; {remedy}"
+            f"changes nothing with {_shown(settings, other)}: it needs "
+            f"{path_of(settings, other)}{options}; {remedy}"
         ),
         other=other,
         only_given=True,
@@ -168,11 +175,10 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
 
 def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of them out") -> Rule:
     """The setting cannot be given while `other` is set, or has one of `values`."""
-    named = f"{other}={' or '.join(map(str, values))}" if values else other
     return Rule(
-        f"not with {named}",
+        f"not with {other}{_options(values)}",
         lambda settings, _: not _is_set(settings, other, values),
-        lambda settings, _: f"with {other}={getattr(settings, other)}: {why}; {remedy}",
+        lambda settings, _: f"with {_shown(settings, other)}: {why}; {remedy}",
         other=other,
         only_given=True,
     )
@@ -181,3 +187,11 @@ def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of the
 def _is_set(settings: Any, name: str, values: tuple[Any, ...]) -> bool:
     value = getattr(settings, name)
     return value in values if values else value is not None and value not in (0, "")
+
+
+def _options(values: tuple[Any, ...]) -> str:
+    return f"={' or '.join(map(str, values))}" if values else ""
+
+
+def _shown(settings: Any, name: str) -> str:
+    return f"{path_of(settings, name)}={getattr(settings, name)}"

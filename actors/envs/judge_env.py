@@ -37,9 +37,9 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of
 from distill.errors import ConfigError
-from distill.lookup import known_names
 from distill.rewards.model_reward import conversation, scores_of
 from distill.rewards.token_rewards import phrase_bonuses
+from distill.rules import needs, one_of, setting
 
 MODES = ("score", "pairs")
 
@@ -154,12 +154,14 @@ class Judged(ChatEnvConfig):
         doc="instead of judge_url, judge_model and rubric: a checkpoint of recipe=reward_model, "
         "which the run hosts",
     )
-    mode: str = chz.field(
+    mode: str = setting(
+        one_of(*MODES),
         default="score",
         doc="score: each response alone; pairs: the responses of a group against one another "
         "(evaluations use score)",
     )
-    max_pairs: int | None = chz.field(
+    max_pairs: int | None = setting(
+        needs("mode", "pairs"),
         default=None,
         doc="mode=pairs: most comparisons in a group, with each response in equally many; a "
         "comparison is two requests; default: every pair",
@@ -188,20 +190,10 @@ class Judged(ChatEnvConfig):
             self.judge()
         else:
             self._refuse_judge(self.reward_model)
-        if self.mode not in MODES:
-            raise ConfigError(
-                f"env.mode={self.mode} is unknown; {known_names(self.mode, MODES)}",
-                field="env.mode",
-            )
         if self.rubric is not None and not self.rubric.strip():
             raise ConfigError(
                 "env.rubric is blank; say what makes an answer good, or give @FILE",
                 field="env.rubric",
-            )
-        if self.max_pairs is not None and self.mode != "pairs":
-            raise ConfigError(
-                f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out",
-                field="env.max_pairs",
             )
 
     def _refuse_judge(self, reward_model: str) -> None:

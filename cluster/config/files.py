@@ -15,6 +15,7 @@ from chz.field import Field
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
+from distill.rules import default_of
 
 CONFIG = "config"
 _CLASS = "class"
@@ -62,15 +63,9 @@ def as_tree(config: Any) -> dict[str, Any]:
 def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
     """A file for `config=FILE` with the settings that differ from their defaults, save `leave`."""
     tree, fields = as_tree(config), chz.chz_fields(config)
-    changed = (n for n in tree if n not in leave and getattr(config, n) != _default(fields[n]))
+    changed = (n for n in tree if n not in leave and getattr(config, n) != default_of(fields[n]))
     kept = {name: _readable(tree[name]) for name in changed}
     return yaml.safe_dump({"recipe": recipe, **kept}, sort_keys=False, allow_unicode=True)
-
-
-def _default(field: Field) -> Any:
-    """Default of a setting; the marker MISSING if it has none."""
-    made_by = field._default_factory
-    return made_by() if callable(made_by) else field._default
 
 
 def _readable(value: Any) -> Any:

@@ -326,6 +326,8 @@ class EnvConfig(ABC):
     `eval_source`, and `reward`. A setting that it does not use is rejected.
     """
 
+    # What precedes the names of its fields on the command line.
+    within: ClassVar[str] = "env."
     reads_prompts: ClassVar[bool] = True
     judges: ClassVar[bool] = True
     # True if `reward` may be a reward model: a `ModelReward`, which is no function.

@@ -35,6 +35,7 @@ from distill.envs.chat import (
 )
 from distill.errors import ConfigError
 from distill.libraries import require_library
+from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
 from distill.text.chunks import require_splitter
 from distill.text.condense import (
@@ -173,7 +174,8 @@ class ChatDataset(EnvDataset):
 
 # With `env.condenser` set to this name, the policy itself condenses.
 BY_POLICY = "model"
-_KEEP_LAST = 2
+_CONDENSED = needs("condenser", remedy="give one, keywords for example")
+_BY_POLICY = needs("condenser", BY_POLICY)
 _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 
 
@@ -183,13 +185,13 @@ class ChatConfig(EnvConfig):
 
     token_rewards = ("malformed_penalty",)
 
-    max_turns: int = chz.field(default=8, doc="most turns of the model in an episode")
+    max_turns: int = setting(at_least(1), default=8, doc="most turns of the model in an episode")
     max_tokens: int | None = chz.field(
         default=None,
         doc="most tokens that the model sees before a turn; default: the models' context",
     )
-    time_s: float = chz.field(
-        default=600.0, doc="longest episode, in seconds, checked between two turns"
+    time_s: float = setting(
+        above(0), default=600.0, doc="longest episode, in seconds, checked between two turns"
     )
     tool_timeout_s: float = chz.field(
         default=_TOOL_TIMEOUT_S, doc="seconds that a call of a tool may take"
@@ -198,7 +200,8 @@ class ChatConfig(EnvConfig):
         default=_TOOL_MAX_TOKENS,
         doc="tokens of a tool's answer that the model sees; the rest is cut, with a note",
     )
-    malformed_penalty: float = chz.field(
+    malformed_penalty: float = setting(
+        at_least(0, "it is taken from the reward"),
         default=0.0,
         doc="penalty on the tokens of a turn for each tool call that cannot be parsed, weighed by "
         "bonus_coef",
@@ -209,69 +212,43 @@ class ChatConfig(EnvConfig):
         "itself, greedily and untrained); or package.module:function of (text, focus, max_tokens); "
         "default: the episode ends",
     )
-    condense_to: int | None = chz.field(
-        default=None, doc="tokens of a condensed history; default: half of max_tokens"
+    condense_to: int | None = setting(
+        at_least(1),
+        _CONDENSED,
+        default=None,
+        doc="tokens of a condensed history; default: half of max_tokens",
     )
-    keep_last: int = chz.field(default=_KEEP_LAST, doc="last messages that are never condensed")
-    recall: bool = chz.field(
+    keep_last: int = setting(
+        at_least(1), _CONDENSED, default=2, doc="last messages that are never condensed"
+    )
+    recall: bool = setting(
+        _CONDENSED,
         default=False,
         doc="list what was condensed as <block_N>, message by message, and give the model a tool, "
         "read_block, that shows one in full",
     )
-    condenser_tokens: int | None = chz.field(
+    condenser_tokens: int | None = setting(
+        at_least(1),
+        _BY_POLICY,
         default=None,
         doc="condenser=model: longest answer in tokens, with its reasoning; default: "
         "max_new_tokens",
     )
-    condenser_temperature: float = chz.field(
-        default=0.0, doc="condenser=model: temperature of its answers; 0: greedy"
+    condenser_temperature: float = setting(
+        at_least(0),
+        _BY_POLICY,
+        default=0.0,
+        doc="condenser=model: temperature of its answers; 0: greedy",
     )
-    condenser_prompt: str | None = chz.field(
+    condenser_prompt: str | None = setting(
+        _BY_POLICY,
         default=None,
         doc="condenser=model: the instruction, which the latest message and the text follow; "
         "default: to summarise",
     )
 
     @chz.validate
-    def _chat_in_range(self) -> None:
-        for name in ("max_turns", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"env.{name}={getattr(self, name)} must be at least 1", field=f"env.{name}"
-                )
-        if not self.time_s > 0:
-            raise ConfigError(f"env.time_s={self.time_s} must be above 0", field="env.time_s")
-        if not 0 <= self.malformed_penalty < float("inf"):
-            raise ConfigError(
-                f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken",
-                field="env.malformed_penalty",
-            )
-        if self.condenser is None:
-            for name, default in (
-                ("condense_to", None),
-                ("keep_last", _KEEP_LAST),
-                ("recall", False),
-            ):
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        f"env.{name}={getattr(self, name)} changes nothing without env.condenser; "
-                        "give one, keywords for example",
-                        field=f"env.{name}",
-                    )
-        if self.condenser != BY_POLICY:
-            for name in ("condenser_tokens", "condenser_temperature", "condenser_prompt"):
-                if value := getattr(self, name):
-                    raise ConfigError(
-                        f"env.{name}={value} changes nothing without env.condenser={BY_POLICY}; "
-                        "leave it out",
-                        field=f"env.{name}",
-                    )
-        if self.condenser_tokens is not None and self.condenser_tokens < 1:
-            raise ConfigError(
-                f"env.condenser_tokens={self.condenser_tokens} must be at least 1",
-                field="env.condenser_tokens",
-            )
-        self._condenser_sampling(1)
+    def _limits_are_valid(self) -> None:
         self._tool_limits()
 
     def _condenser_sampling(self, max_new_tokens: int) -> EvalSampling:

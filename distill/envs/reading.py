@@ -34,6 +34,7 @@ from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import ConfigError, DataError
 from distill.rewards.key_facts import key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
+from distill.rules import at_least, setting
 from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser
 
@@ -194,8 +195,10 @@ class Reading(ChatEnvConfig):
         "keywords, or package.module:function of (text, focus, max_tokens): the document is "
         "condensed first",
     )
-    part_tokens: int | None = chz.field(
-        default=None, doc="tokens of a part, or of what a condenser leaves; default: as many as fit"
+    part_tokens: int | None = setting(
+        at_least(1),
+        default=None,
+        doc="tokens of a part, or of what a condenser leaves; default: as many as fit",
     )
     passage_boundary: str | None = chz.field(
         default=None,
@@ -210,16 +213,12 @@ class Reading(ChatEnvConfig):
     terse: bool = chz.field(
         default=False, doc="give no instructions: for models that were taught the task itself"
     )
-    max_turns: int = chz.field(
-        default=64, doc="most turns: one for each part, and one for the answer"
+    max_turns: int = setting(
+        at_least(1), default=64, doc="most turns: one for each part, and one for the answer"
     )
 
     @chz.validate
-    def _reading_in_range(self) -> None:
-        if self.part_tokens is not None and self.part_tokens < 1:
-            raise ConfigError(
-                f"env.part_tokens={self.part_tokens} must be at least 1", field="env.part_tokens"
-            )
+    def _boundary_is_a_pattern(self) -> None:
         if self.passage_boundary is not None:
             try:
                 matches_nothing = re.compile(self.passage_boundary).fullmatch("") is not None

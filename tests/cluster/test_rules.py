@@ -10,12 +10,14 @@ import chz
 import pytest
 from chz.field import Field
 
+from actors.envs.judge_env import Judged
+from cluster.config.env import BUILT_IN
 from cluster.config.recipes import CONFIGS, make
 from distill.errors import ConfigError
 from distill.rules import Rule, default_of, rules_of
 from tests.refusals import refuses
 
-# Settings that a recipe requires, and a run that passes every check of settings.
+# Settings with which a recipe or an environment passes every check.
 _POLICY = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7}
 _SUPERVISED = {"model": "m", "data": "d", "out": "o"}
 GIVEN: dict[str, dict[str, Any]] = {
@@ -24,12 +26,18 @@ GIVEN: dict[str, dict[str, Any]] = {
     "sft": _SUPERVISED,
     "dpo": _SUPERVISED,
     "reward_model": _SUPERVISED,
+    **{env.__name__: {} for env in BUILT_IN},
+    "Judged": {"reward_model": "m"},
 }
+KINDS = CONFIGS | {env.__name__: env for env in (*BUILT_IN, Judged)}
 # Further settings with which a setting means something.
 _REWARDS = {"reward_coef": 1.0}
 _TOP_K = {"estimator": "top_k"}
 WITH: dict[str, dict[str, Any]] = {
     "baseline": _REWARDS,
+    "condense_to": {"condenser": "keywords"},
+    "condenser_temperature": {"condenser": "model"},
+    "condenser_tokens": {"condenser": "model"},
     "clip": {"loss": "ppo"},
     "correction_cap": {"correction": "mask"},
     "jsd_beta": {"estimator": "full", "divergence": "jsd"},
@@ -41,6 +49,7 @@ WITH: dict[str, dict[str, Any]] = {
     "teacher_top_k": _TOP_K,
     "top_k_from": _TOP_K,
     "eval_engines": {"eval_every": 1},
+    "keep_last": {"condenser": "keywords"},
     "keep_best": {"eval_every": 1},
     "lora_alpha": {"lora_rank": 4},
     "lora_targets": {"lora_rank": 4},
@@ -49,14 +58,14 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def declared() -> Iterator[tuple[str, str, Field]]:
-    """Every recipe's settings, each of those that several share once."""
+    """Settings of recipes and environments, each of those that several share once."""
     seen = set()
-    for recipe in GIVEN:
-        for name, field in chz.chz_fields(CONFIGS[recipe]).items():
+    for owner in GIVEN:
+        for name, field in chz.chz_fields(KINDS[owner]).items():
             rules = rules_of(field)
             if rules and (name, rules) not in seen:
                 seen.add((name, rules))
-                yield recipe, name, field
+                yield owner, name, field
 
 
 def kinds(field: Field) -> tuple[Any, ...]:
@@ -71,15 +80,23 @@ def fits(field: Field, value: Any) -> bool:
     return type(value) in kinds(field) or (type(value) is int and float in kinds(field))
 
 
-def made(recipe: str, name: str, value: Any) -> Any:
+def build(owner: str, settings: dict[str, Any]) -> Any:
+    return make(owner, **settings) if owner in CONFIGS else KINDS[owner](**settings)
+
+
+def path(owner: str, name: str) -> str:
+    return name if owner in CONFIGS else f"env.{name}"
+
+
+def made(owner: str, name: str, value: Any) -> Any:
     beside = WITH.get(name, {})
-    known = {each: beside[each] for each in beside if each in chz.chz_fields(CONFIGS[recipe])}
-    return make(recipe, **GIVEN[recipe] | known | {name: value})
+    known = {each: beside[each] for each in beside if each in chz.chz_fields(KINDS[owner])}
+    return build(owner, GIVEN[owner] | known | {name: value})
 
 
-def examples(recipe: str, name: str) -> list[Any]:
+def examples(owner: str, name: str) -> list[Any]:
     """Values of a setting, other than its default, that pass the rules about it alone."""
-    field = chz.chz_fields(CONFIGS[recipe])[name]
+    field = chz.chz_fields(KINDS[owner])[name]
     options = [
         each for kind in kinds(field) if get_origin(kind) is Literal for each in get_args(kind)
     ]
@@ -105,59 +122,59 @@ def examples(recipe: str, name: str) -> list[Any]:
     ]
 
 
-def counter_example(recipe: str, name: str, rule: Rule) -> dict[str, Any]:
+def counter_example(owner: str, name: str, rule: Rule) -> dict[str, Any]:
     """Values of the setting and of the one that its rule refers to, which break the rule."""
     assert rule.other is not None
-    there = getattr(make(recipe, **GIVEN[recipe]), rule.other)
-    default = default_of(chz.chz_fields(CONFIGS[recipe])[rule.other])
-    for value in examples(recipe, name):
-        for other in (there, default, *examples(recipe, rule.other)):
+    there = getattr(build(owner, GIVEN[owner]), rule.other)
+    default = default_of(chz.chz_fields(KINDS[owner])[rule.other])
+    for value in examples(owner, name):
+        for other in (there, default, *examples(owner, rule.other)):
             if not rule.holds(SimpleNamespace(**{rule.other: other}), value):
                 return {name: value, rule.other: other}
     raise AssertionError(f"nothing breaks {name}: {rule.text}")
 
 
 OUTSIDE = [
-    pytest.param(recipe, name, value, id=f"{recipe} {name}={value}")
-    for recipe, name, field in declared()
+    pytest.param(owner, name, value, id=f"{owner} {name}={value}")
+    for owner, name, field in declared()
     for rule in rules_of(field)
     for value in rule.refuses
     if fits(field, value)
 ]
 EDGES = [
-    pytest.param(recipe, name, value, id=f"{recipe} {name}={value}")
-    for recipe, name, field in declared()
+    pytest.param(owner, name, value, id=f"{owner} {name}={value}")
+    for owner, name, field in declared()
     for rule in rules_of(field)
     for value in rule.allows
     if fits(field, value)
 ]
 RELATIONS = [
-    pytest.param(recipe, name, rule, id=f"{recipe} {name} {rule.text}")
-    for recipe, name, field in declared()
+    pytest.param(owner, name, rule, id=f"{owner} {name} {rule.text}")
+    for owner, name, field in declared()
     for rule in rules_of(field)
-    if rule.other is not None and rule.other in chz.chz_fields(CONFIGS[recipe])
+    if rule.other is not None and rule.other in chz.chz_fields(KINDS[owner])
 ]
 
 
-@pytest.mark.parametrize(("recipe", "name", "value"), OUTSIDE)
-def test_a_value_outside_is_refused(recipe: str, name: str, value: Any) -> None:
-    with refuses(ConfigError, name) as refused:
-        made(recipe, name, value)
-    assert str(refused.value).startswith(f"{name}={value} ")
+@pytest.mark.parametrize(("owner", "name", "value"), OUTSIDE)
+def test_a_value_outside_is_refused(owner: str, name: str, value: Any) -> None:
+    with refuses(ConfigError, path(owner, name)) as refused:
+        made(owner, name, value)
+    assert str(refused.value).startswith(f"{path(owner, name)}={value} ")
 
 
-@pytest.mark.parametrize(("recipe", "name", "value"), EDGES)
-def test_a_value_at_the_edge_is_accepted(recipe: str, name: str, value: Any) -> None:
-    assert getattr(made(recipe, name, value), name) == value
+@pytest.mark.parametrize(("owner", "name", "value"), EDGES)
+def test_a_value_at_the_edge_is_accepted(owner: str, name: str, value: Any) -> None:
+    assert getattr(made(owner, name, value), name) == value
 
 
-@pytest.mark.parametrize(("recipe", "name", "rule"), RELATIONS)
-def test_a_conflict_with_another_setting_is_refused(recipe: str, name: str, rule: Rule) -> None:
-    with refuses(ConfigError, name):
-        make(recipe, **GIVEN[recipe] | counter_example(recipe, name, rule))
+@pytest.mark.parametrize(("owner", "name", "rule"), RELATIONS)
+def test_a_conflict_with_another_setting_is_refused(owner: str, name: str, rule: Rule) -> None:
+    with refuses(ConfigError, path(owner, name)):
+        build(owner, GIVEN[owner] | counter_example(owner, name, rule))
 
 
 def test_rules_refer_to_settings() -> None:
-    known = {name for kind in CONFIGS.values() for name in chz.chz_fields(kind)}
+    known = {name for kind in KINDS.values() for name in chz.chz_fields(kind)}
     others = {rule.other for _, _, field in declared() for rule in rules_of(field)} - {None}
     assert others and others <= known

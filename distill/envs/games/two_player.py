@@ -27,6 +27,7 @@ from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
 from distill.envs.chat_config import ChatConfig, first_length, require_room
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.rules import at_least, at_most, setting
 from distill.sampling import EvalSampling
 from distill.types import StopReason
 
@@ -320,23 +321,19 @@ class TwoPlayerConfig(ChatConfig):
         default=None, doc="temperature of the moves of opponent=reference; 0: greedy"
     )
     eval_opponent: str = chz.field(default="random", doc="opponent in evaluations, as opponent")
-    forfeit_reward: float = chz.field(
+    forfeit_reward: float = setting(
+        at_most(-1, "a loss is -1"),
         default=-2.0,
         doc="reward of a seat that makes an illegal move, or none; it is below a loss (-1), or a "
         "seat that loses anyway would have no reason to keep the rules",
     )
     rules: bool = chz.field(default=True, doc="tell the rules in the first message")
-    games: int = chz.field(default=1000, doc="number of different openings, by their seeds")
+    games: int = setting(
+        at_least(1), default=1000, doc="number of different openings, by their seeds"
+    )
 
     @chz.validate
-    def _games_in_range(self) -> None:
-        if self.games < 1:
-            raise ConfigError(f"env.games={self.games} must be at least 1", field="env.games")
-        if not -float("inf") < self.forfeit_reward <= -1:
-            raise ConfigError(
-                f"env.forfeit_reward={self.forfeit_reward} must be -1, a loss, or below",
-                field="env.forfeit_reward",
-            )
+    def _opponents_are_known(self) -> None:
         if (self.opponent_temperature is None) == (self.opponent == FROZEN):
             raise ConfigError(
                 f"env.opponent={self.opponent} with env.opponent_temperature="
