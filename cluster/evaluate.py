@@ -31,6 +31,7 @@ from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
+from distill.rules import at_least, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings, StopTokens
@@ -62,8 +63,10 @@ class EvaluateConfig(
         "its name",
         metadata=ESSENTIAL | ROWS,
     )
-    limit: int | None = chz.field(
-        default=None, doc="number of prompts of each file that are used, from the first"
+    limit: int | None = setting(
+        at_least(1),
+        default=None,
+        doc="number of prompts of each file that are used, from the first",
     )
     teacher: str | None = model_field(
         default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
@@ -71,7 +74,9 @@ class EvaluateConfig(
     temperature: float | None = chz.field(
         default=None, doc="temperature T of the KL towards teacher="
     )
-    num_samples: int = chz.field(default=4, doc="samples per prompt for the KL towards teacher=")
+    num_samples: int = setting(
+        at_least(1), default=4, doc="samples per prompt for the KL towards teacher="
+    )
     out: str | None = chz.field(
         default=None,
         doc="file for the metrics and every response, as JSON",
@@ -93,10 +98,6 @@ class EvaluateConfig(
                 )
         if self.temperature is not None:
             self.train_sampling()
-        if self.num_samples < 1:
-            raise ConfigError(f"num_samples={self.num_samples} must be at least 1")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit={self.limit} must be at least 1")
 
     def files(self) -> Mapping[str, str | None]:
         """Prompt sources by name; the environment's name with None if it reads no prompts.

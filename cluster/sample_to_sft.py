@@ -71,6 +71,7 @@ from distill.rewards.registry import (
     judge,
     load_reward,
 )
+from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings
@@ -111,7 +112,12 @@ class SampleToSftConfig(
     )
     temperature: float = chz.field(default=1.0, doc="temperature of the samples; 0: greedy")
     top_p: float = chz.field(default=1.0, doc="top-p of the samples; 1: off")
-    samples: int = chz.field(default=1, doc="responses per prompt")
+    samples: int = setting(
+        at_least(1),
+        needs("temperature", remedy="all samples would be the same; give a temperature above 0"),
+        default=1,
+        doc="responses per prompt",
+    )
     reward: str | None = chz.field(
         default=None, doc="reward of a response, as in recipe=rl; default: exact_match"
     )
@@ -125,10 +131,12 @@ class SampleToSftConfig(
         "the best",
     )
     seed: int = chz.field(default=0, doc="seed of the samples of a checkpoint")
-    timeout_s: float = chz.field(
-        default=300.0, doc="seconds that a request to an endpoint may take"
+    timeout_s: float = setting(
+        above(0), default=300.0, doc="seconds that a request to an endpoint may take"
     )
-    max_concurrent: int = chz.field(default=16, doc="most requests to an endpoint at the same time")
+    max_concurrent: int = setting(
+        at_least(1), default=16, doc="most requests to an endpoint at the same time"
+    )
 
     @chz.validate
     def _sampling_is_consistent(self) -> None:
@@ -141,16 +149,6 @@ class SampleToSftConfig(
             )
         if self.name is not None:
             self.address()
-        for name in ("samples", "max_concurrent"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
-        if self.samples > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"samples={self.samples} with temperature=0 would all be the same; give a "
-                "temperature above 0"
-            )
         unweighted_sources("prompts", self.prompts)
         self.sampling()
 

@@ -159,11 +159,16 @@ def never(value: Any, why: str) -> Rule:
 
 
 def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
-    """The setting changes something only if `other` is set, or has one of `values`."""
+    """The setting changes something only if `other` has one of `values`, by default any but 0."""
     options = _options(values)
+
+    def holds(settings: Any, _: Any) -> bool:
+        found = getattr(settings, other)
+        return found in values if values else bool(found)
+
     return Rule(
         f"needs {other}{options}",
-        lambda settings, _: _is_set(settings, other, values),
+        holds,
         lambda settings, _: (
             f"changes nothing with {_shown(settings, other)}: it needs "
             f"{path_of(settings, other)}{options}; {remedy}"
@@ -174,19 +179,19 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
 
 
 def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of them out") -> Rule:
-    """The setting cannot be given while `other` is set, or has one of `values`."""
+    """The setting cannot be given if `other` has one of `values`, by default any at all."""
+
+    def holds(settings: Any, _: Any) -> bool:
+        found = getattr(settings, other)
+        return found not in values if values else found is None or found is False
+
     return Rule(
         f"not with {other}{_options(values)}",
-        lambda settings, _: not _is_set(settings, other, values),
+        holds,
         lambda settings, _: f"with {_shown(settings, other)}: {why}; {remedy}",
         other=other,
         only_given=True,
     )
-
-
-def _is_set(settings: Any, name: str, values: tuple[Any, ...]) -> bool:
-    value = getattr(settings, name)
-    return value in values if values else value is not None and value not in (0, "")
 
 
 def _options(values: tuple[Any, ...]) -> str:

@@ -432,7 +432,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys) -> None:
     assert main([f"out={out}", "serve=0", "html=page.html"]) == 2
     said = capsys.readouterr().err
     assert "cannot be had: " in said and "give another port, or 0" in said
-    assert "serve=99999 is no port" in said and "html=page.html changes nothing" in said
+    assert "serve=99999 must be" in said and "html=page.html with serve=0" in said
 
 
 def test_the_key_of_a_web_hook_is_not_on_the_page(tmp_path: Path) -> None:

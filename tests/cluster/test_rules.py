@@ -13,11 +13,16 @@ from chz.field import Field
 from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.recipes import CONFIGS, make
+from cluster.evaluate import EvaluateConfig
+from cluster.inspect.forecast.command import ForecastConfig
+from cluster.inspect.report.command import ReportConfig
+from cluster.sample_to_sft import SampleToSftConfig
+from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
 from distill.rules import Rule, default_of, rules_of
 from tests.refusals import refuses
 
-# Settings with which a recipe or an environment passes every check.
+# Settings with which a recipe or a command or an environment passes every check.
 _POLICY = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7}
 _SUPERVISED = {"model": "m", "data": "d", "out": "o"}
 GIVEN: dict[str, dict[str, Any]] = {
@@ -28,8 +33,13 @@ GIVEN: dict[str, dict[str, Any]] = {
     "reward_model": _SUPERVISED,
     **{env.__name__: {} for env in BUILT_IN},
     "Judged": {"reward_model": "m"},
+    "EvaluateConfig": {"model": "m", "prompts": "p"},
+    "ForecastConfig": {"student": "s", "teacher": "t", "prompts": "p", "temperature": 0.7},
+    "ReportConfig": {"out": "o"},
+    "SampleToSftConfig": {"model": "m", "prompts": "p", "data": "d.jsonl", "temperature": 0.7},
 }
-KINDS = CONFIGS | {env.__name__: env for env in (*BUILT_IN, Judged)}
+COMMANDS = (EvaluateConfig, ForecastConfig, ReportConfig, SampleToSftConfig)
+KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, *COMMANDS)}
 # Further settings with which a setting means something.
 _REWARDS = {"reward_coef": 1.0}
 _TOP_K = {"estimator": "top_k"}
@@ -58,7 +68,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def declared() -> Iterator[tuple[str, str, Field]]:
-    """Settings of recipes and environments, each of those that several share once."""
+    """Settings of recipes, environments and commands, each of those that several share once."""
     seen = set()
     for owner in GIVEN:
         for name, field in chz.chz_fields(KINDS[owner]).items():
@@ -85,7 +95,7 @@ def build(owner: str, settings: dict[str, Any]) -> Any:
 
 
 def path(owner: str, name: str) -> str:
-    return name if owner in CONFIGS else f"env.{name}"
+    return f"env.{name}" if issubclass(KINDS[owner], EnvConfig) else name
 
 
 def made(owner: str, name: str, value: Any) -> Any:

@@ -34,6 +34,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
+from distill.rules import at_least, setting
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, changed, values_of
 from distill.stops import StopSettings
@@ -65,21 +66,24 @@ class ForecastConfig(
         default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL | ROWS
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
-    num_prompts: int = chz.field(default=64, doc="prompts that are answered, chosen by the seed")
-    num_samples: int = chz.field(default=2, doc="answers of each model to each of them")
+    num_prompts: int = setting(
+        at_least(2, "the noise between prompts is measured"),
+        default=64,
+        doc="prompts that are answered, chosen by the seed",
+    )
+    num_samples: int = setting(
+        at_least(2, "the noise within prompts is measured"),
+        default=2,
+        doc="answers of each model to each of them",
+    )
     seed: int = chz.field(default=0, doc="of that choice")
     out: str | None = chz.field(
         default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate
-    def _in_range(self) -> None:
+    def _teacher_is_a_checkpoint(self) -> None:
         check_temperature(self.temperature, "temperature")
-        if self.num_prompts < 2 or self.num_samples < 2:
-            raise ConfigError(
-                f"num_prompts={self.num_prompts} num_samples={self.num_samples}: the noise between "
-                "prompts and within them is measured, so there must be two of each, at least"
-            )
         check_stands_still(self.teacher)
         if is_url(self.teacher):
             raise ConfigError(

@@ -33,6 +33,7 @@ from cluster.inspect.report.page import report_page
 from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.timeline import timeline
 from distill.errors import ConfigError
+from distill.rules import at_least, at_most, not_with, setting
 
 
 @chz.chz
@@ -45,29 +46,28 @@ class ReportConfig:
         doc="directory of another run: its curves and evaluations are shown beside this one's, and "
         "the settings in which the two differ",
     )
-    html: str | None = chz.field(
-        default=None, doc="file of the page; default: out/report.html", metadata=WRITTEN
+    html: str | None = setting(
+        not_with("serve", why="a served page is not written"),
+        default=None,
+        doc="file of the page; default: out/report.html",
+        metadata=WRITTEN,
     )
-    serve: int | None = chz.field(
+    serve: int | None = setting(
+        at_least(0),
+        at_most(65535),
         default=None,
         doc="port at which the page is served, live, on the loopback address; 0: any free port",
     )
-    groups: int = chz.field(
-        default=20, doc="number of kept groups that are shown, spread evenly over the run"
+    groups: int = setting(
+        at_least(1),
+        default=20,
+        doc="number of kept groups that are shown, spread evenly over the run",
     )
 
     @chz.validate
-    def _in_range(self) -> None:
-        if self.groups < 1:
-            raise ConfigError(f"groups={self.groups} must be at least 1")
+    def _runs_differ(self) -> None:
         if self.against is not None and Path(self.against).resolve() == Path(self.out).resolve():
             raise ConfigError(f"against={self.against} is out= itself; give another run")
-        if self.serve is not None and not 0 <= self.serve < 1 << 16:
-            raise ConfigError(f"serve={self.serve} is no port; give 0 to 65535")
-        if self.serve is not None and self.html is not None:
-            raise ConfigError(
-                f"html={self.html} changes nothing with serve=; leave one of them out"
-            )
 
 
 def report(config: ReportConfig, console: Console) -> None:
