@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from distill.data.row_reader import RowReader
 from distill.engine import EngineInfo
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.libraries import require_library
+from distill.lookup import known_names
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -176,6 +177,17 @@ def check_adapter(config: CommonConfig, base: str) -> None:
         check_lora(config, base)
 
 
-def reader_of(columns: type[Columns], config: Any) -> RowReader:
-    """A reader of rows that uses the column names of the run's settings."""
+def reader_of(columns: type[Columns], config: Any, fields: Collection[str] | None) -> RowReader:
+    """A reader of rows that uses the column names of the run's settings.
+
+    Raises:
+        ConfigError: a column is to be read as a field that is none of `fields`; None: any is one.
+    """
+    for field, column in config.columns.items():
+        if fields is not None and field not in fields:
+            raise ConfigError(
+                f"columns.{field}={column}: no such field is read; {known_names(field, fields)}",
+                field=f"columns.{field}",
+                value=column,
+            )
     return RowReader(columns(**values_of(columns, config)))

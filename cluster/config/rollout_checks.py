@@ -154,7 +154,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     if config.reward_model is not None:
         check_model(config.reward_model)
         check_reward_config(config.reward_model)
-    read, read_sft = reader_of(PromptColumns, config), RowReader()
+    read, read_sft = reader_of(PromptColumns, config, config.env.row_fields), RowReader()
     train, held_out = _load_problems(
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )

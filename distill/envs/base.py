@@ -332,6 +332,8 @@ class EnvConfig(ABC):
     judges: ClassVar[bool] = True
     # True if `reward` may be a reward model: a `ModelReward`, which is no function.
     takes_reward_model: ClassVar[bool] = False
+    # Fields of a row that it reads, for `columns.FIELD=`; None: any may be one.
+    row_fields: ClassVar[Collection[str] | None] = None
     # Fields that reward single tokens if they are above 0; `bonus_coef` weights them.
     token_rewards: ClassVar[tuple[str, ...]] = ()
 

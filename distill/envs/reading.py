@@ -187,6 +187,7 @@ _FIELDS = frozenset(("document", "question", "answer", "facts", "tag"))
 class Reading(ChatEnvConfig):
     """env=Reading: rows of `document`, `question`, `answer`, and optionally `facts` and `tag`."""
 
+    row_fields = _FIELDS
     token_rewards = (*ChatEnvConfig.token_rewards, "fact_bonus")
 
     by: str = chz.field(

@@ -9,7 +9,7 @@ import chz
 
 from distill.chat.template import Message
 from distill.chat.thinking import Response
-from distill.data.prompts import ChatStyle, Prompt
+from distill.data.prompts import FIELDS, ChatStyle, Prompt
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
@@ -59,6 +59,7 @@ class Question(MessageEnv):
 class ToolUse(ChatEnvConfig):
     """env=ToolUse: prompts that are answered with tools, as chats."""
 
+    row_fields = FIELDS
     token_rewards = (*ChatEnvConfig.token_rewards, "format_reward")
     takes_reward_model = True
 

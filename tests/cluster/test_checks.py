@@ -656,6 +656,12 @@ def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> 
         check_rollout(opd(prompts=both, reward_coef=1.0, reward="contains"))
 
 
+def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> None:
+    for check, config in ((check_rollout, opd), (check_sft, sft)):
+        with refuses(ConfigError, "columns.promt", match="did you mean 'prompt'"):
+            check(config(columns={"promt": "question"}))
+
+
 def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
     with pytest.raises(ConfigError, match=r"columns=.* changes nothing: env=TicTacToeGames"):
         opd(env=TicTacToeGames(), prompts=None, columns={"answer": "a"})
