@@ -45,8 +45,9 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "columns",
-        "records", "stops", "group_share", "teacher_samples", "json_values", "model_paths",
+        "errors", "lookup", "rules", "settings", "sampling", "privileged", "routing", "types",
+        "columns", "records", "stops", "group_share", "teacher_samples", "json_values",
+        "model_paths",
         "libraries",
         "json_schemas", "tokenizer", "gpu", "main_memory", "weights", "engine",
         "weight_group", "sandbox", "chat",

@@ -87,8 +87,6 @@ def test_the_serving_decoder_changes_no_log_probability(
         (["prompts=,"], "prompts=,: a source is missing"),
         (["prompts=x.jsonl:2,y.jsonl"], "prompts=x.jsonl:2,y.jsonl: weights change nothing"),
         (["prompts=x.jsonl", "answer_pattern=("], "answer_pattern='(' is no regular expression"),
-        (["prompts=x.jsonl", "eval_samples=2"], "eval_samples=2 with eval_temperature=0"),
-        (["prompts=x.jsonl", "eval_samples=0"], "eval_samples=0 must be at least 1"),
         (["prompts=no-such-file.jsonl"], "no-such-file.jsonl"),
         (["prompts=x.jsonl", "teacher=policy", "temperature=1"], "nothing is trained here"),
     ],

@@ -457,35 +457,16 @@ def test_what_must_stay_is_longer_than_the_budget(
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"max_turns": 0}, "env.max_turns"),
-        ({"time_s": 0}, "env.time_s"),
-        ({"malformed_penalty": -1}, "env.malformed_penalty"),
-        ({"condense_to": 9}, "env.condense_to"),
-        ({"recall": True}, "env.recall"),
-        ({"keep_last": 3}, "env.keep_last"),
-        (
-            {"condenser_tokens": 3},
-            "env.condenser_tokens",
-        ),
-        (
-            {"condenser": "keywords", "condenser_prompt": "Go on."},
-            "env.condenser_prompt",
-        ),
-        (
-            {"condenser": "model", "condenser_tokens": 0},
-            "env.condenser_tokens",
-        ),
-        ({"condenser": "model", "condenser_temperature": -1.0}, "eval_temperature"),
-        ({"tool_timeout_s": 0}, "tool_timeout_s"),
-        ({"tool_max_tokens": 0}, "tool_max_tokens"),
-    ],
-)
-def test_settings_out_of_range(settings: dict, field: str) -> None:
-    with refuses(ConfigError, field):
-        Echoes(**settings)
+def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    with refuses(ConfigError, "chat_template"):
+        tool_use(load_tokenizer(str(tmp_path)), questions(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tool_timeout_s", "tool_max_tokens"])
+def test_a_tool_has_time_and_room(name: str) -> None:
+    with refuses(ConfigError, name):
+        Echoes(**{name: 0})
 
 
 @pytest.mark.parametrize(
