@@ -457,12 +457,6 @@ def test_what_must_stay_is_longer_than_the_budget(
         )
 
 
-def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    with refuses(ConfigError, "chat_template"):
-        tool_use(load_tokenizer(str(tmp_path)), questions(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["tool_timeout_s", "tool_max_tokens"])
 def test_a_tool_has_time_and_room(name: str) -> None:
     with refuses(ConfigError, name):
