@@ -22,7 +22,7 @@ from distill.errors import ConfigError
 from distill.rules import Rule, default_of, rules_of
 from tests.refusals import refuses
 
-# Settings with which a recipe or a command or an environment passes every check.
+# Settings with which a recipe, an environment or a command passes every check.
 _POLICY = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7}
 _SUPERVISED = {"model": "m", "data": "d", "out": "o"}
 GIVEN: dict[str, dict[str, Any]] = {
@@ -111,21 +111,10 @@ def examples(owner: str, name: str) -> list[Any]:
         each for kind in kinds(field) if get_origin(kind) is Literal for each in get_args(kind)
     ]
     rules = [rule for rule in rules_of(field) if rule.other is None]
-    tried = [
-        *options,
-        True,
-        1,
-        2,
-        5,
-        1000,
-        0.5,
-        "x",
-        0,
-        *(v for rule in rules for v in rule.allows),
-    ]
+    edges = [value for rule in rules for value in rule.allows]
     return [
         value
-        for value in tried
+        for value in (*options, True, 1, 2, 5, 1000, 0.5, "x", 0, *edges)
         if (value in options or fits(field, value))
         and value != default_of(field)
         and all(rule.holds(None, value) for rule in rules)
