@@ -20,7 +20,6 @@ from typing import Any
 
 import chz
 from chz.field import Field
-from chz.util import MISSING
 
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -68,7 +67,7 @@ def rules_of(field: Field) -> tuple[Rule, ...]:
 def default_of(field: Field) -> Any:
     """Default value of a field; MISSING without one."""
     made = field._default_factory
-    return field._default if made is MISSING else made()
+    return made() if callable(made) else field._default
 
 
 def path_of(settings: Any, name: str) -> str:

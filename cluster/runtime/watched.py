@@ -53,7 +53,7 @@ class Watched(Protocol):
 
     @property
     def member(self) -> Member | None:
-        """Its membership; None for a model in the learner, which restarts as a whole."""
+        """Membership; None for a model in the learner, which restarts as a whole."""
 
     @property
     def handle(self) -> Any:

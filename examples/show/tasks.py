@@ -270,7 +270,9 @@ def _run_config(config: ShowConfig, chosen: Show, world: World, out: Path) -> Ro
     settings |= chosen.settings
     if config.steps is not None:
         settings["steps"] = config.steps
-    return make(chosen.recipe, **settings)
+    run = make(chosen.recipe, **settings)
+    assert isinstance(run, RolloutConfig)
+    return run
 
 
 def _report(chosen: Show, run: Path, seconds: float, console: Console) -> None:
