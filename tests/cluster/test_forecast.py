@@ -207,7 +207,7 @@ def test_groups_grow_with_the_price_of_a_prompt() -> None:
     [
         ("teacher=http://127.0.0.1:1", "must be a checkpoint here"),
         ("teacher=policy", "nothing is trained here"),
-        ("num_samples=1", "two of each"),
+        ("num_samples=1", "num_samples=1"),
         ("temperature=0", "temperature"),
     ],
 )

@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -357,17 +357,21 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
 
     os.kill(get(deliver.remote()), signal.SIGKILL)
     places = [TrajectoryId(i, member) for i in (0, 1) for member in (0, 1)]
-    until = time.monotonic() + DEADLINE_S
-    while len(queue.trajectories(places).lost) < 2:  # until Ray knows
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    assert is_true(queue.poll())  # nobody has looked yet
+
+    def lost(ahead: bool = False) -> Mapping[int, str]:
+        """Reasons, once Ray knows: until then a copy on the node may still be found."""
+        until = time.monotonic() + DEADLINE_S
+        while len((fetched := queue.trajectories(places, ahead)).lost) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert not fetched.found
+        return fetched.lost
+
+    lost()
+    assert is_true(queue.poll())  # nobody has told the queue
     assert ids(queue.take(TrainedGroups())) == [0, 1]
-    found, lost = queue.trajectories(places)
-    assert not found and lost.keys() == {0, 1}
-    ahead = queue.trajectories(places, ahead=True)
-    assert not ahead.found and ahead.lost == lost
-    queue.lose(list(lost), lost[0])
+    assert lost().keys() == lost(ahead=True).keys() == {0, 1}
+    queue.lose([0, 1], lost()[0])
     again = lease(queue, 2, "b")
     assert ids(again) == [0, 1] and {one.attempt for one in again} == {2}
     put(queue, *again, worker="b")
