@@ -713,12 +713,14 @@ class Ledger:
         Args:
             gone: groups of the taken step, for a view of the step after it.
         """
+        # A taken step trains a group that was lost and came back constant, too.
+        promised = self._promised
         view = View(
             step=self._steps + self.pushing,
             groups_per_step=self._settings.groups_per_step,
             started=self._started,
             finished=self._delivered,
-            constant=self._constant.keys(),
+            constant=self._constant.keys() - set(promised.group_ids if promised else ()),
             most_replaced=self._settings.most_replaced,
         )
         if not gone:

@@ -236,8 +236,12 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.ledger.take(self.trained, pushing=pushing)
         assert step == self.ledger.take(self.trained, pushing=pushing)
         missing = self.ledger.missing()
-        if step is None:
-            self.taken = None  # the queue lost it
+        if self.taken and not self.set_aside().keys() & set(self.taken.group_ids):
+            lost = [i for i in self.taken.group_ids if i not in self.held]
+            assert step == (None if lost else self.taken)
+            assert missing == lost
+        elif step is None:
+            self.taken = None  # one of its groups is set aside
             ids, _ = made = self.first_step(self.by_age(self.held))
             assert missing or len(self.trained) == self.total
             assert len(ids) < self.per_step or not self.leaves_time(*made)
@@ -250,9 +254,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert step.overdue == sum(age > self.max_staleness for age in ages)
             assert step.begun_again == sum(self.begun_again[i] for i in step.group_ids)
             assert step.overdue == 0 or self.rule == "train_late"
-            if self.taken is None:
-                assert step.replaced.keys() <= self.constant
-                assert self.leaves_time(step.group_ids, list(step.replaced))
+            assert step.replaced.keys() <= self.constant
+            assert self.leaves_time(step.group_ids, list(step.replaced))
             self.taken = step
 
     def first_step(self, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -499,6 +502,17 @@ def test_the_fastest_group_waits_for_the_slowest() -> None:
     assert step is not None and step.group_ids == [0, 1] and step.set_aside == {}
     ledger.publish(1, TrainedGroups(2))
     assert lease(ledger, 1) == [2]
+
+
+def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> None:
+    ledger = new(groups_per_step=1, total_groups=1, most_replaced=1)
+    assert ledger.deliver(*ledger.lease("a", 9))
+    taken = ledger.take()
+    assert taken is not None and ledger.lose(taken.group_ids, "its node died") == [0]
+    [again] = ledger.lease("a", 9)
+    assert ledger.deliver(again, "a", 1.0)
+    assert ledger.take() == taken
+    assert ledger.status().credit == 0 and ledger.lease("a", 9) == []
 
 
 def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() -> None:
