@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from actors.addresses import split_address
@@ -41,7 +41,6 @@ LARGEST_ANSWER = 64 << 20
 # Some models reject the first name, with an error that mentions the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 
-T = TypeVar("T")
 # A text, or a chat.
 Shown = str | Sequence[Mapping[str, Any]]
 

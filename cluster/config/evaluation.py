@@ -54,10 +54,6 @@ class DecoderSettings(LengthSettings):
         "need eval_temperature above 0",
     )
 
-    @chz.validate
-    def _decoder_in_range(self) -> None:
-        self.eval_sampling()
-
     def longest_evaluation(self) -> int:
         """Largest length of a response in evaluation, tokens."""
         return self.max_new_tokens

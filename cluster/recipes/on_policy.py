@@ -24,9 +24,7 @@ from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
-from cluster.placement.roles import (
-    teacher_roles,
-)
+from cluster.placement.roles import teacher_roles
 from cluster.queue.scoring import read_scoring
 from cluster.recipes.common import (
     RunSession,

@@ -35,12 +35,8 @@ class GroupRewards:
     @classmethod
     def of(cls, group: TrajectoryGroup | TrajectoryGroupMeta) -> GroupRewards:
         if isinstance(group, TrajectoryGroupMeta):
-            rewards, counted, reasons = (
-                group.rewards_G,
-                group.reward_counts_G,
-                group.stop_reasons_G,
-            )
-            lengths = group.lengths_G
+            rewards, counted = group.rewards_G, group.reward_counts_G
+            reasons, lengths = group.stop_reasons_G, group.lengths_G
         else:
             members = group.trajectories_G
             rewards = [member.reward for member in members]

@@ -81,9 +81,10 @@ def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> di
         f"rollout/stop/{reason.value}": reasons.count(reason) / len(reasons)
         for reason in sorted(set(reasons))
     }
-    if "reward/bonus" in metrics:  # groups without bonuses count as 0
-        bonuses = [group.sums.get("reward/bonus", (0.0, 0))[0] for group in groups_P]
-        metrics["reward/bonus"] = sum(bonuses) / len(reasons)
+    if bonuses := [
+        group.sums["reward/bonus"][0] for group in groups_P if "reward/bonus" in group.sums
+    ]:
+        metrics["reward/bonus"] = sum(bonuses) / len(reasons)  # groups without bonuses count as 0
     if (age := metrics.pop("opd/teacher_version", None)) is not None:
         metrics["opd/teacher_age"] = version - age
     if "opd/reverse_kl_vs_q1" in metrics:
@@ -98,13 +99,13 @@ def _ratios(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
     """Ratios of the totals of the groups' sums, by name.
 
     Ratios named `opd/*` cover the groups that a teacher scored, others all groups. A ratio is left
-    out if a group that it covers lacks the sum, except those of turns and bonuses, which cover the
-    groups that have them.
+    out if a group that it covers lacks the sum, except those of turns, which cover the groups that
+    have them.
     """
     scored = [group for group in groups_P if "opd/reverse_kl" in group.sums]
     ratios = {}
     for name in dict.fromkeys(name for group in groups_P for name in group.sums):
-        partial = name == "reward/bonus" or name.startswith("opd/reverse_kl/turn=")
+        partial = name.startswith("opd/reverse_kl/turn=")
         covered = scored if name.startswith("opd/") and not partial else groups_P
         sums = [group.sums[name] for group in covered if name in group.sums]
         if sums and (partial or len(sums) == len(covered)):
