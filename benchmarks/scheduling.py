@@ -61,7 +61,7 @@ POLL_S = 2.0  # how often groups that are overdue are looked for
 SETTLING = 10
 
 
-class _Instant(selectors.SelectSelector):
+class _Instant(selectors.DefaultSelector):
     """Waits for nothing: the time that it was to wait has passed."""
 
     def __init__(self) -> None:

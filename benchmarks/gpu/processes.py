@@ -92,8 +92,9 @@ def _run_until_one_fails_to_answer(
 
 def _next_line(answers: RawIOBase, deadline_s: float) -> bytes | None:
     """Next outcome; empty if the process has ended, None if there is none within the deadline."""
-    ready, _, _ = select.select([answers], [], [], max(0.0, deadline_s))
-    return answers.readline() if ready else None
+    poll = select.poll()  # select() refuses descriptors from 1,024 on
+    poll.register(answers, select.POLLIN)
+    return answers.readline() if poll.poll(1000 * max(0.0, deadline_s)) else None
 
 
 def _write_stacks(child: subprocess.Popen[bytes]) -> None:

@@ -52,7 +52,10 @@ class LocalActor:
         self._executor: ThreadPoolExecutor | None = None
         if inspect.getmembers(plain, inspect.iscoroutinefunction):
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+            thread = threading.Thread(
+                target=_serve, args=[self._loop], name=self._name, daemon=True
+            )
+            thread.start()
         else:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-aside")
@@ -127,7 +130,14 @@ class LocalActor:
         if self._executor is not None:
             return self._executor.submit(self._run, function)
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._await(function), self._loop)
+        call = self._await(function)
+        try:
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
+        except RuntimeError:  # the loop was closed since `_refusal` was asked
+            call.close()
+            if refused := self._refusal():
+                return refused
+            raise
 
     def _run(self, function: Callable[[], Any]) -> Any:
         try:
@@ -160,6 +170,14 @@ class LocalActor:
                     await closed
         finally:
             loop.call_soon(loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs the loop until it is stopped, and closes its descriptors: an epoll, a socket pair."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 class _Method:

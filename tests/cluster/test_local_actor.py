@@ -159,6 +159,15 @@ def test_an_ended_actor_is_closed_and_refuses() -> None:
     calls.kill(meeting)
 
 
+def test_an_ended_actor_holds_no_descriptor() -> None:
+    meeting = LocalActor(Meeting)
+    loop = calls.get(meeting.__ray_call__.remote(lambda _: asyncio.get_running_loop()), DEADLINE_S)
+    thread = calls.get(meeting.__ray_call__.remote(lambda _: threading.current_thread()))
+    calls.kill(meeting)
+    thread.join(DEADLINE_S)
+    assert loop.is_closed()
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_answers_the_same_calls() -> None:
     remote: Any = ray.remote
