@@ -28,15 +28,15 @@ _LOGPROBS = (
     "behaviour_logprobs_T", "teacher_logprobs_T", "teacher_logprobs_q1_T", "reference_logprobs_T",
 )  # fmt: skip
 # Fields of a segment that have one value per token, and their dtypes.
-_PER_TOKEN = {
+PER_TOKEN = {
     "tokens_T": _INT, "action_mask_T": _BOOL, "versions_T": _INT,
     **dict.fromkeys((*_LOGPROBS, "bonuses_T"), _FLOAT),
 }  # fmt: skip
-_ARRAYS = (*_PER_TOKEN, "policy_top_ids_NK", "teacher_context_T", "experts_TLK")
+_ARRAYS = (*PER_TOKEN, "policy_top_ids_NK", "teacher_context_T", "experts_TLK")
 _FIELDS = tuple(field.name for field in fields(Segment))
 _OF_SEGMENT = attrgetter(*_FIELDS)
-_MEMBER_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name != "segments")
-_OF_MEMBER = attrgetter(*_MEMBER_FIELDS)
+MEMBER_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name != "segments")
+_OF_MEMBER = attrgetter(*MEMBER_FIELDS)
 
 # Number of rows of a field in each segment; -1 where the segment does not have it.
 Lengths: TypeAlias = tuple[int, ...]
@@ -101,7 +101,7 @@ class GroupColumns:
         return [
             Trajectory(
                 segments=tuple(islice(segments, count)),
-                **dict(zip(_MEMBER_FIELDS, member, strict=True)),
+                **dict(zip(MEMBER_FIELDS, member, strict=True)),
             )
             for count, member in zip(self.segments_G, self.members_G, strict=True)
         ]
@@ -161,7 +161,7 @@ def pack(trajectories: Sequence[Trajectory]) -> GroupColumns:
         there = [part for part in parts_S if part is not None]
         if not there:
             continue
-        if (dtype := _PER_TOKEN.get(name)) is not None:
+        if (dtype := PER_TOKEN.get(name)) is not None:
             _check_shapes(name, dtype, parts_S, tokens_S)
         complete = len(there) == len(parts_S)
         lengths_S = tuple(-1 if part is None else len(part) for part in parts_S)

@@ -59,7 +59,7 @@ ORDER = {
         "config",
     ],
     "cluster": [
-        "collector", "base", "jsonl_log", "console", "handles", "config", "queue",
+        "collector", "base", "jsonl_log", "console", "handles", "config", "store", "queue",
         "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
         "runtime",
         "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",

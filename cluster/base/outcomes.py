@@ -102,7 +102,7 @@ def complaint(error: BaseException) -> str:
         case Interrupted(trained=False):
             return f"interrupted ({error}) before the first step; the same command starts again"
         case Interrupted():
-            kept = "kept so far is in out/replay"
+            kept = "kept so far is in out/groups"
             safe = kept if error.only_kept else "trained so far is in a checkpoint"
             return f"interrupted ({error}); every step {safe}, and the same command resumes"
         case RunFailed():

@@ -231,7 +231,7 @@ class RolloutConfig(
         "of the last, in out/rollouts.jsonl for cluster.report, and the responses of evaluations "
         "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
         "all responses; none: nothing; a number N, at least checkpoint_every: as sample, and in "
-        "out/replay all that the newest N steps trained on, for cluster.replay and train_from=",
+        "out/groups all that the newest N steps trained on, for cluster.replay and train_from=",
         metadata=MAY_CHANGE,
     )
     routing_replay: bool | None = chz.field(
@@ -251,7 +251,7 @@ class RolloutConfig(
     rollout_only: bool = setting(
         not_with("dry_run", "rehearse", why="a rehearsal ends and resumes a learner"),
         default=False,
-        doc="sample and score the groups of `steps` steps, and keep them in out/replay for "
+        doc="sample and score the groups of `steps` steps, and keep them in out/groups for "
         "train_from= of another run, without a learner; to debug an environment or a reward. "
         "Settings of the learner are left to the other run",
     )

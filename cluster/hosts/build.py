@@ -387,7 +387,7 @@ class RolloutCast:
             Keeper,
             self._here() | _ASIDE | {"name": self._name(KEEPER, 0, attempt)},
             queue=queue,
-            replay=directory.replay,
+            groups=directory.groups,
             store=directory.store,
             rollouts=rollout_log(config, directory),
             objective=config.objective(),

@@ -3,7 +3,7 @@
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
 
 Queue, leases, scores and step rules are those of a run that trains, and so is the order of things:
-groups are written to out/replay, then published, which frees their slots; then the driver has
+groups are written to out/groups, then published, which frees their slots; then the driver has
 metrics written and the step marked. Engines keep the weights that they have loaded, so that all of
 it is of version 0; steps are numbered for the ledger's sake.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import chz
 
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import drop_groups_after, write_groups
+from cluster.run_files.replay_log import drop_groups_after, write_step
 from cluster.run_files.rollouts import RolloutLog
 from cluster.supervision.supervise import WorkDone
 from distill.errors import CheckpointError
@@ -37,7 +37,7 @@ class Keeper:
     """Keeps groups, a step at a time. Has the methods of a `LearnerActor` that a run calls.
 
     Args:
-        replay: where groups are kept.
+        groups: where groups are kept.
         store: of the marks.
         objective: what a learner would make of them: its advantages are kept for people to see.
         resume_from: the mark from which to go on; what was kept after it is dropped.
@@ -47,7 +47,7 @@ class Keeper:
         self,
         *,
         queue: GroupQueue,
-        replay: Path,
+        groups: Path,
         store: CheckpointStore,
         rollouts: RolloutLog,
         objective: ObjectiveConfig,
@@ -56,7 +56,7 @@ class Keeper:
         stop_event: tuple[int, ...],
         resume_from: Checkpoint | None,
     ) -> None:
-        self._queue, self._replay, self._store = queue, replay, store
+        self._queue, self._groups, self._store = queue, groups, store
         self._rollouts = rollouts
         if not scored_by_reference:  # but by a learner's own, when it trains
             objective = chz.replace(objective, reference_kl_coef=0.0)
@@ -66,7 +66,7 @@ class Keeper:
         self._kept = (
             TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
         )
-        drop_groups_after(replay, self._step_count)
+        drop_groups_after(groups, self._step_count)
         rollouts.rewind(self._step_count)
 
     def step(self, waited_s: float) -> dict[str, float]:
@@ -84,10 +84,10 @@ class Keeper:
             groups_P, self._objective, self._teacher_weights, self._stop_event
         )  # raises if they lack a score that a learner would need
         try:
-            write_groups(self._replay, step, taken, groups_P)
+            write_step(self._groups, step, taken, groups_P)
         except OSError as error:
             raise CheckpointError(
-                f"cannot keep the groups of step {step} in {self._replay}: {error}. "
+                f"cannot keep the groups of step {step} in {self._groups}: {error}. "
                 f"{disk_remedy(error)}"
             ) from error
         self._show(step, groups_P, rows_D)

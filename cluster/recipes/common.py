@@ -143,9 +143,9 @@ class RunSession:
 
     def kept(self, steps: int) -> None:
         """Write a summary with status `finished` for a run that only kept groups."""
-        self._finished("rollout", {"steps": steps, "kept": str(self.directory.replay)})
+        self._finished("rollout", {"steps": steps, "kept": str(self.directory.groups)})
         self.console.print(
-            f"kept the groups of {steps} steps in {self.directory.replay}; train on them with "
+            f"kept the groups of {steps} steps in {self.directory.groups}; train on them with "
             f"train_from={self.directory.path}"
         )
 

@@ -25,7 +25,7 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
     kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
         raise ConfigError(
-            f"train_from={config.train_from} holds no kept steps (replay/step-*.groups); give the "
+            f"train_from={config.train_from} holds no kept steps (groups/step-*.arrow); give the "
             "out= of a run with keep=N, or with rollout_only=True",
             field="train_from",
         )

@@ -10,10 +10,12 @@ from pathlib import Path
 from cluster.run_files.run_lock import RunLock
 from distill.errors import ConfigError
 
+# Folder of kept groups (cluster/store).
+GROUPS = "groups"
 # Of a run that only keeps, the folder that marks what it has kept.
 KEPT = "kept"
 # What a run writes into its directory.
-_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay", KEPT)
+_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", GROUPS, KEPT)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
     "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",

@@ -1,7 +1,8 @@
-"""Replay log of a run, in out/replay: the groups of steps, and the steps' results.
+"""Replay log of a run, in out/groups: the groups of steps, and the steps' results.
 
-    out/replay/step-000012.groups    the groups as they were taken; written before the step
-    out/replay/step-000012.json      metrics and fingerprints of gradient and weights; after it
+    out/groups/step-000012.arrow     the groups as they were taken (cluster/store/group_format.py);
+                                     written before the step
+    out/groups/step-000012.json      metrics and fingerprints of gradient and weights; after it
 
 The newest `keep` steps are kept, and steps that never ended because they were not finite.
 Fingerprints of several workers' shards are merged into those of whole tensors
@@ -17,15 +18,14 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.run_files import plain_pickle
-from cluster.run_files.out_directory import KEPT
+from cluster.run_files.out_directory import GROUPS, KEPT
+from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
@@ -39,17 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Errors of loading a pickle that is truncated, or whose classes have changed since.
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    ImportError,
-)
-_NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
+# Fields of a step's choice that are kept beside its groups, plain ones and those by group id.
+_CHOICE = ("overdue", "begun_again", "start_max")
+_BY_ID = ("set_aside", "replaced")
+_NAME = re.compile(r"step-(\d{6,})\.(arrow|json)$")
 
 
 class ReplayLog:
@@ -60,7 +53,7 @@ class ReplayLog:
     """
 
     def __init__(self, out: Path, keep: int) -> None:
-        self._root, self._keep = out / "replay", keep
+        self._root, self._keep = out / GROUPS, keep
         self._failed = False
 
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
@@ -89,7 +82,7 @@ class ReplayLog:
         self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]
     ) -> None:
         self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
-        write_groups(self._root, step, taken, groups_P)
+        write_step(self._root, step, taken, groups_P)
 
     def _write_trained(
         self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
@@ -100,14 +93,15 @@ class ReplayLog:
             "workers": workers,
             **prints,
         }
-        _replace(self._path(step, "json"), json.dumps(line).encode())
+        with whole_write(self._path(step, "json")) as partial:
+            partial.write_text(json.dumps(line))
         self._drop(step)
 
     def _drop(self, newest: int) -> None:
         """Drop steps that have left the window, except those that never ended."""
         for step in steps_in(self._root):
             if step <= newest - self._keep and self._path(step, "json").exists():
-                for kind in ("groups", "json"):
+                for kind in ("arrow", "json"):
                     self._path(step, kind).unlink()
 
     def _path(self, step: int, kind: str) -> Path:
@@ -118,7 +112,7 @@ class KeptSteps:
     """Steps that a run has kept for replay."""
 
     def __init__(self, out: Path) -> None:
-        self._root = out / "replay"
+        self._root = out / GROUPS
         self._store = CheckpointStore(out / "checkpoints", keep=1 << 30)
         self.steps = steps_in(self._root)
         if (marks := out / KEPT).is_dir():
@@ -152,18 +146,20 @@ class KeptSteps:
 
     def groups(self, step: int) -> list[TrajectoryGroup]:
         """Groups that `step` trained on."""
-        return self._state(step)["groups"]
+        return self._read(step)[0]
 
     def taken(self, step: int, source: GroupsHere) -> StepGroups:
         """Data that `step` trained on, registered with `source`."""
-        state = self._state(step)
-        return source.taken(state.pop("groups"), **state)
+        groups_P, choice = self._read(step)
+        for name in _BY_ID:
+            choice[name] = {int(group_id): value for group_id, value in choice[name].items()}
+        return source.taken(groups_P, **choice)
 
-    def _state(self, step: int) -> dict[str, Any]:
-        path = _path(self._root, step, "groups")
+    def _read(self, step: int) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
+        path = _path(self._root, step, "arrow")
         try:
-            return plain_pickle.loads(path.read_bytes())
-        except _UNREADABLE as error:
+            return read_groups(path)
+        except UNREADABLE as error:
             raise ConfigError(
                 f"{path} cannot be read ({described(error)}): another version of isotherm kept it, "
                 "or it is damaged; make these groups again"
@@ -203,7 +199,7 @@ def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> d
     return {}
 
 
-def write_groups(
+def write_step(
     root: Path, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]
 ) -> None:
     """Write the data of `step` atomically; `groups_P` are its whole groups.
@@ -211,35 +207,23 @@ def write_groups(
     Raises:
         OSError: for example, the disk is full.
     """
-    root.mkdir(exist_ok=True)
-    state = {
-        "groups": list(groups_P),
-        "set_aside": dict(taken.set_aside),
-        "replaced": dict(taken.replaced),
-        "overdue": taken.overdue,
-        "begun_again": taken.begun_again,
-        "start_max": taken.start_max,
-    }
-    _replace(_path(root, step, "groups"), plain_pickle.dumps(state))
+    choice = {name: getattr(taken, name) for name in _CHOICE}
+    choice |= {name: dict(getattr(taken, name)) for name in _BY_ID}
+    write_groups(_path(root, step, "arrow"), groups_P, choice)
 
 
 def drop_groups_after(root: Path, step: int) -> None:
     """Drop the groups of steps after `step`, which are made again."""
     for later in steps_in(root):
         if later > step:
-            _path(root, later, "groups").unlink()
+            _path(root, later, "arrow").unlink()
 
 
 def steps_in(root: Path) -> list[int]:
     """Steps whose groups are kept, in order."""
-    names = (_NAME.match(path.name) for path in root.glob("step-*.groups"))
+    names = (_NAME.match(path.name) for path in root.glob("step-*.arrow"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def _path(root: Path, step: int, kind: str) -> Path:
     return root / f"step-{step:06d}.{kind}"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    with whole_write(path) as partial:
-        partial.write_bytes(content)

@@ -8,7 +8,7 @@ out/rollouts.jsonl   groups that are kept        (written by the learner;
                      cluster/run_files/rollouts.py)
 out/evaluations.jsonl responses of evaluations that are kept
 out/certificate.json what is proven of the scores (certificate.py)
-out/replay/          steps that can be done again, or that were kept alone; see replay_log.py
+out/groups/          steps that can be done again, or that were kept alone; see replay_log.py
 out/kept/            with rollout_only=True: what was kept, as checkpoints say what was trained
 """
 
@@ -31,7 +31,7 @@ from cluster.config.files import as_tree, as_yaml
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
-from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
+from cluster.run_files.out_directory import GROUPS, KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, flagged, identity_of
@@ -114,8 +114,8 @@ class RunDirectory:
         return self.path / "rollouts.jsonl"
 
     @property
-    def replay(self) -> Path:
-        return self.path / "replay"
+    def groups(self) -> Path:
+        return self.path / GROUPS
 
     @property
     def trace(self) -> Path:

@@ -92,7 +92,7 @@ def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: P
     assert all(s["staleness/max"] == 0 and "reward/mean" in s for s in steps)
     assert not any(name.startswith(("train/", "push/", "eval/")) for s in steps for name in s)
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["kept"] == str(out / "replay")
+    assert summary["status"] == "finished" and summary["kept"] == str(out / "groups")
     assert summary["rollout_tokens"] == sum(lengths)
     calibration = json.loads((out / "calibration.json").read_text())
     assert calibration["agrees"] and calibration["learner"] == "none: rollout_only=True"
@@ -169,7 +169,7 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
     with observed_by(Observer(line=after_two, signals=signals)), pytest.raises(Interrupted) as end:
         run(config)
     assert end.value.exit_code == 130
-    assert "every step kept so far is in out/replay" in complaint(end.value)
+    assert "every step kept so far is in out/groups" in complaint(end.value)
     before = KeptSteps(tmp_path / "run").steps
     first = kept(tmp_path / "run")
     assert before[:2] == [1, 2] and len(before) < 5

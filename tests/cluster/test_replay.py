@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import RolloutLog, read_rollouts
 from cluster.run_files.run_directory import RunDirectory
+from cluster.store.group_format import read_groups, write_groups
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig
@@ -86,20 +86,21 @@ def test_a_step_that_was_not_kept_says_which_were(out: Path, printed: Printed) -
 
 
 def test_groups_that_cannot_be_read_are_named(out: Path, printed: Printed) -> None:
-    path = out / "replay" / "step-000006.groups"
+    path = out / "groups" / "step-000006.arrow"
     written = path.read_bytes()
-    renamed = b"cdistill.types\nGone\n."  # a class that was
+    renamed = written.replace(b"first_action", b"first_action".upper())  # a field that was
+    assert renamed != written
     try:
         for damaged in (written[: len(written) // 2], b"", renamed):
             path.write_bytes(damaged)
             code, told = printed(f"out={out}", "step=6")
-            assert code == 2 and "step-000006.groups cannot be read" in told, told
+            assert code == 2 and "step-000006.arrow cannot be read" in told, told
     finally:
         path.write_bytes(written)
 
 
 def test_what_differs_is_named(out: Path, printed: Printed) -> None:
-    path = out / "replay" / "step-000006.json"
+    path = out / "groups" / "step-000006.json"
     written = path.read_bytes()
     outcome = json.loads(written)
     name = list(outcome["weights"])[2]
@@ -114,7 +115,7 @@ def test_what_differs_is_named(out: Path, printed: Printed) -> None:
 
 
 def test_a_step_of_several_workers_is_the_same_to_a_hundredth(out: Path, printed: Printed) -> None:
-    path = out / "replay" / "step-000006.json"
+    path = out / "groups" / "step-000006.json"
     written = path.read_bytes()
     name = list(json.loads(written)["weights"])[2]
     told = {}
@@ -135,11 +136,10 @@ def test_a_step_of_several_workers_is_the_same_to_a_hundredth(out: Path, printed
 
 
 def test_a_step_that_was_not_finite_is_not_again(out: Path, printed: Printed) -> None:
-    groups, outcome = (out / "replay" / f"step-000007.{kind}" for kind in ("groups", "json"))
+    groups, outcome = (out / "groups" / f"step-000007.{kind}" for kind in ("arrow", "json"))
     written = groups.read_bytes(), outcome.read_bytes()
-    state = pickle.loads(written[0])
-    state["groups"] = [unlikely(group) for group in state["groups"]]
-    groups.write_bytes(pickle.dumps(state))
+    kept, note = read_groups(groups)
+    write_groups(groups, [unlikely(group) for group in kept], note)
     outcome.unlink()
     try:
         code, told = printed(f"out={out}", "step=7")
@@ -170,7 +170,7 @@ def unlikely(group: TrajectoryGroup) -> TrajectoryGroup:
 def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "replay").write_text("in the way")
+    (tmp_path / "groups").write_text("in the way")
     keep_steps(ReplayLog(tmp_path, 2), [1.0, 2.0])
     [said] = [record.getMessage() for record in caplog.records]
     assert "step 1 and others cannot be replayed" in said
@@ -305,7 +305,7 @@ def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     save(store, 2)
     keep_steps(ReplayLog(tmp_path, 2), [1, 1, 1, 1])
-    assert steps_in(tmp_path / "replay") == [3, 4]
+    assert steps_in(tmp_path / "groups") == [3, 4]
     kept = KeptSteps(tmp_path)
     start = kept.start_of(4)
     assert start is not None and start.step == 2

@@ -146,7 +146,7 @@ def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 128 + signal.SIGTERM, output
-    assert "every step kept so far is in out/replay" in output
+    assert "every step kept so far is in out/groups" in output
     assert {event["who"] for event in events(out, "restart")} == {"keeper", "policy engine 1"}
     steps = len(metrics(out)) + 2
     code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")

@@ -1,0 +1,1 @@
+"""The store of kept groups, `out/groups/`: Arrow files."""

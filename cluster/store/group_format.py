@@ -1,0 +1,223 @@
+"""Format of kept groups: Arrow IPC streams, a row for each group.
+
+    group_id   int64
+    group      JSON: fields of the group, its trajectories and their segments that are no arrays,
+               and the number of rows of each array field in each segment (-1: it has none)
+    tokens_T, action_mask_T, ...   a list for each array field: that of all segments, end to end
+
+Any reader of Arrow opens the files (`.arrow` for `polars.read_ipc_stream`, `pyarrow.ipc`). Reading
+one executes no code, and every group comes back to the bit. `experts_TLK` is stored as its bytes,
+because its dtype differs between models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
+from distill.errors import DataError
+from distill.types import StopReason, TopLogprobs, TrajectoryGroup
+from distill.whole_write import whole_write
+from learner.digests import sync_directory
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# Array fields of segments and of their `TopLogprobs`, and the dtypes in which they are stored.
+_EXPERTS = "experts_TLK"
+_TOP = {"ids_NK": np.dtype(np.int32), "logprobs_NK": np.dtype(np.float32)}
+_DTYPES = {
+    **PER_TOKEN,
+    "policy_top_ids_NK": np.dtype(np.int32),
+    "teacher_context_T": np.dtype(np.int32),
+    _EXPERTS: np.dtype(np.uint8),
+    **{f"teacher_top.{name}": dtype for name, dtype in _TOP.items()},
+}
+_GROUP_FIELDS = [each.name for each in fields(TrajectoryGroup) if each.name != "trajectories_G"]
+# Errors of reading a file that is damaged, or of another version. Arrow's own are ValueErrors.
+UNREADABLE = (DataError, OSError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+
+
+def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[str, Any]) -> None:
+    """Write groups and a note, JSON, to a file that appears whole or not at all, synced to disk.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    import pyarrow
+
+    path.parent.mkdir(exist_ok=True)
+    with whole_write(path) as partial, partial.open("wb") as file:
+        described = {"note": dict(note), "groups": len(groups)}
+        with pyarrow.ipc.new_stream(file, schema(described)) as stream:
+            stream.write_batch(batch_of(groups))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def read_groups(path: Path) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
+    """Groups of a file, and its note.
+
+    Raises:
+        UNREADABLE: the file is damaged, or of another version.
+    """
+    import pyarrow
+
+    with pyarrow.ipc.open_stream(pyarrow.py_buffer(path.read_bytes())) as stream:
+        described = json.loads((stream.schema.metadata or {})[b"isotherm"])
+        groups = [group for batch in stream for group in groups_of(batch)]
+    if len(groups) != described["groups"]:
+        raise DataError(f"{path} holds {len(groups)} of {described['groups']} groups")
+    return groups, described["note"]
+
+
+def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
+    """Schema of a file that is described by this JSON."""
+    import pyarrow
+
+    columns: list[tuple[str, pyarrow.DataType]] = [
+        ("group_id", pyarrow.int64()),
+        ("group", pyarrow.large_string()),
+    ]
+    for name, dtype in _DTYPES.items():
+        columns.append((name, pyarrow.large_list(pyarrow.from_numpy_dtype(dtype))))
+    return pyarrow.schema(columns, metadata={"isotherm": json.dumps(described)})
+
+
+def batch_of(groups: Sequence[TrajectoryGroup]) -> pyarrow.RecordBatch:
+    """Record batch with a row for each group.
+
+    Raises:
+        DataError: a field does not have the shape or dtype of its type.
+    """
+    import pyarrow
+
+    rows = [_row(group, pack(group.trajectories_G)) for group in groups]
+    columns: list[pyarrow.Array] = [
+        pyarrow.array([group.group_id for group in groups], pyarrow.int64()),
+        pyarrow.array([text for text, _ in rows], pyarrow.large_string()),
+    ]
+    for name, dtype in _DTYPES.items():
+        parts = [arrays.get(name, np.empty(0, dtype)) for _, arrays in rows]
+        offsets = np.fromiter(accumulate(map(len, parts), initial=0), np.int64, len(parts) + 1)
+        values = np.concatenate(parts) if parts else np.empty(0, dtype)
+        columns.append(
+            pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+        )
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema({}))
+
+
+def groups_of(batch: pyarrow.RecordBatch) -> list[TrajectoryGroup]:
+    """Inverse of `batch_of`. Arrays are read-only views of the batch where Arrow allows it.
+
+    Raises:
+        UNREADABLE: the batch is damaged, or of another version.
+    """
+    batch.validate(full=True)
+    starts, flat = {}, {}
+    for name in _DTYPES:
+        column = batch.column(name)
+        starts[name] = column.offsets.to_numpy()
+        flat[name] = column.values.to_numpy(zero_copy_only=False)
+    return [
+        _group(
+            json.loads(text),
+            {name: flat[name][at[row] : at[row + 1]] for name, at in starts.items()},
+        )
+        for row, text in enumerate(batch.column("group").to_pylist())
+    ]
+
+
+def _row(group: TrajectoryGroup, columns: GroupColumns) -> tuple[str, dict[str, np.ndarray]]:
+    """JSON and flat arrays of a group."""
+    arrays = {name: values.reshape(-1) for name, values in columns.arrays.items()}
+    shapes = {name: values.shape[1:] for name, values in columns.arrays.items() if values.ndim > 1}
+    dtype = ""
+    if (experts := arrays.get(_EXPERTS)) is not None:
+        dtype, arrays[_EXPERTS] = str(experts.dtype), experts.view(np.uint8)
+    values = dict(columns.values)
+    tops: Sequence[TopLogprobs | None] = values.pop("teacher_top")
+    if there := [top for top in tops if top is not None]:
+        for name in _TOP:
+            parts = [getattr(top, name).reshape(-1) for top in there]
+            arrays[f"teacher_top.{name}"] = np.concatenate(parts)
+    described = {name: getattr(group, name) for name in _GROUP_FIELDS}
+    described |= {
+        "members": dict(zip(MEMBER_FIELDS, zip(*columns.members_G, strict=True), strict=True)),
+        "segments_G": columns.segments_G,
+        "lengths": columns.lengths,
+        "shapes": shapes,
+        "experts_dtype": dtype,
+        "teacher_top": [None if top is None else top.ids_NK.shape for top in tops],
+        "values": values,
+    }
+    return json.dumps(described, separators=(",", ":"), default=_plain), arrays
+
+
+def _plain(value: Any) -> Any:
+    """Metrics may be mappings of any class, with numpy's numbers."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} of {type(value)} in a group")
+
+
+def _group(described: dict[str, Any], flat: dict[str, np.ndarray]) -> TrajectoryGroup:
+    lengths = {name: tuple(each) for name, each in described["lengths"].items()}
+    if dtype := described["experts_dtype"]:
+        flat[_EXPERTS] = flat[_EXPERTS].view(dtype)
+    arrays = {
+        name: _shaped(name, flat[name], lengths[name], described["shapes"].get(name, ()))
+        for name in lengths
+    }
+    if sum(described["segments_G"]) != len(lengths["tokens_T"]):
+        raise DataError(f"a kept group has {len(lengths['tokens_T'])} segments")
+    members = described["members"] | {
+        "stop_reason": [StopReason(each) for each in described["members"]["stop_reason"]]
+    }
+    values = {name: tuple(each) for name, each in described["values"].items()}
+    values["scored_by"] = tuple(map(tuple, values["scored_by"]))
+    values["teacher_top"] = tuple(_tops(described["teacher_top"], flat))
+    columns = GroupColumns(
+        members_G=tuple(zip(*(members[name] for name in MEMBER_FIELDS), strict=True)),
+        segments_G=tuple(described["segments_G"]),
+        tokens_S=lengths["tokens_T"],
+        arrays=arrays,
+        lengths=lengths,
+        values=values,
+    )
+    of_group = {name: described[name] for name in _GROUP_FIELDS if name in described}
+    return TrajectoryGroup(trajectories_G=tuple(columns.trajectories()), **of_group)
+
+
+def _shaped(
+    name: str, values: np.ndarray, lengths: Sequence[int], shape: Sequence[int]
+) -> np.ndarray:
+    shaped = values.reshape(sum(max(each, 0) for each in lengths), *shape)
+    if not len(values) == shaped.size:
+        raise DataError(f"{name} of a kept group has {len(values)} values")
+    return shaped
+
+
+def _tops(
+    shapes: Sequence[Sequence[int] | None], flat: Mapping[str, np.ndarray]
+) -> Iterator[TopLogprobs | None]:
+    start = 0
+    for shape in shapes:
+        if shape is None:
+            yield None
+            continue
+        end = start + shape[0] * shape[1]
+        parts = {name: flat[f"teacher_top.{name}"][start:end].reshape(shape) for name in _TOP}
+        yield TopLogprobs(**parts)
+        start = end
