@@ -156,8 +156,12 @@ def test_how_rows_are_run_changes_nothing(new_learner: NewLearner, how: dict) ->
     plain, other = new_learner(shadow=EMA), new_learner(shadow=EMA, **how)
     for ours, theirs in zip(train(other, 0, 3), train(plain, 0, 3), strict=True):
         assert ours["opd/divergence"] == pytest.approx(theirs["opd/divergence"], rel=1e-4)
+    start = trained(new_learner(shadow=EMA))
     for name, weight in trained(plain).items():
-        torch.testing.assert_close(trained(other)[name], weight, atol=1e-4, rtol=1e-3)
+        # AdamW moves a weight by its learning rate however small the gradient: an element whose
+        # gradient is rounding alone may go either way.
+        moved = (weight - start[name]).norm()
+        assert (trained(other)[name] - weight).norm() <= 0.02 * moved, name
 
 
 def test_in_bfloat16_the_live_teacher_rounds_as_the_student_does(new_learner: NewLearner) -> None:
