@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from cluster.base.outcomes import complaint, exit_code
-from cluster.config.arguments import HELP, Arguments, HelpAsked, from_texts
+from cluster.config.arguments import HELP, Arguments, HelpAsked, built
 from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
 from cluster.console import discard_lost_outputs, make_console
@@ -42,7 +42,7 @@ def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
     given = Arguments.of(argv).settings(config_class)
     if HELP in argv:
         raise HelpAsked(help_text(config_class, given))
-    return from_texts(config_class, given)
+    return built(config_class, given)
 
 
 def run_and_report(run: Callable[[Console], Any]) -> int:

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
-from cluster.config.arguments import HELP, Arguments, HelpAsked, from_texts
+from cluster.config.arguments import HELP, Arguments, HelpAsked, built
 from cluster.config.early_checks import check_early
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS
@@ -66,7 +66,7 @@ def replay(arguments: list[str], console: Console) -> None:
     if out is None or number is None:
         raise ConfigError("give out=DIR, a run's directory, and step=N")
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
-    what_if = _config(out, given.texts) if given.texts else None
+    what_if = _config(out, given.given) if given.given else None
     check_early(what_if or _config(out, {}))
     StepReplay(Path(out), step, console).run(what_if, blame)
 
@@ -77,14 +77,14 @@ def _whole(name: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _config(out: str, changes: Mapping[str, str]) -> RolloutConfig:
+def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
     """The run's settings, with some changed."""
     recipe, given = Arguments.of([f"config={out}"]).take("recipe")
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(f"out={out} holds a run of recipe={recipe}; opd and rl are replayed")
     settings = given.settings(kind)
-    return from_texts(kind, settings | {"out": out, **changes})
+    return built(kind, settings | {"out": out, **changes})
 
 
 def _agreement(step: int, tensors: int, workers: int, differing: int, largest: float) -> str:

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from cluster.collector import collector_off
 from cluster.command import run_and_report
-from cluster.config.arguments import HELP, Arguments, HelpAsked, from_texts
+from cluster.config.arguments import HELP, Arguments, HelpAsked, built
 from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import check_early
+from cluster.config.files import text_of
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import with_suggested_lr
@@ -113,29 +114,39 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a recipe; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
-    return run_and_report(lambda console: run_recipe(arguments, console))
+    def run(console: Console) -> None:
+        given = Arguments.of(arguments)
+        if not arguments or arguments == [HELP]:
+            console.print(_usage(), markup=False, highlight=False)
+        else:
+            run_recipe(given, console, explain=HELP in arguments)
+
+    return run_and_report(run)
 
 
-def run_recipe(arguments: list[str], console: Console) -> None:
-    """Runs what the arguments ask for: a recipe, or the usage.
+def run_recipe(arguments: Arguments, console: Console, *, explain: bool = False) -> None:
+    """Run the recipe that the arguments name.
+
+    Args:
+        explain: only print the recipe's settings.
 
     Raises:
         HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
             `cluster.command`, which turns them to exit codes.
     """
-    name, given = _recipe_of(arguments)
+    name, given = arguments.take("recipe")
     if name is None:
-        console.print(_usage(), markup=False, highlight=False)
-        return
-    recipe, kind = RECIPES[name], config_of(name)
-    _refuse_truncation(given.texts)
-    _refuse_others_settings(name, given.texts)
+        raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
+    kind, recipe = config_of(name), RECIPES[name]
+    _refuse_truncation(given.given)
+    _refuse_others_settings(name, given.given)
     settings = given.settings(kind)
-    if HELP in arguments:
+    if explain:
         raise HelpAsked(help_text(kind, settings))
     settings, said = with_suggested_lr(settings, recipe.stage)
-    config = with_chat_date(from_texts(kind, settings))
-    for note in filter(None, (said, missing_from_upload(settings))):
+    config = with_chat_date(built(kind, settings))
+    missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
+    for note in filter(None, (said, missing)):
         console.print(note, markup=False, highlight=False)
     if not (config.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]")
@@ -159,28 +170,17 @@ def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
     return local_head(cpus_here(config))
 
 
-def _recipe_of(argv: list[str]) -> tuple[str | None, Arguments]:
-    """The recipe that is named, and the other arguments; None asks for the usage."""
-    name, rest = Arguments.of(argv).take("recipe")
-    if name is None:
-        if not argv or argv == [HELP]:
-            return None, rest
-        raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
-    config_of(name)  # refuses an unknown one
-    return name, rest
-
-
-def _refuse_truncation(given: Mapping[str, str]) -> None:
+def _refuse_truncation(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in ("top_p", "top_k", "min_p"):
             raise ConfigError(
-                f"{name}={value}: training does not truncate. Rollouts must be samples of "
+                f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples of "
                 "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
                 f"{name} out (the serving decoder of evaluation has eval_top_p and eval_top_k)"
             )
 
 
-def _refuse_others_settings(recipe: str, given: Mapping[str, str]) -> None:
+def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for a setting that other recipes have: a teacher of rl, say."""
     for key, value in given.items():
         name = key.split(".")[0]
@@ -190,8 +190,8 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, str]) -> None:
         if others:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{key}={value}: recipe={recipe} has no such setting; {', '.join(others)} {have} "
-                f"it. recipe={recipe} {HELP} lists all"
+                f"{key}={text_of(value)}: recipe={recipe} has no such setting; "
+                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} lists all"
             )
 
 

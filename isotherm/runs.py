@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.base.outcomes import Interrupted, RunFailed, complaint
+from cluster.config.arguments import Arguments
 from cluster.console import make_console
 from cluster.recipes.observer import Observer, observed_by
 from cluster.runtime.driver import Signals
@@ -28,14 +29,15 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Iterator[dict[s
 
     Args:
         quiet: prints nothing.
-        settings: those of the command line. A mapping gives the settings
-            within one (teachers={"a": {"model": DIR}}), a function of a module its name.
+        settings: those of the command line, as values. A mapping gives the settings within one
+            (teachers={"a": {"model": DIR}}); a function or class of a module stands for its name;
+            None is a setting that is not given.
 
     Raises:
         IsothermError, RunFailed, EngineError, NonFiniteError: with the message of the command line.
     """
-    arguments = [f"{name}={text}" for name, text in _texts({"recipe": recipe, **settings})]
-    under_way = _RunThread(arguments, Console(quiet=True) if quiet else make_console())
+    given = Arguments.of_values({"recipe": recipe, **_given(settings)})
+    under_way = _RunThread(given, Console(quiet=True) if quiet else make_console())
     atexit.register(under_way.end)
     try:
         yield from under_way.lines()
@@ -48,7 +50,7 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Iterator[dict[s
 class _RunThread:
     """A recipe in a thread of its own."""
 
-    def __init__(self, arguments: list[str], console: Console) -> None:
+    def __init__(self, arguments: Arguments, console: Console) -> None:
         self._lines: SimpleQueue[dict[str, float] | None] = SimpleQueue()  # None: it has ended
         self._signals = Signals()
         self._error: Exception | None = None
@@ -57,7 +59,7 @@ class _RunThread:
         )
         self._thread.start()
 
-    def _run(self, arguments: list[str], console: Console) -> None:
+    def _run(self, arguments: Arguments, console: Console) -> None:
         def line(metrics: Mapping[str, float]) -> None:
             self._lines.put(dict(metrics))
 
@@ -89,20 +91,20 @@ class _RunThread:
             raise self._error
 
 
-def _texts(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Settings as the command line has them; those that are None are left out."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value, f"{within}{name}.")
-        elif value is not None:
-            yield f"{within}{name}", _text(name, value)
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that are None, and with functions and classes by their names."""
+    return {
+        name: _given(value) if isinstance(value, Mapping) else _named(name, value)
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
-def _text(name: str, value: Any) -> str:
+def _named(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return ",".join(_text(name, each) for each in value)
+        return [_named(name, each) for each in value]
     if not callable(value):
-        return str(value)
+        return value
     module, function = value.__module__, value.__qualname__
     if module == "__main__" or "." in function:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Parsing of `key=value` and `config=FILE`; errors are one line with the likely intended form."""
+"""Settings from `key=value`, `config=FILE` and Python; errors are one line with what was meant."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import chz
+from chz.blueprint import Castable
 from chz.blueprint._entrypoint import EntrypointException
 from chz.field import Field
-from chz.tiepin import CastError
+from chz.tiepin import CastError, is_subtype_instance, type_repr
 from chz.util import MISSING
 
-from cluster.config.files import CONFIG, as_texts, read_settings
+from cluster.config.files import CONFIG, by_name, read_settings, text_of
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -77,51 +79,56 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments of a command: from the command line, and from a settings file.
+    """Arguments of a command: from the command line or a Python caller, and from a settings file.
 
     Attributes:
-        texts: values from the command line, by name; they override the file.
+        given: values by name, which override the file: `Castable` texts, or a caller's values.
         file: path of the settings file; empty without one.
         tree: contents of the file.
     """
 
-    texts: Mapping[str, str]
+    given: Mapping[str, Any]
     file: str
     tree: Mapping[str, Any]
 
     @staticmethod
     def of(argv: Sequence[str]) -> Arguments:
         """Parse `argv`. Raises as `key_values` and `read_settings`."""
-        texts = key_values(argv)
-        file = texts.pop(CONFIG, "")
-        return Arguments(texts, file, read_settings(file) if file else {})
+        return Arguments.of_values({k: Castable(text) for k, text in key_values(argv).items()})
+
+    @staticmethod
+    def of_values(given: Mapping[str, Any]) -> Arguments:
+        """Values by name, `config` among them. Raises as `read_settings`."""
+        file = text_of(given.get(CONFIG, ""))
+        rest = {name: value for name, value in given.items() if name != CONFIG}
+        return Arguments(rest, file, read_settings(file) if file else {})
 
     def take(self, name: str) -> tuple[str | None, Arguments]:
-        """The value of `name`, which is not a setting, and the remaining arguments."""
-        value = self.texts.get(name, self.tree.get(name))
-        texts, tree = (
+        """The text of `name`, which is not a setting, and the remaining arguments."""
+        value = self.given.get(name, self.tree.get(name))
+        given, tree = (
             {key: each for key, each in given.items() if key != name}
-            for given in (self.texts, self.tree)
+            for given in (self.given, self.tree)
         )
-        return None if value is None else str(value), Arguments(texts, self.file, tree)
+        return None if value is None else text_of(value), Arguments(given, self.file, tree)
 
-    def settings(self, kind: type) -> dict[str, str]:
-        """All settings of the class `kind`, as texts.
+    def settings(self, kind: type) -> dict[str, Any]:
+        """All settings of the class `kind`, by name: values, and `Castable` texts.
 
         Raises:
             ConfigError: the file has an unknown name, or an invalid value.
         """
-        in_file = as_texts(kind, self.tree)
+        in_file = by_name(kind, self.tree)
         try:
             for key, value in in_file.items():
                 _checked(kind, key, value, in_file)
         except ConfigError as error:
-            raise ConfigError(f"config={self.file}: {error}") from error
-        return in_file | dict(self.texts)
+            raise ConfigError(f"config={self.file}: {error}", field=error.field) from error
+        return in_file | by_name(kind, self.given)
 
 
-def from_texts(kind: type[Config], given: Mapping[str, str]) -> Config:
-    """Build settings of the class `kind` from texts.
+def built(kind: type[Config], given: Mapping[str, Any]) -> Config:
+    """Build settings of the class `kind` from values and `Castable` texts by name.
 
     Raises:
         ConfigError: a name is unknown, a value is invalid, or a required setting is missing.
@@ -129,7 +136,7 @@ def from_texts(kind: type[Config], given: Mapping[str, str]) -> Config:
     given = {key: _checked(kind, key, value, given) for key, value in given.items()}
     _check_complete(kind, given)
     try:
-        return chz.Blueprint(kind).make_from_argv([f"{k}={v}" for k, v in given.items()])
+        return chz.Blueprint(kind).apply(given).make()
     except EntrypointException as error:  # values that are valid alone but conflict
         raise ConfigError(" ".join(str(error).split())) from error
 
@@ -143,20 +150,15 @@ def _check_encoding(argument: str) -> None:
         ) from error
 
 
-def _refers(key: str) -> bool:
-    """True for keys that chz interprets: `...lr=` (wildcard) and `a@=b` (reference)."""
-    return "..." in key or key.endswith("@")
-
-
-def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
+def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
     """Check the name and the value of a setting; returns the value in a form that chz accepts."""
-    if _refers(key):
-        return value
     fields, parts = chz.chz_fields(kind), key.split(".")
     for i, name in enumerate(parts):
         path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
         if name not in fields:
-            raise ConfigError(f"{key}={value}: no such setting; {_nearest(key, kind, given)}")
+            raise ConfigError(
+                f"{key}={text_of(value)}: no such setting; {_nearest(key, kind, given)}", field=key
+            )
         field = fields[name]
         fields = settings_within(field, given.get(path))
         if not fields and rest:
@@ -166,7 +168,7 @@ def _checked(kind: type, key: str, value: str, given: Mapping[str, str]) -> str:
     return value
 
 
-def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
+def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields, ours = chz.chz_fields(kind), _ELSEWHERE.get(key, "")
     near = [ours] if ours.partition(".")[0] in fields else []
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
@@ -176,39 +178,79 @@ def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
 
 
-def _names(kind: type, given: Mapping[str, str]) -> Iterator[str]:
+def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
     for name, field in chz.chz_fields(kind).items():
         yield name
         yield from (f"{name}.{inner}" for inner in settings_within(field, given.get(name)))
 
 
-def _checked_element(field: Field, key: str, value: str, rest: Sequence[str]) -> str:
+def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) -> Any:
     """Check `NAME.setting=value` in a mapping of settings. Other objects are left to chz."""
     if _choices(field.x_type):
-        raise ConfigError(f"{key}={value}: {field.logical_name} has no settings of its own")
+        raise ConfigError(
+            f"{key}={text_of(value)}: {field.logical_name} has no settings of its own", field=key
+        )
     if get_origin(field.x_type) is not Mapping or not chz.is_chz(get_args(field.x_type)[1]):
         return value
-    within = chz.chz_fields(get_args(field.x_type)[1])
+    of = get_args(field.x_type)[1]
+    if len(rest) == 1 and isinstance(value, of):
+        return value
+    within = chz.chz_fields(of)
     if len(rest) != 2 or rest[1] not in within:
         raise ConfigError(
-            f"{key}={value}: no such setting of {field.logical_name}.{rest[0]}; "
-            f"{known_names(rest[-1], within)}"
+            f"{key}={text_of(value)}: no such setting of {field.logical_name}.{rest[0]}; "
+            f"{known_names(rest[-1], within)}",
+            field=key,
         )
     return _checked_value(within[rest[1]], key, value)
 
 
-def _checked_value(field: Field, key: str, value: str) -> str:
-    if not (choices := _choices(field.x_type)) or field.meta_factory is None:
+def _checked_value(field: Field, key: str, value: Any) -> Any:
+    choices = _choices(field.x_type)
+    if not isinstance(value, Castable):
+        value = _as_number(value, choices)
+        if not _fits(field, value):
+            raise _misfit(field, key, value)
+        return value
+    if not choices or field.meta_factory is None:
         return value
     if int in choices and float not in choices:
-        value = _as_whole(value)
+        value = Castable(_as_whole(value.value))
     try:
-        field.meta_factory.perform_cast(value)
+        field.meta_factory.perform_cast(value.value)
     except CastError as error:
-        if choices & _NAMES.keys():
-            kinds = " or ".join(sorted(_NAMES.get(choice, str(choice)) for choice in choices))
-            raise ConfigError(f"{key}={value} is not {kinds}") from error
-        raise ConfigError(f"{key}={value} is unknown; {known_names(value, choices)}") from error
+        raise _misfit(field, key, value) from error
+    return value
+
+
+def _misfit(field: Field, key: str, value: Any) -> ConfigError:
+    """The error of a value that has not the type of its setting."""
+    choices = _choices(field.x_type)
+    if choices and not choices & _NAMES.keys():
+        problem = f"{text_of(value)} is unknown; {known_names(text_of(value), choices)}"
+    else:
+        kinds = " or ".join(sorted(_NAMES.get(choice, str(choice)) for choice in choices))
+        shown = repr(value) if isinstance(value, str) else text_of(value)
+        problem = f"{shown} is not {kinds or type_repr(field.x_type)}"
+    return ConfigError(f"{key}={problem}", field=key)
+
+
+def _fits(field: Field, value: Any) -> bool:
+    """True if a value has the type of its setting. True and False are no numbers."""
+    choices = _choices(field.x_type)
+    if isinstance(value, bool) and choices & {int, float} and bool not in choices:
+        return False
+    return is_subtype_instance(value, field.x_type)
+
+
+def _as_number(value: Any, choices: set[Any]) -> Any:
+    """A number, of NumPy too, as the kind of number that is asked for; other values unchanged."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value) if int in choices else float(value) if float in choices else value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+        whole = int in choices and float not in choices and number.is_integer()
+        return int(number) if whole else number
     return value
 
 
@@ -229,9 +271,7 @@ def _choices(kind: Any) -> set[Any]:
     return {kind} & _NAMES.keys()
 
 
-def _check_complete(kind: type, given: Mapping[str, str]) -> None:
-    if any(map(_refers, given)):
-        return
+def _check_complete(kind: type, given: Mapping[str, Any]) -> None:
     missing = []
     for name, field in chz.chz_fields(kind).items():
         inner = settings_within(field, given.get(name))

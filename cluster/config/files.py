@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 
 import chz
 import yaml
+from chz.blueprint import Castable
 from chz.field import Field
 
 from cluster.config.help import settings_within
@@ -27,7 +28,8 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 def read_settings(path: str) -> dict[str, Any]:
     """The settings in a file, `recipe` among them; of a run's directory, those of its config.json.
 
-    Values are texts, numbers, booleans, None, lists, or mappings of them.
+    Values are those of TOML and JSON. Scalars of YAML are texts as they are written, which are cast
+    to the type of their setting, as on the command line: `Castable`.
 
     Raises:
         ConfigError: there is no such file, or it holds no settings.
@@ -98,75 +100,88 @@ def _names_are_texts(tree: Any) -> bool:
     return not isinstance(tree, list) or all(map(_names_are_texts, tree))
 
 
-def as_texts(kind: type, tree: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of the class `kind` as the command line has them, name=text.
+def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `tree`, of the class `kind`, by name: `env.max_turns`.
 
     A mapping is the fields of an object, whose class is under `class`; of a text that is JSON
-    itself, its value. A list is joined by commas. None is a setting that is not given.
+    itself, its value. A list is a text, joined by commas. None for a setting whose default is None
+    is a setting that is not given.
+
+    Returns:
+        Values, and texts that are yet to be cast, as `Castable`.
 
     Raises:
         ConfigError: an element of a mapping of objects is no mapping.
     """
-    return dict(_texts(chz.chz_fields(kind), tree, ""))
+    return dict(_by_name(chz.chz_fields(kind), tree, ""))
 
 
-def _texts(
+def text_of(value: Any) -> str:
+    """A value of a setting as text, as the command line has it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(text_of, value))
+    return value.value if isinstance(value, Castable) else str(value)
+
+
+def _by_name(
     fields: Mapping[str, Field], tree: Mapping[str, Any], within: str
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         field, path = fields.get(name), within + name
         if not isinstance(value, Mapping):
-            if value is not None:
-                yield path, _text(value)
-            elif field is not None and field._default is not None:
-                yield path, "None"
+            if value is not None or field is None or field._default is not None:
+                yield path, _value(field, value)
         elif field is not None and get_origin(field.x_type) is Mapping:
-            of_objects = chz.is_chz(get_args(field.x_type)[1])
+            of = get_args(field.x_type)[1]
             for key, each in value.items():
-                if not of_objects:
-                    yield f"{path}.{key}", _text(each)
-                    continue
-                if not isinstance(each, Mapping):
+                if not chz.is_chz(of) or chz.is_chz(each):
+                    yield f"{path}.{key}", each
+                elif isinstance(each, Mapping):
+                    inner = {k: v for k, v in each.items() if k != _WRITTEN_CLASS}
+                    yield from _by_name(chz.chz_fields(of), inner, f"{path}.{key}.")
+                else:
                     raise ConfigError(
-                        f"{path}.{key}={_text(each)} is no mapping of settings; write "
+                        f"{path}.{key}={text_of(each)} is no mapping of settings; write "
                         f"`{key}: {{name: value}}`"
                     )
-                inner = {k: v for k, v in each.items() if k != _WRITTEN_CLASS}
-                yield from _texts({}, inner, f"{path}.{key}.")
         elif field is not None and not settings_within(field, None):
             yield path, json.dumps(_plain(value))
         else:
             yield from _object(field, value, path)
 
 
-def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """The class, if it is given, and the fields of it."""
     given = dict(value)
     names = [given.pop(key) for key in (_CLASS, _WRITTEN_CLASS) if key in given]
-    named = str(names[0]) if names else None
+    named = Castable(text_of(names[0])) if names else None
     if named is not None:
         yield path, named
     fields = {} if field is None else settings_within(field, named)
-    yield from _texts(fields, given, f"{path}.")
+    yield from _by_name(fields, given, f"{path}.")
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(_text, value))
-    return value if isinstance(value, str) else str(value)
+def _value(field: Field | None, value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    names_a_class = field is not None and settings_within(field, None)
+    if isinstance(value, list | tuple) or (isinstance(value, str) and names_a_class):
+        return Castable(text_of(value))
+    return value
 
 
 def _plain(value: Any) -> Any:
-    """A mapping that is one setting's value: the texts of YAML as JSON reads them."""
+    """A mapping that is one setting's value, with the texts of YAML read as JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    if isinstance(value, str):
+    if isinstance(value, Castable):
+        text = value.value
         try:
-            return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+            return json.loads(text.lower() if text.lower() in ("true", "false") else text)
         except ValueError:
-            return value
+            return text
     return value
 
 
@@ -185,7 +200,16 @@ class _Texts(yaml.BaseLoader):
 
 
 def _yaml(text: str) -> Any:
-    return yaml.load(text, _Texts)
+    return _castable(yaml.load(text, _Texts))
+
+
+def _castable(tree: Any) -> Any:
+    """A tree with its texts, save names, as texts that are yet to be cast."""
+    if isinstance(tree, dict):
+        return {name: _castable(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_castable(value) for value in tree]
+    return Castable(tree) if isinstance(tree, str) else tree
 
 
 def _json(text: str) -> Any:

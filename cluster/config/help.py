@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import chz
+from chz.blueprint import Castable
 from chz.field import Field
 from chz.util import MISSING
 
@@ -23,7 +24,7 @@ _ABOVE_ALL = [
 ]
 
 
-def help_text(kind: type, given: Mapping[str, str]) -> str:
+def help_text(kind: type, given: Mapping[str, Any]) -> str:
     """The --help of the settings class `kind`.
 
     Args:
@@ -45,14 +46,18 @@ def help_text(kind: type, given: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def settings_within(field: Field, given: str | None) -> dict[str, Field]:
-    """Fields of a setting that is itself an object; `given`, or its default, names the class."""
+def settings_within(field: Field, given: Any) -> dict[str, Field]:
+    """Fields of a setting that is itself an object.
+
+    Args:
+        given: the object, its class, or a text that names its class; None for the default.
+    """
     if field._default_factory is MISSING or not chz.is_chz(field._default_factory):
         return {}
-    named: Any = field._default_factory
-    if given is not None and field.meta_factory is not None:
-        named = field.meta_factory.from_string(given)
-    return chz.chz_fields(named)
+    named: Any = field._default_factory if given is None else given
+    if isinstance(given, Castable) and field.meta_factory is not None:
+        named = field.meta_factory.from_string(given.value)
+    return chz.chz_fields(named) if chz.is_chz(named) else {}
 
 
 def type_text(field: Field) -> str:
@@ -76,7 +81,7 @@ def _kind_text(kind: Any) -> str:
     return kind.__name__ if kind in (int, float, str, bool) else ""
 
 
-def _explained(name: str, field: Field, given: Mapping[str, str]) -> Iterator[str]:
+def _explained(name: str, field: Field, given: Mapping[str, Any]) -> Iterator[str]:
     notes = [note for note in (type_text(field), default_text(field), rules_text(field)) if note]
     text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
     head = f"  {name}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import chz
-from chz.blueprint._entrypoint import EntrypointException
-
+from cluster.config.arguments import built
 from cluster.config.common import CommonConfig
+from cluster.config.files import by_name
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import (
     OpdCondensedConfig,
@@ -18,7 +17,6 @@ from cluster.config.presets import (
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.settings import by_path
 
 CONFIGS: dict[str, type[CommonConfig]] = {
     "opd": OpdConfig,
@@ -59,15 +57,11 @@ def make(recipe: str, /, **settings: Any) -> CommonConfig: ...
 
 
 def make(recipe: str, /, **settings: Any) -> CommonConfig:
-    """Make a run's settings from values; `by_path` says how they are named.
+    """Make a run's settings from values; a mapping gives the settings within one.
 
     Raises:
         ConfigError: the recipe or a name is unknown, a required setting is missing, or a value is
             refused.
-        TypeError: a value has another type than its setting.
     """
-    plan = chz.Blueprint(config_of(recipe)).apply(by_path(settings))
-    try:
-        return plan.make()
-    except EntrypointException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    kind = config_of(recipe)
+    return built(kind, by_name(kind, settings))

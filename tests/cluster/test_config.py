@@ -422,7 +422,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         ),
         (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
         (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, samp"),
-        (["...lr=abc"], "'abc'"),
+        (["...lr=abc"], "...lr=abc: no such setting; --help lists all"),
     ],
 )
 def test_a_slip_is_refused_in_one_line(opd: NewOpd, written: list[str], message: str) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.command import parse
-from cluster.config.files import as_texts, read_settings
+from cluster.config.arguments import built
+from cluster.config.files import by_name, read_settings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
@@ -23,6 +25,7 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.settings import changed
 from learner.learning_rate import Stage, suggested_lr
+from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
 
@@ -109,8 +112,41 @@ def test_a_file_is_the_command_line(tmp_path: Path, name: str, text: str | None)
         text = json.dumps(tomllib.loads(TOML))
     tree = read_settings(written(tmp_path / name, text))
     assert tree.pop("recipe") == "opd"
-    given = [f"{key}={value}" for key, value in as_texts(OpdConfig, tree).items()]
-    assert parse(OpdConfig, given) == expected()
+    assert built(OpdConfig, by_name(OpdConfig, tree)) == expected()
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.json"])
+def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None:
+    text = 'steps = "3"' if name.endswith("toml") else '{"steps": "3"}'
+    with refuses(ConfigError, "steps"):
+        parse(OpdConfig, [f"config={written(tmp_path / name, text)}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"steps": np.int64(5)}, 5),
+        ({"steps": 5.0}, 5),
+        ({"lr": 1}, 1.0),
+        ({"out": Path("o")}, "o"),
+        ({"clip": (0.2, 0.3), "loss": "ppo"}, (0.2, 0.3)),
+        ({"prompts": ["a.jsonl", "b.jsonl"]}, "a.jsonl,b.jsonl"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, '{"enable_thinking": false}'),
+        ({"env": {"class": "ToolUse", "max_turns": 3}}, ToolUse(max_turns=3)),
+    ],
+    ids=str,
+)
+def test_values_of_python(opd: NewOpd, given: dict[str, Any], kept: object) -> None:
+    value = getattr(opd(**given), next(iter(given)))
+    assert (value, type(value)) == (kept, type(kept))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("steps", "5"), ("steps", True), ("lr", "fast"), ("wandb", False)]
+)
+def test_a_value_of_another_type_is_refused(opd: NewOpd, field: str, value: object) -> None:
+    with refuses(ConfigError, field):
+        opd(**{field: value})
 
 
 def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
@@ -143,10 +179,9 @@ def test_a_run_s_own_config_repeats_it(
     for named in (directory.path, directory.path / "config.json", as_yaml):
         tree = read_settings(str(named))
         assert tree.pop("recipe") == "opd"
-        file = written(tmp_path / "again.json", json.dumps(tree))
-        assert parse(OpdConfig, [f"config={file}"]) == config
-        elsewhere = parse(OpdConfig, [f"config={file}", "out=elsewhere"])
-        assert elsewhere == changed(config, out="elsewhere")
+        given = by_name(OpdConfig, tree)
+        assert built(OpdConfig, given) == config
+        assert built(OpdConfig, given | {"out": "elsewhere"}) == changed(config, out="elsewhere")
 
 
 def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from cluster.command import parse
+from cluster.config.arguments import Arguments
 from cluster.config.early_checks import check_early
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import DpoConfig, SftConfig
@@ -111,4 +112,4 @@ def test_a_file_as_out_is_refused(run: Path) -> None:
     out = run / "final" / "config.json"
     arguments = ["recipe=sft", f"model={run}", "data=README.md", f"out={out}"]
     with pytest.raises(ConfigError):
-        run_recipe(arguments, Console())
+        run_recipe(Arguments.of(arguments), Console())

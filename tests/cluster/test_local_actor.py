@@ -18,6 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from cluster.command import parse
+from cluster.config.arguments import Arguments
 from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
@@ -242,7 +243,7 @@ def test_without_ray_a_run_on_it_is_refused(
         f"prompts={tiny_pair.prompts}", f"out={tmp_path / 'run'}", "temperature=1",
     ]  # fmt: skip
     with pytest.raises(ConfigError):
-        run_recipe(given, Console(quiet=True))
+        run_recipe(Arguments.of(given), Console(quiet=True))
 
 
 @pytest.mark.parametrize(

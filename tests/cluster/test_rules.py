@@ -159,7 +159,7 @@ RELATIONS = [
 def test_a_value_outside_is_refused(owner: str, name: str, value: Any) -> None:
     with refuses(ConfigError, path(owner, name)) as refused:
         made(owner, name, value)
-    assert str(refused.value).startswith(f"{path(owner, name)}={value} ")
+    assert str(refused.value).startswith(f"{path(owner, name)}=")
 
 
 @pytest.mark.parametrize(("owner", "name", "value"), EDGES)
