@@ -26,6 +26,7 @@ from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publisher_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
+from cluster.hosts.mailbox import with_mailbox
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.hosts.shared_gpus import early_on_all_gpus
 from cluster.placement.places import Places
@@ -272,7 +273,9 @@ class RolloutCast:
             elif made.hosted:
                 start = partial(start_server, **_of_server(made))
                 arguments["server"] = early_on_all_gpus(self._placement, role, index, start)
-            return self._make(deferred(made.engine_class), options, **arguments)
+            hosted = deferred(made.engine_class)
+            kind = hosted if self._config.local else with_mailbox(hosted)
+            return self._make(kind, options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
             """A follower on each further node; they start once the head says where they meet."""

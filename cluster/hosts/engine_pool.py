@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.handles import errors
+from cluster.hosts.mailbox import MailboxEnd, mailbox_of
 from cluster.supervision.failures import reason_of
 from distill.engine import (
     EngineInfo,
@@ -68,6 +69,7 @@ class _Member:
 
     handle: Any
     life: int | None = None
+    mailbox: MailboxEnd | None = None
     load: int = 0
     sent: int = 0
     requests: int = 0
@@ -75,11 +77,32 @@ class _Member:
     asked: list[_Asked] = field(default_factory=list)
     riders: list[_Asked] = field(default_factory=list)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
+    telling: asyncio.Task[tuple[int | None, int]] | None = None
+
+    async def tell(self) -> tuple[int | None, int]:
+        """Length of its queue, and `sent` when it was asked; those who ask meanwhile share a call.
+
+        The length is None if the engine is late or dead, which a request itself will find out.
+        """
+        if self.telling is None or self.telling.done():
+            self.telling = asyncio.create_task(self._tell())
+        return await asyncio.shield(self.telling)
+
+    async def _tell(self) -> tuple[int | None, int]:
+        sent = self.sent
+        try:
+            async with asyncio.timeout(TELL_S):
+                return await self.handle.queue_length.remote(), sent
+        except (TimeoutError, errors.RayError):
+            return None, sent
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "score":
             return await self._score(*arguments)
-        answer = await getattr(self.handle, method).remote(*arguments)
+        if method == "generate" and self.mailbox is not None:
+            answer = await self.mailbox.generate(*arguments)
+        else:
+            answer = await getattr(self.handle, method).remote(*arguments)
         if method == "generate" and self.life is not None:
             return [replace(sample, sampled_by=self.life) for sample in answer]
         return answer
@@ -176,7 +199,7 @@ class EnginePool:
         self._members = {
             name: old[name]
             if name in old and old[name].handle == handle and old[name].life == lives.get(name)
-            else _Member(handle, lives.get(name))
+            else _Member(handle, lives.get(name), mailbox_of(handle))
             for name, handle in members.items()
         }
         kept = self._members.values()
@@ -340,23 +363,13 @@ async def _loads(members: Sequence[_Member]) -> list[int]:
     What was sent there while it was asked counts, too: many requests are made at the same time,
     when slots are freed, and none of them has arrived when the first asks.
     """
-    before = [member.sent for member in members]
-    told = await asyncio.gather(*map(_queue_length, members))
-    if None in told:
+    told = await asyncio.gather(*(member.tell() for member in members))
+    if any(length is None for length, _ in told):
         return [member.load for member in members]
     return [
         (length or 0) + member.sent - sent
-        for length, member, sent in zip(told, members, before, strict=True)
+        for (length, sent), member in zip(told, members, strict=True)
     ]
-
-
-async def _queue_length(member: _Member) -> int | None:
-    """Length of its queue; None if it is late or dead, which the request itself will find out."""
-    try:
-        async with asyncio.timeout(TELL_S):
-            return await member.handle.queue_length.remote()
-    except (TimeoutError, errors.RayError):
-        return None
 
 
 def _is_loss(error: Exception) -> bool:

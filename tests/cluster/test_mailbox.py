@@ -1,0 +1,174 @@
+"""Requests that are made together go to a Ray actor in one call, and each has its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from cluster.handles import errors
+from cluster.hosts.engine_pool import EnginePool
+from cluster.hosts.mailbox import MailboxEnd, mailbox_of, with_mailbox
+from distill.engine import GenerateRequest
+from distill.errors import DataError, EngineError, EngineLost
+from distill.sampling import TrainSampling
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+# Only against hangs.
+PATIENCE_S = 60.0
+
+
+class OddError(Exception):
+    """Cannot be read again: its constructor takes something else than its arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class Engine:
+    """Answers with a request's first token; certain tokens have it fail, wait, or die."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+        self._gate = asyncio.Event()
+        self.posts, self.collects = 0, 0
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        match request.prompt_tokens_T[0]:
+            case 90:
+                await self._gate.wait()
+            case 91:
+                raise EngineError("seven log-probs for eight tokens")
+            case 92:
+                raise DataError("a token outside of the vocabulary")
+            case 93:
+                raise OddError("a", "b")
+            case 94:
+                raise asyncio.CancelledError
+            case 95:
+                os._exit(1)
+        return [(self._name, int(request.prompt_tokens_T[0]))]
+
+    async def open(self) -> None:
+        self._gate.set()
+
+    async def queue_length(self) -> int:
+        return 0
+
+    async def told(self) -> tuple[int, int]:
+        return self.posts, self.collects
+
+
+class Counting(with_mailbox(Engine)):
+    """Counts the calls that carry requests and answers."""
+
+    async def post(self, *given: Any) -> None:
+        self.posts += 1
+        await super().post(*given)
+
+    async def collect(self, client: str) -> Any:
+        self.collects += 1
+        return await super().collect(client)
+
+
+def request(token: int) -> GenerateRequest:
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=4)
+    return GenerateRequest(
+        prompt_tokens_T=np.array([token], np.int32), sampling=sampling, num_samples=1, seed=0
+    )
+
+
+def made(name: str = "") -> Any:
+    remote: Any = ray.remote
+    return remote(Counting).options(num_cpus=0).remote(name)
+
+
+@pytest.fixture
+def engine() -> Any:
+    handle = made()
+    yield handle
+    ray.kill(handle)
+
+
+async def asked(end: MailboxEnd, *tokens: int) -> list[Any]:
+    async with asyncio.timeout(PATIENCE_S):
+        everyone = (end.generate(request(token)) for token in tokens)
+        return await asyncio.gather(*everyone, return_exceptions=True)
+
+
+def test_what_is_asked_together_is_few_calls_and_everyone_gets_its_own(engine: Any) -> None:
+    end = MailboxEnd(engine)
+    assert asyncio.run(asked(end, *range(64))) == [[("", token)] for token in range(64)]
+    posts, collects = ray.get(engine.told.remote())
+    assert posts == 1 and collects < 10
+
+
+def test_each_error_arrives_as_from_a_call_of_its_own(engine: Any) -> None:
+    found = asyncio.run(asked(MailboxEnd(engine), 1, 91, 92, 93, 94, 2))
+    assert found[0] == [("", 1)] and found[5] == [("", 2)]
+    for error, kind in zip(
+        found[1:5], (EngineError, DataError, RuntimeError, EngineLost), strict=True
+    ):
+        assert isinstance(error, kind) and isinstance(error, errors.RayTaskError)
+    assert "OddError: ab" in str(found[3])
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one(engine: Any) -> None:
+    async def ask() -> None:
+        end = MailboxEnd(engine)
+        long = asyncio.ensure_future(end.generate(request(90)))
+        assert await asked(end, 1) == [[("", 1)]]
+        assert await asked(end, 2) == [[("", 2)]] and not long.done()
+        await engine.open.remote()
+        assert await long == [("", 90)]
+
+    asyncio.run(ask())
+
+
+def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
+    end = MailboxEnd(engine)
+
+    async def ask() -> None:
+        gone = asyncio.ensure_future(end.generate(request(90)))
+        assert await asked(end, 1) == [[("", 1)]]
+        gone.cancel()
+        assert await asked(end, 2) == [[("", 2)]]
+
+    async def leave() -> None:
+        waiting = asyncio.ensure_future(end.generate(request(90)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+
+    asyncio.run(ask())
+    asyncio.run(leave())  # its event loop ends with an answer due
+    asyncio.run(ask())
+    copy = pickle.loads(pickle.dumps(end))
+    assert asyncio.run(asked(copy, 3)) == [[("", 3)]]
+
+
+def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
+    first, second = made("first"), made("second")
+    end = MailboxEnd(first)
+    found = asyncio.run(asked(end, 90, 90, 95))
+    assert all(isinstance(error, errors.RayActorError) for error in found)
+    pool = EnginePool("policy", {"first": first, "second": second}, PATIENCE_S)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(pool.generate(request(token)) for token in range(20)))
+
+    assert asyncio.run(ask()) == [[("second", token)] for token in range(20)]
+    ray.kill(second)
+
+
+def test_an_actor_without_one_is_called_by_itself() -> None:
+    remote: Any = ray.remote
+    plain = remote(Engine).options(num_cpus=0).remote()
+    assert mailbox_of(plain) is None
+    pool = EnginePool("policy", {"plain": plain}, PATIENCE_S)
+    assert asyncio.run(pool.generate(request(5))) == [("", 5)]
+    ray.kill(plain)
