@@ -34,9 +34,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from benchmarks.scaling import LOSSES, follower, meet
 from cluster.config.pools import WeightsChoice
-from cluster.weights.gather import values
-from cluster.weights.push_settings import PushSettings
-from cluster.weights.transport import Transport
+from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
 from distill.models.loading import new_qwen3
 from distill.weights.model_weights import (
@@ -128,7 +126,7 @@ def _measure(transport: Transport, whole: Weights, sharded: Weights) -> dict[str
         taken = [memcpy_seconds(total_bytes(whole))]
         for i, weights in enumerate((sharded, whole)):
             started = time.perf_counter()
-            acknowledged = values(transport.start(weights, 2 * turn + i), "a push", 60)
+            acknowledged = collect(transport.start(weights, 2 * turn + i), 60).require("a push")
             transport.finish()
             taken = [time.perf_counter() - started, max(acknowledged.values()), *taken]
         if turn < WARMUP:

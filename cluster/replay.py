@@ -141,7 +141,7 @@ class StepReplay:
 
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """Build the learner's loop on the kept groups, with pushes that do nothing."""
-        from cluster.hosts.learner_actor import policy_loop, publish_nowhere
+        from cluster.hosts.learner_actor import policy_loop
         from cluster.run_files.replay_log import KeptGroupSource
         from distill.models.loading import resolve_device
         from learner.checkpoint import CheckpointStore
@@ -155,7 +155,6 @@ class StepReplay:
             source=KeptGroupSource(
                 self._kept, range((start.step if start else 0) + 1, self._step + 1)
             ),
-            publish=publish_nowhere,
             store=CheckpointStore(Path(scratch) / "checkpoints", keep=1 << 30),
             resume_from=start,
             dump_dir=str(Path(scratch) / "failed"),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
+from cluster.weights.transport import PushSettings
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import supervised_row
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -233,11 +233,12 @@ class Policy(Samples):
             model=self._config.model,
             temperature=UNSCALED,
             learner_dtype=self._config.dtype,
-            probe_every=0,  # a probe scores at the one T of a run, and there is none here
+            probe_every=0,  # rows are scored at the one T of a run, and there is none here
             prove_every=0,  # one process: the sampler copies what it is given
             timeout_s=_PUSH_TIMEOUT_S,
         )
-        return Publisher({"the sampler": self.sampler.engine}, self, settings, self._scores)
+        engines = {"the sampler": self.sampler.engine}
+        return Publisher(engines, settings, self._scores, credit=self)
 
     def _scores(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self.learner.logprobs(rows_D)

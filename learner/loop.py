@@ -64,13 +64,15 @@ class GroupSource(TrajectorySource, Protocol):
         ...
 
 
-# Pushes weights, their version, and the groups that they account for to every policy engine.
+# Pushes weights, their version, and the groups that they account for to every engine of a pool.
 # Returns `push/*` metrics once all engines have acknowledged, or once the weights may change.
 Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
 
-
-# Pushes the weights of the EMA or lagged teacher, and their newest version, to its engines.
-Teach = Callable[[Weights, int], Mapping[str, float]]
+# Metrics of a push to the teacher's engines, and their names in a step's metrics.
+_TEACHER_METRICS = {
+    "push/seconds": "push/teacher_seconds",
+    "push/proven": "push/teacher_proven",
+}
 
 
 class Keep(Protocol):
@@ -130,7 +132,7 @@ class PolicyLoop:
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
         push_dtype: torch.dtype | None = None,
-        teach: Teach | None = None,
+        teach: Publish | None = None,
         trace: Tracing = NO_TRACE,
         keep: Keep | None = None,
         sleep: Callable[[int], None] | None = None,
@@ -152,12 +154,12 @@ class PolicyLoop:
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
-        self._push_dtype, self._teach = push_dtype, teach
+        self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
         self._keep, self._sleep, self._record = keep, sleep, record
         self.learner = learner
         self._source = source
-        self.publisher = publish
+        self.publisher, self.teacher_publisher = publish, teach
         self.writer = CheckpointWriter(learner, tokenizer, store)
         self.loss = loss
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
@@ -201,10 +203,12 @@ class PolicyLoop:
 
     def _publish_teacher(self, anew: bool) -> Mapping[str, float]:
         rule = self.learner.own_teacher
-        if self._teach is None or rule is None or not (anew or rule.moves_at(self.step_count)):
+        teach = self.teacher_publisher
+        if teach is None or rule is None or not (anew or rule.moves_at(self.step_count)):
             return {}
         with self.learner.as_teacher():
-            return self._teach(*self.teacher_weights())
+            pushed = teach(*self.teacher_weights(), self._trained)
+        return {told: pushed[name] for name, told in _TEACHER_METRICS.items() if name in pushed}
 
     def teacher_weights(self) -> tuple[Weights, int]:
         """Weights of the EMA or lagged teacher, and their version. Call in `Learner.as_teacher`."""

@@ -15,13 +15,8 @@ from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
 from cluster.config.pools import WeightsChoice
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
+from cluster.weights.transport import PushSettings
 from distill.records import TrainedGroups
-
-
-class _Slots:
-    def publish(self, version: int, trained: TrainedGroups) -> None:
-        """Nobody waits for them here."""
 
 
 def push_copy(setting: Setting) -> Numbers:
@@ -47,7 +42,6 @@ def _push(setting: Setting, choice: WeightsChoice, served: bool) -> Numbers:
     engine: Any = LocalActor(config.engine_class, **config.arguments())
     publish = Publisher(
         {"engine": engine},
-        _Slots(),
         PushSettings(
             choice=choice, served=served, device=setting.device, directory=setting.scratch,
             model=model, temperature=TEMPERATURE, learner_dtype=setting.dtype,

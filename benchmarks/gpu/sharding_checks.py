@@ -251,9 +251,10 @@ class _NoRanks:
 
 def weight_group(setting: Setting) -> Numbers:
     """Seconds of pushes by a weight group of one: forming it, and its broadcasts."""
+
     from cluster.handles.local_actor import LocalActor
-    from cluster.weights.attempt import Attempt
     from cluster.weights.collective import CollectiveTransport
+    from cluster.weights.publisher import Attempt
 
     size = setting.choose(1 << 16, 1 << 28)
     tensors = {f"part_{i}": torch.randn(size // 8, device=setting.device) for i in range(8)}
@@ -264,8 +265,8 @@ def weight_group(setting: Setting) -> Numbers:
     versions = count(1)
 
     def push() -> None:
-        attempt = Attempt.begin([transport], HeldWeights(tensors), next(versions), lambda: None)
-        answers = attempt.answers(_TIMEOUT_S)
+        weights = HeldWeights(tensors)
+        answers = Attempt.begin([transport], weights, next(versions), _TIMEOUT_S).answers()
         require(not answers.failures, f"the push failed: {answers.failures}")
 
     started = time.perf_counter()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from cluster.handles import errors
 from cluster.handles.local_actor import LocalActor, LocalReference
+
+Value = TypeVar("Value")
 
 
 def wait(
@@ -100,3 +103,20 @@ def this_actor() -> Any:
         return ray.get_runtime_context().current_actor
     except RuntimeError:
         return None
+
+
+def in_thread(call: Callable[[], Value], name: str) -> concurrent.futures.Future[Value]:
+    """Call a function in a thread of its own, of this name.
+
+    The thread is a daemon: a process that gives up ends although an actor keeps it waiting.
+    """
+    future: concurrent.futures.Future[Value] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by `result()`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

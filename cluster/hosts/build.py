@@ -24,7 +24,7 @@ from cluster.hosts.creation import here, maker
 from cluster.hosts.deferred import deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
-from cluster.hosts.learner_actor import publisher_to, teacher_weights
+from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.mailbox import with_mailbox
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
@@ -56,7 +56,7 @@ from cluster.supervision.supervise import (
     ready_call,
     whereabouts_call,
 )
-from cluster.weights.push_settings import PushSettings
+from cluster.weights.transport import PushSettings
 from distill.envs.base import EnvStream
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
@@ -362,7 +362,6 @@ class RolloutCast:
             prove_every=prove_every,
             timeout_s=config.no_progress_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
-            teacher_nodes=config.teacher_nodes,
             gpus=parallelism(config.policy_server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
@@ -379,7 +378,7 @@ class RolloutCast:
             resume_from,
             attempt,
             source=queue,
-            publish=partial(publisher_to, policies, teachers, queue, push, config.pushes_overlap),
+            publishers=partial(publishers_to, config, policies, teachers, queue, push),
         )
 
     def _keeper(

@@ -21,7 +21,7 @@ from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import WorkDone
 from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
+from cluster.weights.transport import PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
 from distill.records import TrajectorySource
@@ -38,7 +38,6 @@ from learner.loop import (
     GroupSource,
     Keep,
     PolicyLoop,
-    Publish,
     Record,
     SupervisedMix,
     mixed_loss,
@@ -58,6 +57,9 @@ from learner.worker import LearnerWorker, follow
 # Supervised rows that are trained together with rollouts: how many an update has, and the default
 # of `sft_coef`.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
+
+# Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
+Publishers = Callable[[Learner], tuple[Publisher, Publisher | None]]
 
 
 class TrainingLoop(Protocol):
@@ -142,10 +144,11 @@ class LearnerActor:
 
     def admit_teachers(self, engines: Mapping[str, Any]) -> None:
         """Push the weights of the lagged or EMA teacher to engines of it that join."""
-        publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
+        publisher = self._loop.teacher_publisher
+        assert isinstance(publisher, Publisher)
         with self._loop.learner.as_teacher():
-            publisher.admit_teachers(engines, *self._loop.teacher_weights())
+            publisher.admit(engines, *self._loop.teacher_weights())
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
         """Admit policy engines concurrently with other calls; call it in `JOIN_GROUP`.
@@ -166,11 +169,13 @@ class LearnerActor:
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Remove engines: they receive no more weights."""
-        self._publisher().dismiss(names)
+        for publisher in self._publishers():
+            publisher.dismiss(names)
 
     def settle(self) -> float | None:
-        """Gap of the last weight probe."""
-        return self._publisher().settle()
+        """Finish the checks of the last pushes; returns the gap of the policy's log-probs, nats."""
+        gap, *_ = [publisher.settle() for publisher in self._publishers()]
+        return gap
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the held-out rows of supervised data."""
@@ -181,6 +186,12 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop)
         assert isinstance(self._loop.publisher, Publisher)
         return self._loop.publisher
+
+    def _publishers(self) -> list[Publisher]:
+        """That of the policy engines, and that of a lagged or EMA teacher's if there is one."""
+        assert isinstance(self._loop, PolicyLoop)
+        teacher = self._loop.teacher_publisher
+        return [self._publisher(), *([teacher] if isinstance(teacher, Publisher) else [])]
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self._loop.learner.logprobs(rows_D)
@@ -206,7 +217,7 @@ def build_policy_loop(
     learner_config: LearnerConfig,
     inputs: LearnerInputs,
     source: GroupSource,
-    publish: Callable[[Learner], Publish],
+    publishers: Publishers | None,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     rollouts: RolloutLog,
@@ -220,7 +231,7 @@ def build_policy_loop(
         learner_config=learner_config,
         inputs=inputs,
         source=source,
-        publish=publish,
+        publishers=publishers,
         store=directory.store,
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
@@ -231,31 +242,29 @@ def build_policy_loop(
     )
 
 
-def publisher_to(
+def publishers_to(
+    config: RolloutConfig,
     policies: Mapping[str, Any],
     teachers: Mapping[str, Any],
     queue: GroupQueue,
     push: PushSettings,
-    overlaps: bool,
     learner: Learner,
-) -> Publisher:
-    """Publisher of a run with engines. `overlaps`: a push may overlap the next step."""
-    goes_on = queue.push if overlaps else None
-    return Publisher(
+) -> tuple[Publisher, Publisher | None]:
+    """Publisher to the policy engines, and to those of a lagged or EMA teacher."""
+    policy = Publisher(
         policies,
-        queue,
         push,
         learner.logprobs,
-        goes_on,
-        learner.progress,
-        teachers,
-        learner.lender_places(),
+        credit=queue,
+        goes_on=queue.push if config.pushes_overlap else None,
+        progress=learner.progress,
+        lenders=learner.lender_places(),
     )
-
-
-def publish_nowhere(_learner: Learner) -> Publish:
-    """Return the no-op `Publish` of a learner without engines."""
-    return push_nowhere
+    if config.teacher_rule is None:
+        return policy, None
+    push = push.for_teachers(config.teacher_nodes)
+    teacher = Publisher(teachers, push, learner.logprobs, progress=learner.progress, lenders=())
+    return policy, teacher
 
 
 def policy_loop(
@@ -264,16 +273,21 @@ def policy_loop(
     learner_config: LearnerConfig,
     inputs: LearnerInputs,
     source: GroupSource,
-    publish: Callable[[Learner], Publish],
     store: CheckpointStore,
     resume_from: Checkpoint | None,
     dump_dir: str,
+    publishers: Publishers | None = None,
     trace: Tracing = NO_TRACE,
     keep: Keep | None = None,
     record: Record | None = None,
     membership: Membership | None = None,
 ) -> PolicyLoop:
-    """Build the loop of an opd or rl run, for any source of groups and any `publish`."""
+    """Build the loop of an opd or rl run, for any source of groups.
+
+    Args:
+        publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
+            is pushed.
+    """
     losses = policy_losses(config, learner_config.device, inputs.stops)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
@@ -283,7 +297,7 @@ def policy_loop(
         )
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = policy_loss_of(losses)
-    publisher = publish(learner)
+    publisher, teacher_publisher = publishers(learner) if publishers else (push_nowhere, None)
     sleep = None  # set only if engines sleep while the learner computes
     if isinstance(publisher, Publisher) and config.engines_sleep:
         sleep = publisher.sleep
@@ -299,7 +313,7 @@ def policy_loop(
         supervised=supervised,
         # The engines' dtype: rounding before the push gives the same weights in half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
-        teach=publisher.teach if isinstance(publisher, Publisher) else None,
+        teach=teacher_publisher,
         trace=trace,
         keep=keep,
         record=record,

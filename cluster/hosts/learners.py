@@ -21,11 +21,11 @@ from cluster.hosts.creation import maker
 from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,
+    Publishers,
     TrainingLoop,
     build_policy_loop,
     build_supervised_loop,
     policy_losses,
-    publish_nowhere,
     supervised_losses,
 )
 from cluster.placement.places import Places
@@ -46,8 +46,7 @@ from distill.records import TrajectorySource
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
-from learner.learner import Learner
-from learner.loop import GroupSource, Publish
+from learner.loop import GroupSource
 from learner.process_group import Membership, open_store
 
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
@@ -92,7 +91,6 @@ def kept_learners(
         resume_from,
         attempt,
         source=KeptGroupSource(groups, groups.steps[resume_from.step if resume_from else 0 :]),
-        publish=publish_nowhere,
     )
 
 
@@ -106,7 +104,7 @@ def policy_learners(
     attempt: int,
     *,
     source: GroupSource,
-    publish: Callable[[Learner], Publish],
+    publishers: Publishers | None = None,
 ) -> LearnerActors:
     """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
     learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
@@ -116,7 +114,7 @@ def policy_learners(
         learner_config=learner_config,
         inputs=inputs.of_learner,
         source=source,
-        publish=publish,
+        publishers=publishers,
         directory=directory,
         resume_from=resume_from,
         rollouts=rollout_log(config, directory),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from cluster.handles import calls
@@ -20,7 +21,6 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import POLICY
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import JOIN_GROUP, Member, Supervisor
-from cluster.weights.background import Background
 from distill.handshake.comparison import CalibrationReport
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Joining:
         self._members: list[Member] = []
         self._left: list[Member] = []  # left to `Admission`
         self._loading: Any = None
-        self._examining: Background[CalibrationReport | None] | None = None
+        self._examining: Future[CalibrationReport | None] | None = None
 
     @property
     def members(self) -> Sequence[Member]:
@@ -99,10 +99,8 @@ class Joining:
         pool = EnginePool(POLICY, {m.name: m.handle for m in self._members}).each()
         name, engine = next(iter(serving.items()))
         reference = EnginePool(POLICY, {name: engine})
-        self._examining = Background()
-        self._examining.begin(
-            lambda: asyncio.run(asyncio.wait_for(self._examined(pool, reference), self._deadline_s))
-        )
+        examined = asyncio.wait_for(self._examined(pool, reference), self._deadline_s)
+        self._examining = calls.in_thread(lambda: asyncio.run(examined), "handshake")
 
     async def _examined(
         self, joining: Mapping[str, EnginePool], reference: EnginePool
@@ -122,12 +120,11 @@ class Joining:
                 return report
         return None
 
-    def _after_handshake(self, examining: Background[CalibrationReport | None]) -> None:
-        if not examining.done:
+    def _after_handshake(self, examining: Future[CalibrationReport | None]) -> None:
+        if not examining.done():
             return
         self._examining = None
-        ended = examining.wait()
-        report = None if ended is None else ended.value
+        report = examining.result()
         alive = [m for m in self._members if m in self._supervisor.waiting()]
         if report is None:
             self._leave("pushes fell into their handshake")

@@ -24,7 +24,7 @@ A group in which anything failed is left and never used again. An embedded engin
 weights, and so does a server that lost the group before its first bucket; a server that lost it
 later must be restarted (actors/sglang/weights.py). A peer that is lost between leaves the others in
 a broadcast: gloo's get an error, as its connections close; NCCL's would wait for minutes. So those
-that do not come out soon are lost as well, and are ended at once (cluster/weights/gather.py,
+that do not come out soon are lost as well, and are ended at once (cluster/weights/transport.py,
 publisher.py).
 """
 
@@ -42,8 +42,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
 
 from cluster.handles.node import node_address
-from cluster.weights.gather import values
-from cluster.weights.transport import Transport
+from cluster.weights.transport import Transport, collect
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
 from distill.errors import EngineError
 from distill.gloo import listen_towards
@@ -140,7 +139,7 @@ class CollectiveTransport(Transport):
     def _form(self, layouts: Sequence[TensorLayout]) -> _CollectiveGroup:
         told = list(layouts)
         asked = {name: engine.weight_ranks.remote(told) for name, engine in self.engines.items()}
-        ranks = values(asked, "preparing a weight group", self._timeout_s)
+        ranks = collect(asked, self._timeout_s).require("preparing a weight group")
         if self._backend == "gloo":
             listen_towards(self._address)
         offsets, next_rank = {}, 1

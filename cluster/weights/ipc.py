@@ -25,8 +25,7 @@ from typing import Any
 
 from cluster.handles import calls, errors
 from cluster.supervision.failures import root_cause
-from cluster.weights.gather import collect
-from cluster.weights.transport import Transport
+from cluster.weights.transport import Transport, collect
 from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights
 from distill.errors import EngineError

@@ -1,51 +1,47 @@
-"""The learner's `publish`: every policy engine holds the weights, and only then are slots freed.
+"""Pushes of weights to a pool of engines; slots are freed only when every engine holds them.
 
     learner   Transport.start -> every engine acknowledges -> (again, to those that failed)
-              -> Transport.finish -> free slots -> probe and proof
+              -> Transport.finish -> free slots -> check
     engine    load_weights: pause, load, drop every cached prefix, new version, continue,
               acknowledge with the pause in seconds
     admit     the same to engines that join, with the present weights; no slot is freed
     join      the same while the learner computes, from the copy of the last push
-    teach     the same, of a teacher that follows the policy, to its engines; no slot is freed
-    lend      the same to engines that do not join: they hold these weights until they are lent
-              others
+    lend      the same to engines that do not join: they keep these weights until the next `lend`
     sleep     engines that share the learner's GPUs release their memory until the next push
 
-Where every transport sends a copy of the weights (and `goes_on` is given), the learner goes on once
-those are made: the rest, from the acknowledgements on, is a thread's. The queue is told at once, so
-that the next step may be taken. There is one push at a time: whatever else is asked waits for it
-first. What probe and proof compare with is computed before the learner goes on.
+A run has a `Publisher` for its policy engines and, with a lagged or EMA teacher, a second one for
+the teacher's engines, which frees no slots.
 
-Slots are freed only when every engine has acknowledged, so no rollout starts on weights older than
-the newest. A push that fails leaves an engine at its old weights, or says that it must be
-restarted; it always ends generation's pause. An engine that does not take the weights twice is
-ended before any slot is freed; its owner restarts it (cluster/supervision/supervise.py). Whether an
-engine holds what it acknowledged is not believed but asked (checks.py). The ways there:
-transports.py. Engines of a teacher that follows: teacher_pushes.py.
+If every transport sends a copy of the weights (and `goes_on` is given), the learner continues once
+the copies are made: the rest, from the acknowledgements on, is done by a thread. The queue is told
+at once, so that the next step may be taken. One push is in progress at a time: every other request
+waits for it first. The learner's side of the check is computed before the learner continues.
+
+A push that fails leaves an engine at its old weights, or requires that it is restarted; it always
+ends generation's pause. An engine that fails twice is terminated before any slot is freed; its
+owner restarts it (cluster/supervision/supervise.py). An acknowledgement is not a proof: check.py.
+The transports: transports.py.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
-from cluster.weights.attempt import Attempt
-from cluster.weights.background import Background, Turn, Turns
-from cluster.weights.checks import Answers, PushChecks
-from cluster.weights.gather import GatherResult, collect
-from cluster.weights.push_settings import PushSettings
-from cluster.weights.teacher_pushes import TeacherPushes
-from cluster.weights.transport import Transport
+from cluster.weights.check import Expected, PushCheck
+from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
-from distill.errors import EngineError
+from distill.errors import EngineError, NonFiniteError
 from distill.objective.batching import TrainingRow
-from distill.pace import Progress
+from distill.pace import Progress, loading_s
 from distill.records import TrainedGroups
 from distill.types import FloatArray
 from distill.weights.lending import LenderPlace
@@ -62,50 +58,134 @@ class Credit(Protocol):
         ...
 
 
-class Publisher:
-    """`publish(weights, version, trained)`: returns once slots are free, or a copy is made.
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A push that has been started on its transports.
 
-    For one thread, but for `join`: all but `check` waits for the push that goes on beside it.
+    Attributes:
+        started: each started transport with its pending acknowledgements, by engine name.
+        failures: reason that a transport could not start, by engine name.
+        timeout_s: longest wait without an answer, including what loading this many bytes may take.
+        waiting: called repeatedly while answers are outstanding.
+    """
+
+    version: int
+    started: list[tuple[Transport, dict[str, Any]]]
+    failures: dict[str, str]
+    timeout_s: float
+    waiting: Callable[[], None]
+
+    @classmethod
+    def begin(
+        cls,
+        transports: Sequence[Transport],
+        weights: Weights,
+        version: int,
+        timeout_s: float,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> Attempt:
+        """Start the push on all transports. Transports by copy have made their copy on return.
+
+        Raises:
+            NonFiniteError: the weights hold a NaN or an infinity, with which a server would crash.
+        """
+        if (bad := weights.first_non_finite()) is not None:
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
+        begun = cls(version, [], {}, timeout_s + loading_s(total_bytes(weights)), waiting)
+        for transport in transports:
+            try:
+                begun.started.append((transport, transport.start(weights, version)))
+            except EngineError as error:
+                transport.abort()
+                begun.failures.update(dict.fromkeys(transport.engines, str(error)))
+        return begun
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the rest of the push, a retry included, does not read the learner's weights."""
+        return not self.failures and all(transport.copies for transport, _ in self.started)
+
+    def answers(self) -> Answers:
+        """Wait for every engine, then finish or abort the push on each transport."""
+        total = Answers(failures=dict(self.failures))
+        for transport, pending in self.started:
+            answers = collect(pending, self.timeout_s, transport, waiting=self.waiting)
+            try:
+                if answers.failures or answers.problem:
+                    transport.abort()
+                else:
+                    transport.finish()
+            except EngineError as error:
+                answers.problem = str(error)
+            if answers.problem:
+                late = pending.keys() - answers.values.keys() - answers.failures.keys()
+                answers.failures |= dict.fromkeys(late, answers.problem)
+            total.values |= answers.values
+            total.failures |= answers.failures
+            total.lost |= answers.lost
+            total.problem = total.problem or answers.problem
+        return total
+
+    def load_copies(self, transports: Sequence[Transport]) -> Answers | None:
+        """Load the existing copies into the engines of `transports`.
+
+        Returns None if no copy exists for the transport of one of them.
+        """
+        made = {type(transport): transport for transport, _ in self.started if transport.copies}
+        if not all(type(transport) in made for transport in transports):
+            return None
+        pending: dict[str, Any] = {}
+        for transport in transports:
+            pending |= made[type(transport)].load(transport.engines, self.version)
+        return collect(pending, self.timeout_s, waiting=self.waiting)
+
+    def again(self, engines: Mapping[str, Any]) -> Answers:
+        """Retry the load on some engines of a push that `has_copies`."""
+        pending: dict[str, Any] = {}
+        for transport, _ in self.started:
+            some = {name: engines[name] for name in transport.engines if name in engines}
+            pending |= transport.load(some, self.version)
+        return collect(pending, self.timeout_s, waiting=self.waiting)
+
+
+class Publisher:
+    """Pushes to one pool: `publish(weights, version, trained)`.
+
+    For one thread, except `join`. All methods but `join` and `check` wait for a push in progress.
     """
 
     def __init__(
         self,
         engines: Mapping[str, Any],
-        credit: Credit,
         settings: PushSettings,
         learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+        *,
+        credit: Credit | None = None,
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
         progress: Progress | None = None,
-        teachers: Mapping[str, Any] = MappingProxyType({}),
-        lenders: Sequence[LenderPlace] = (),
+        lenders: Sequence[LenderPlace] | None = None,
     ) -> None:
         """
         Args:
-            engines: Ray handles of the policy engines, by the name to call them.
-            learner_logprobs: of rows, under the learner's weights.
-            goes_on: told of each push that goes on beside the next step; None: none does.
-            progress: the learner's, who gets on while a push waits: that has its own deadlines.
-            teachers: engines of the teacher that follows the policy, as `engines`.
-            lenders: the learner's workers, by rank; none given: this process alone.
+            engines: Ray handles by name.
+            learner_logprobs: log-probs of rows under the weights that are pushed.
+            credit: told when all engines hold a version; None: nobody.
+            goes_on: told of each push that overlaps the next step; None: no push does.
+            progress: the learner's, marked while a push waits: that has its own deadlines.
+            lenders: the learner's workers that may lend, by rank; None: this process.
         """
-        self._engines = dict(engines)
+        self._engines, self._settings = dict(engines), settings
         self._credit, self._goes_on = credit, goes_on
-        self._settings = settings
-        self._lenders = lenders or [LenderPlace.own(settings.device)]
+        self._progress = progress or Progress()
+        self._lenders = [LenderPlace.own(settings.device)] if lenders is None else lenders
+        self._check = PushCheck(self._engines, settings, learner_logprobs, self._progress)
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
-        self._found: dict[str, float] = {}  # metrics for the next push to return
-        self._beside = Background[dict[str, float]]()
-        self._held_up_s = 0.0  # how long the learner has waited for that one
-        self._progress = progress or Progress()
-        # A push's, or of engines that join.
-        self._turns = Turns(settings.timeout_s, self._progress)
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
-        self._answers = Answers(settings.timeout_s, self._progress)
-        self._checks = PushChecks(
-            self._engines, settings, learner_logprobs, self._answers, self._progress
-        )
-        self._teachers = TeacherPushes(teachers, settings, self._answers, self._progress)
+        self._turn_lock = threading.Lock()  # held by a push, or by engines that join
+        self._beside: Future[dict[str, float]] | None = None  # the push that overlaps the step
+        self._held_up_s = 0.0  # how long the learner has waited for that one
+        self._found: dict[str, float] = {}  # metrics for the next push to return
 
     def describe(self) -> str:
         """Transport of each engine, for people to read."""
@@ -115,10 +195,11 @@ class Publisher:
         )
 
     def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
-        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause.
+        """Push; returns once slots are freed, or a copy is made.
 
-        Of the version before: the probe's gap, and the share of parameters that are proven; and, if
-        this push goes on when this returns, seconds, pause and number of engines.
+        Returns `push/*` metrics: bytes, seconds, the engines' longest pause; of the version before,
+        what the check found, and, if this push continues when this returns, seconds, pause and
+        number of engines.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
@@ -127,105 +208,94 @@ class Publisher:
             NonFiniteError: the weights hold a NaN or an infinity.
         """
         self.wait()
-        metrics: dict[str, float] = {"push/bytes": total_bytes(weights)}
-        metrics |= self._found | self._settled()
+        metrics = {"push/bytes": total_bytes(weights), **self._found, **self._check.settle()}
         self._found = {}
-        with self._turns.next() as turn:
+        with ExitStack() as stack:
+            stack.enter_context(self._turn())
             started = time.perf_counter()
             attempt = self._begin(weights, version)
-            if self._goes_beside(attempt):
-                self._go_beside(attempt, weights, trained, started, turn)
-                return metrics
-            anew = partial(self._anew, weights, version)
-            self._found = self._acknowledged(attempt, started, anew)
-            metrics |= self._found
-            self._credit.publish(version, trained)
-            self._checks.ask(version, weights)
+            if self._goes_on is None or not (attempt.has_copies and self._check.is_ready(version)):
+                self._found = self._finish(attempt, trained, started, weights)
+                return metrics | self._found
+            expected = self._check.expect(version, weights)
+            self._goes_on(version, trained)
+            turn = stack.pop_all()  # the thread's from here on
+
+            def finish() -> dict[str, float]:
+                with turn:
+                    return self._finish(attempt, trained, started, expected)
+
+            self._beside = calls.in_thread(finish, "push")
+            self._held_up_s = time.perf_counter() - started
         return metrics
 
-    def join(self, engines: Mapping[str, Any]) -> int | None:
-        """`admit` beside the learner, whatever it computes: from the copy of the last push.
+    def wait(self) -> None:
+        """Wait for a push that overlaps the step; raise as a push does.
 
-        For another thread than all else. Waits for a push under way. Returns the version; None: the
-        last push left no copy that they can read.
+        Its metrics are part of the next push's.
+        """
+        if self._beside is None:
+            return
+        began = time.perf_counter()
+        found = self._beside.result()
+        self._beside = None
+        overlapped = found["push/seconds"] - self._held_up_s - (time.perf_counter() - began)
+        self._found = found | {"push/overlapped": max(0.0, overlapped)}
+
+    def check(self) -> None:
+        """Raise as a push does if the one that overlaps the step has failed, without waiting."""
+        if self._beside is not None and self._beside.done():
+            self._beside.result()
+
+    def settle(self) -> float | None:
+        """Finish the last check; call once more at a run's end. Returns the gap of log-probs, nats.
+
+        Raises:
+            CalibrationError: an engine does not hold the weights that it acknowledged.
+            EngineError: no engine took them.
+        """
+        self.wait()
+        return self._check.settle().get("push/probe_gap")
+
+    def admit(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
+        """Push the present weights, and every later version, to engines that join.
 
         Raises:
             EngineError: one of them did not take the weights; none of them joins.
         """
-        with self._turns.next():
+        self.wait()
+        with self._turn():
+            self._add(engines, self._anew(weights, version, engines), version)
+
+    def join(self, engines: Mapping[str, Any]) -> int | None:
+        """`admit` while the learner computes, from the copy of the last push; for another thread.
+
+        Waits for a push in progress. Returns the version; None: the last push left no copy that
+        they can read.
+
+        Raises:
+            EngineError: one of them did not take the weights; none of them joins.
+        """
+        with self._turn():
             last = self._last
-            answers = last and last.to_others(self._choose(engines), self._settings.timeout_s)
+            answers = last and last.load_copies(self._choose(engines))
             if last is None or answers is None:
                 return None
             self._add(engines, answers, last.version)
             return last.version
 
-    def wait(self) -> None:
-        """Waits for the push that goes on beside the learner, if one does; raises as a push does.
-
-        Its metrics are part of the next push's.
-        """
-        if (ended := self._beside.wait()) is not None:
-            seconds = ended.value["push/seconds"] - self._held_up_s - ended.waited_s
-            self._found = ended.value | {"push/overlapped": max(0.0, seconds)}
-
-    def check(self) -> None:
-        """Raises as a push does if the one beside the learner has failed; waits for nothing."""
-        self._beside.check()
-
-    def admit(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
-        """Hands the present weights to engines that join; they are part of every later push.
-
-        Raises:
-            EngineError: one of them did not take the weights; none of them joins.
-        """
-        self.wait()
-        with self._turns.next():
-            self._add(engines, self._anew(weights, version, engines), version)
-
-    def _add(self, engines: Mapping[str, Any], answers: GatherResult, version: int) -> None:
-        if answers.failures:
-            raise EngineError(f"pushing weights version {version} failed: {answers.complaint()}")
-        self._engines |= engines
-        self._transports = None
-
-    def teach(self, weights: Weights, version: int) -> dict[str, float]:
-        """Hands the teacher that follows the policy to its engines; ends those that do not take it.
-
-        Returns `push/teacher_seconds`.
-
-        Raises:
-            CalibrationError: one does not hold what it was handed before.
-        """
-        self.wait()
-        self._answers.begin()
-        self._teachers.settle()
-        with self._turns.next():
-            return self._teachers.push(weights, version)
-
-    def admit_teachers(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
-        """Hands the teacher to engines of its own that join; they are part of every later push.
-
-        Raises:
-            EngineError: one of them did not take the weights; none of them joins.
-        """
-        self.wait()
-        with self._turns.next():
-            self._teachers.admit(engines, weights, version)
-
     def lend(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, str]:
-        """Hands the present weights to engines that are part of no later push.
+        """Push the present weights to engines that are part of no later push.
 
         Returns why an engine did not take them, by the names of those that did not.
         """
         self.wait()
         known, transports = self._lent
         try:
-            with self._turns.next():
+            with self._turn():
                 if known != engines:
                     transports = self._choose(engines)
-                attempt = Attempt.begin(transports, weights, version, self._progress.mark)
-                failures = attempt.answers(self._settings.timeout_s).failures
+                failures = self._attempt(transports, weights, version).answers().failures
         except EngineError as error:  # one died before it was asked where it is
             failures = dict.fromkeys(engines, str(error))
         # A group is formed once; a block as large as the model is not kept in between.
@@ -234,138 +304,120 @@ class Publisher:
         return failures
 
     def sleep(self, version: int) -> None:
-        """Has every engine release its GPU memory until the next push; ends one that does not.
+        """Have every engine release its GPU memory until the next push; terminate one that fails.
 
         Args:
-            version: of the weights that they hold.
+            version: version of the weights that they hold.
 
         Raises:
             CalibrationError: an engine does not hold that version.
         """
         self.wait()
-        self._found |= self._settled()  # a scoring that waits for the push would hold it up
+        # A scoring that waits for the next push would hold it up.
+        self._found |= self._check.settle()
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
         answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
-        if not answers.failures:
-            return
-        # What it holds on to, the learner would lack in the middle of a step.
-        logger.warning("after weights version %d: %s", version, answers.complaint())
-        self._end(list(answers.failures), "did not release its memory")
-        self._transports = None
+        if answers.failures:  # the learner would lack this memory in the middle of a step
+            logger.warning("after weights version %d: %s", version, answers.complaint())
+            self._terminate(list(answers.failures), "did not release its memory")
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """Drops engines: they get no more weights."""
+        """Remove engines: they receive no more weights."""
         self.wait()
-        with self._turns.next():
+        with self._turn():
             for name in names:
                 self._engines.pop(name, None)
             self._transports = None
-            self._teachers.dismiss(names)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the push, or for the engines that join, before this one.
+
+        Raises:
+            EngineError: they made no progress.
+        """
+        seen = self._progress.count
+        while not self._turn_lock.acquire(timeout=self._settings.timeout_s):
+            if seen == (seen := self._progress.count):
+                raise EngineError(
+                    f"waited {self._settings.timeout_s:.0f} s for other engines to load their "
+                    "weights"
+                )
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
 
     def _begin(self, weights: Weights, version: int) -> Attempt:
-        self._last = None  # whose copies are written over, or let go
+        self._last = None  # its copies are overwritten, or released
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
-        return Attempt.begin(self._transports, weights, version, self._progress.mark)
+        return self._attempt(self._transports, weights, version)
 
-    def _goes_beside(self, attempt: Attempt) -> bool:
-        """The push may go on beside the learner: nothing of it needs the present weights."""
-        return (
-            self._goes_on is not None
-            and not attempt.needs_weights
-            and self._checks.can_prepare(attempt.version)
-        )
-
-    def _go_beside(
-        self,
-        attempt: Attempt,
-        weights: Weights,
-        trained: TrainedGroups,
-        started: float,
-        turn: Turn,
-    ) -> None:
-        version = attempt.version
-        ask = self._checks.prepare(version, weights)
-
-        def finish() -> dict[str, float]:
-            try:
-                again = partial(attempt.again, timeout_s=self._settings.timeout_s)
-                metrics = self._acknowledged(attempt, started, again)
-                self._credit.publish(version, trained)
-                ask()
-            finally:
-                turn.end()
-            return metrics
-
-        assert self._goes_on is not None
-        self._goes_on(version, trained)
-        turn.goes_on = True
-        self._beside.begin(finish)
-        self._held_up_s = time.perf_counter() - started
-
-    def _acknowledged(
-        self,
-        attempt: Attempt,
-        started: float,
-        again: Callable[[dict[str, Any]], GatherResult],
+    def _finish(
+        self, attempt: Attempt, trained: TrainedGroups, started: float, source: Weights | Expected
     ) -> dict[str, float]:
-        """Metrics of a push, once all engines hold it. Those that are dead or fail twice are
-        dropped."""
-        pauses = self._pauses(attempt, again)
+        """The push from the acknowledgements on; returns its metrics.
+
+        Args:
+            started: when it was started, of `time.perf_counter`.
+            source: the weights; or what the check expects of them, if they may have changed since.
+        """
+        weights = None if isinstance(source, Expected) else source
+        pauses = self._pauses(attempt, weights)
         self._last = attempt
-        return {
+        metrics = {
             "push/seconds": time.perf_counter() - started,
             "push/pause": max(pauses.values(), default=0.0),
             "push/engines": len(pauses),
         }
+        if self._credit is not None:
+            self._credit.publish(attempt.version, trained)
+        if not isinstance(source, Expected):
+            source = self._check.expect(attempt.version, source)
+        self._check.ask(source)
+        return metrics
 
-    def _pauses(
-        self, attempt: Attempt, again: Callable[[dict[str, Any]], GatherResult]
-    ) -> dict[str, float]:
-        version, answers = attempt.version, attempt.answers(self._settings.timeout_s)
+    def _pauses(self, attempt: Attempt, weights: Weights | None) -> dict[str, float]:
+        """Pause of each engine that took the weights, if need be at the second try; others are
+        terminated."""
+        version, answers = attempt.version, attempt.answers()
         if not answers.failures:
             return answers.values
         logger.warning("weights version %d: %s; trying again", version, answers.complaint())
         failed = {name: self._engines[name] for name in answers.failures}
         dead = {*dead_among(failed), *answers.lost}
         self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
-        repeated = again({name: engine for name, engine in failed.items() if name not in dead})
+        left = {name: engine for name, engine in failed.items() if name not in dead}
+        again = attempt.again(left) if weights is None else self._anew(weights, version, left)
         self._transports = None
-        if repeated.failures and not (answers.values or repeated.values or dead or repeated.lost):
-            raise EngineError(f"pushing weights version {version} failed: {repeated.complaint()}")
-        self._drop(list(repeated.failures), version)
-        return answers.values | repeated.values
+        if again.failures and not (answers.values or again.values or dead or again.lost):
+            raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
+        self._drop(list(again.failures), version)
+        return answers.values | again.values
 
-    def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> GatherResult:
+    def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> Answers:
         """A push to some engines, over transports of their own."""
-        attempt = Attempt.begin(self._choose(engines), weights, version, self._progress.mark)
-        return attempt.answers(self._settings.timeout_s)
+        return self._attempt(self._choose(engines), weights, version).answers()
 
-    def _drop(self, names: Sequence[str], version: int) -> None:
-        self._end(names, f"did not take weights version {version}")
-
-    def _end(self, names: Sequence[str], why: str) -> None:
-        for name in names:
-            logger.warning("%s %s: it is ended", name, why)
-            calls.kill(self._engines.pop(name))
-
-    def settle(self) -> float | None:
-        """Collects what the engines answered to probe and proof; call once more at a run's end.
-
-        Returns the probe's gap.
-
-        Raises:
-            CalibrationError: an engine does not hold the weights that it acknowledged.
-            EngineError: no engine took them.
-        """
-        self.wait()
-        return self._settled().get("push/probe_gap")
-
-    def _settled(self) -> dict[str, float]:
-        self._answers.begin()
-        found = self._checks.settle() | {"push/teacher_proven": self._teachers.settle()}
-        return {name: value for name, value in found.items() if value is not None}
+    def _attempt(self, transports: Sequence[Transport], weights: Weights, version: int) -> Attempt:
+        timeout_s, waiting = self._settings.timeout_s, self._progress.mark
+        return Attempt.begin(transports, weights, version, timeout_s, waiting)
 
     def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:
         return choose_transports(self._settings, engines, self._lenders)
+
+    def _add(self, engines: Mapping[str, Any], answers: Answers, version: int) -> None:
+        answers.require(f"pushing weights version {version}")
+        self._engines |= engines
+        self._transports = None
+
+    def _drop(self, names: Sequence[str], version: int) -> None:
+        self._terminate(names, f"did not take weights version {version}")
+
+    def _terminate(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            logger.warning("%s %s: it is ended", name, why)
+            calls.kill(self._engines.pop(name))
+            self._transports = None

@@ -1,12 +1,85 @@
-"""Base of the ways by which weights reach engines; the protocol is the publisher's."""
+"""Transports of weights: their settings, their base class, and the answers of their engines.
+
+The order of a push is the publisher's (cluster/weights/publisher.py).
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from distill.weights.model_weights import Weights
+from cluster.config.pools import WeightsChoice
+from cluster.handles import calls, errors
+from cluster.supervision.failures import is_death, root_cause
+from distill.errors import EngineError, EngineLost
+from distill.weights.model_weights import BUCKET_BYTES, Weights
+
+# Time that linked engines have to leave their shared collective after one of them failed, seconds.
+GRACE_S = 15.0
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSettings:
+    """Settings of the pushes to one pool of engines.
+
+    Attributes:
+        choice: the transport, or `auto`.
+        served: the engines are SGLang servers.
+        device: the learner's, cpu or cuda.
+        directory: directory for `disk`, shared by all nodes.
+        model: checkpoint that is trained.
+        temperature: the run's; the check scores at it.
+        learner_dtype: compute precision of the learner; determines the check's tolerance.
+        probe_every, prove_every: versions between two whose log-probs, and whose checksums, are
+            checked; 0: none.
+        timeout_s: longest time without progress: no engine answers, nothing is sent. Engines that
+            load by themselves have it, and a second for each 100 MB.
+        bucket_bytes: most bytes that a group or `ipc` sends at once.
+        nodes: nodes over which each engine's server is spread.
+        gpus: GPUs on which an engine computes, of those that its process sees; None: all of them.
+    """
+
+    choice: WeightsChoice
+    served: bool
+    device: str
+    directory: str
+    model: str
+    temperature: float
+    learner_dtype: str
+    probe_every: int
+    prove_every: int
+    timeout_s: float
+    bucket_bytes: int = BUCKET_BYTES
+    nodes: int = 1
+    gpus: int | None = None
+
+    def for_teachers(self, nodes: int) -> PushSettings:
+        """Settings of pushes to the engines of a lagged or EMA teacher, checked by checksums alone.
+
+        Its files are apart from the policy's, whose version may be the same. Nothing is lent to its
+        engines: a worker has one bucket, which is the policy's.
+
+        Args:
+            nodes: nodes over which each of the teacher's servers is spread.
+        """
+        return replace(
+            self,
+            choice="auto" if self.choice == "ipc" else self.choice,
+            directory=f"{self.directory}-teacher",
+            probe_every=0,
+            nodes=nodes,
+            gpus=None,
+        )
+
+    def is_probed(self, version: int) -> bool:
+        return self.probe_every > 0 and version % self.probe_every == 0
+
+    def is_proven(self, version: int) -> bool:
+        return self.prove_every > 0 and version % self.prove_every == 0
 
 
 class Transport(ABC):
@@ -30,7 +103,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Starts a push; returns by engine a Ray reference to its pause in seconds."""
+        """Start a push; returns by engine a Ray reference to its pause in seconds."""
 
     def problem(self) -> str | None:
         """Failure on this side meanwhile, if any."""
@@ -38,27 +111,117 @@ class Transport(ABC):
 
     @property
     def sent(self) -> int:
-        """A count that moves while this side sends; 0 where engines fetch by themselves."""
+        """Counter that increases while this side sends; 0 where engines fetch by themselves."""
         return 0
 
     def give_up(self) -> None:  # noqa: B027 - most have nothing under way
-        """Called when one of several linked engines has failed: has the others come out."""
+        """Release linked engines of which one has failed."""
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to finish
-        """Called when every engine has acknowledged."""
+        """End a push that every engine has acknowledged."""
 
     def abort(self) -> None:  # noqa: B027 - nor to undo
-        """Called when the push failed."""
+        """End a push that failed."""
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
-        """Has every engine load the weights from a source that each can read."""
+        """Have every engine load the weights from a source that each can read."""
         self._source = source
         return self.load(self.engines, version)
 
     def load(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Has engines, others than its own too, load what was shared last."""
+        """Have engines, others than its own too, load what was shared last."""
         assert self._source is not None, "nothing is shared"
         return {
             name: engine.load_weights.remote(self._source, version)
             for name, engine in engines.items()
         }
+
+
+@dataclass(slots=True)
+class Answers:
+    """Values by engine, failures by engine, and a problem on the caller's side.
+
+    `lost` names the failed engines that must be restarted: their actor or server is gone, or is
+    stuck in a collective.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    problem: str | None = None
+
+    def complaint(self) -> str:
+        """One line that lists every failure and the problem on the caller's side."""
+        own = [self.problem] if self.problem else []
+        return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
+
+    def require(self, what: str) -> dict[str, Any]:
+        """The values of all engines.
+
+        Args:
+            what: description of the calls, for the error.
+
+        Raises:
+            EngineError: an engine refused, died, or did not answer; the message names each.
+        """
+        if self.failures:
+            raise EngineError(f"{what} failed: {self.complaint()}")
+        return self.values
+
+
+def collect(
+    pending: Mapping[str, Any],
+    timeout_s: float,
+    transport: Transport | None = None,
+    *,
+    waiting: Callable[[], None] = lambda: None,
+) -> Answers:
+    """Wait for each engine's call and return answers and failures.
+
+    Args:
+        timeout_s: longest time without an answer, and without progress of the transport, seconds.
+        transport: the calls are loads of this transport. Its own problem counts as a failure. If it
+            is linked, one engine's failure keeps the others from answering, so it gives up, and
+            engines that do not answer within `GRACE_S` then are lost.
+        waiting: called at every poll before the deadline.
+    """
+    deadline = time.monotonic() + timeout_s
+    names = {reference: name for name, reference in pending.items()}
+    answers = Answers()
+    stuck_since: str | None = None  # the first linked engine that failed
+    seen = transport.sent if transport else 0
+    while names:
+        if transport and stuck_since is None and seen != (seen := transport.sent):
+            deadline = time.monotonic() + timeout_s
+        left = deadline - time.monotonic()
+        if left <= 0:
+            why = f"no answer in {timeout_s:.0f} s"
+            if stuck_since is not None:
+                why = f"still in the collective that {stuck_since} left"
+                answers.lost.update(names.values())
+            answers.failures |= dict.fromkeys(names.values(), why)
+            break
+        # Poll all of them at intervals. Waking at each answer would scan N references N times.
+        ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
+        waiting()
+        if ready and stuck_since is None:
+            deadline = time.monotonic() + timeout_s
+        for reference in ready:
+            name = names.pop(reference)
+            try:
+                answers.values[name] = calls.get(reference)
+            except errors.RayError as error:
+                answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
+                if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
+                    answers.lost.add(name)
+        if transport:
+            answers.problem = answers.problem or transport.problem()
+        failed = bool(answers.failures or answers.problem)
+        if transport and transport.linked and failed and stuck_since is None:
+            stuck_since = next(iter(answers.failures), "the learner")
+            transport.give_up()
+            deadline = time.monotonic() + min(GRACE_S, left)
+    # In the order of `pending`, not of arrival.
+    answers.values = {n: answers.values[n] for n in pending if n in answers.values}
+    answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}
+    return answers

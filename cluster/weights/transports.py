@@ -23,10 +23,8 @@ import torch
 from cluster.config.pools import check_served
 from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
-from cluster.weights.gather import values
 from cluster.weights.ipc import IpcTransport
-from cluster.weights.push_settings import PushSettings
-from cluster.weights.transport import Transport
+from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.ways import Place, plan_ways
 from distill.engine import CheckpointDirectory
 from distill.errors import EngineError
@@ -152,7 +150,7 @@ def choose_transports(
 
 def _places(settings: PushSettings, engines: Mapping[str, Any]) -> dict[str, Place]:
     asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
-    found = values(asked, "asking the engines for their places", settings.timeout_s)
+    found = collect(asked, settings.timeout_s).require("asking the engines for their places")
     return {
         name: replace(place, nodes=settings.nodes, gpus=place.gpus[: settings.gpus])
         for name, place in found.items()

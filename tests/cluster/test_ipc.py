@@ -24,9 +24,9 @@ from actors.sglang.weight_payloads import rank_payload
 from actors.sglang.weights import WeightSession
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
-from cluster.weights.attempt import Attempt
-from cluster.weights.gather import GatherResult
 from cluster.weights.ipc import IpcTransport
+from cluster.weights.publisher import Attempt
+from cluster.weights.transport import Answers
 from cluster.weights.ways import Place
 from distill.engine import LentWeights, WeightSource
 from distill.errors import ConfigError, EngineError, NonFiniteError
@@ -104,8 +104,8 @@ def lent_to(engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = (HERE,)
     )
 
 
-def push(transport: IpcTransport, weights: Any, version: int) -> GatherResult:
-    return Attempt.begin([transport], weights, version, lambda: None).answers(TIMEOUT_S)
+def push(transport: IpcTransport, weights: Any, version: int) -> Answers:
+    return Attempt.begin([transport], weights, version, TIMEOUT_S).answers()
 
 
 def held() -> tuple[int, set[str]]:

@@ -17,7 +17,7 @@ from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
-from cluster.hosts.learner_actor import policy_loop, publish_nowhere
+from cluster.hosts.learner_actor import policy_loop
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer, observed_by
@@ -133,7 +133,6 @@ def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
         learner_config=config.policy_learner("cpu", None, inputs.stops),
         inputs=inputs,
         source=These(kept(out), 2),
-        publish=publish_nowhere,
         store=CheckpointStore(tmp_path / "checkpoints", keep=1),
         resume_from=None,
         dump_dir=str(tmp_path / "failed"),

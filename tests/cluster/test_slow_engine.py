@@ -25,12 +25,13 @@ from cluster.base.outcomes import ActorHung, LearnerLost
 from cluster.placement.roles import EVALUATOR, POLICY
 from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.watchdog import STALL_AFTER_S
-from cluster.weights.gather import collect
+from cluster.weights.transport import Transport, collect
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError, EngineLost
 from distill.handshake.comparison import CalibrationReport, Comparison
 from distill.pace import Pace
 from distill.sampling import EvalSampling, TrainSampling
+from distill.weights.model_weights import Weights
 from tests.conftest import TinyPair
 from tests.simulated_run import VOCAB_SIZE, SimulatedRun
 from tests.simulation import SimulatedActor, SimulatedLoop, simulated_time
@@ -313,6 +314,26 @@ class Receiver:
         return 1.0
 
 
+class Sends(Transport):
+    """Sends a bucket to linked engines every nine seconds; none without buckets."""
+
+    linked = True
+
+    def __init__(self, loop: SimulatedLoop, buckets: int) -> None:
+        super().__init__({})
+        self._loop, self._buckets, self._began = loop, buckets, loop.now
+
+    def describe(self) -> str:
+        return "buckets"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def sent(self) -> int:
+        return min(self._buckets, int((self._loop.now - self._began) / 9))
+
+
 @pytest.mark.parametrize(("buckets", "engines"), [(10, 1), (0, 10)])
 def test_a_push_may_take_as_long_as_it_gets_on(
     loop: SimulatedLoop, buckets: int, engines: int
@@ -325,9 +346,8 @@ def test_a_push_may_take_as_long_as_it_gets_on(
     }
     answers = collect(
         pending,
-        timeout_s=10,
-        linked=buckets > 0,
-        sent=lambda: min(buckets, int((loop.now - began) / 9)),
+        10,
+        Sends(loop, buckets) if buckets else None,
         waiting=lambda: waits.append(loop.now),
     )
     assert not answers.failures and list(answers.values) == list(pending)
@@ -338,12 +358,8 @@ def test_a_push_may_take_as_long_as_it_gets_on(
 def test_a_push_that_gets_no_further_is_given_up(loop: SimulatedLoop) -> None:
     """What waits for the fourth bucket has no more time than it had for the first."""
     began = loop.now
-    answers = collect(
-        {"engine": SimulatedActor(loop, Receiver).load_weights.remote(1e9)},
-        timeout_s=10,
-        linked=True,
-        sent=lambda: min(3, int((loop.now - began) / 9)),
-    )
+    loading = SimulatedActor(loop, Receiver).load_weights.remote(1e9)
+    answers = collect({"engine": loading}, 10, Sends(loop, 3))
     assert answers.failures == {"engine": "no answer in 10 s"}
     assert loop.now - began == pytest.approx(37, abs=1)
 

@@ -19,8 +19,7 @@ from cluster.placement.roles import POLICY
 from cluster.runtime.announcer import Announcer
 from cluster.supervision.supervise import Member
 from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
-from cluster.weights.transport import Transport
+from cluster.weights.transport import PushSettings, Transport
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.handshake.comparison import CalibrationReport
 from distill.records import TrainedGroups
@@ -203,7 +202,7 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
         def learnt(rows_D: Sequence[Any]) -> list[Any]:
             return [logprobs_V(r.temperature)[r.tokens_T[r.first_trained :]] for r in rows_D]
 
-        publish = Publisher(engines, Credited(), settings, learnt)
+        publish = Publisher(engines, settings, learnt)
         weights = HeldWeights({})
         publish(weights, 0, TrainedGroups())
         before = sum(engine.asked for engine in engines.values())
@@ -215,11 +214,6 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
     (few_calls, few_looks, _), (many_calls, many_looks, pause_s) = found
     assert few_calls == many_calls == 2, "load and score"
     assert few_looks < 5 and many_looks < 5 + pause_s / 0.25, "a look every so often"
-
-
-class Credited:
-    def publish(self, version: int, trained: TrainedGroups) -> None:
-        pass
 
 
 class Told:

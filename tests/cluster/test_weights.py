@@ -20,19 +20,15 @@ import torch
 from ray.exceptions import RayActorError
 
 import cluster.weights.collective
-import cluster.weights.gather
 import cluster.weights.publisher
+import cluster.weights.transport
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
-from cluster.weights.attempt import Attempt
-from cluster.weights.background import Background
-from cluster.weights.gather import collect
-from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
-from cluster.weights.transport import Transport
+from cluster.weights.publisher import Attempt, Publisher
+from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.transports import (
     CollectiveTransport,
     DiskTransport,
@@ -172,7 +168,7 @@ def publisher(
 ):  # fmt: skip
     goes_on = queue.push if overlaps else None
     push = settings(model=learner.model.name_or_path, **changes)
-    return Publisher(engines, queue, push, learner.logprobs, goes_on)
+    return Publisher(engines, push, learner.logprobs, credit=queue, goes_on=goes_on)
 
 
 @pytest.fixture
@@ -390,12 +386,11 @@ def test_an_engine_that_joins_in_the_middle_of_a_push_gets_the_new_version(
     sent(publish, learner.weights(), 1)
     learn(learner)
     pair = engines(Held)
-    joining: Background[int | None] = Background()
-    joining.begin(lambda: publish.join({"policy engine 1": pair["policy engine 1"]}))
-    assert not joining.done
+    joiner = {"policy engine 1": pair["policy engine 1"]}
+    joining = calls.in_thread(lambda: publish.join(joiner), "join")
+    assert not joining.done()
     on_all(first, "release")
-    ended = joining.wait()
-    assert ended is not None and ended.value == 1 and versions(pair) == [1, 1]
+    assert joining.result() == 1 and versions(pair) == [1, 1]
     one, other = checksums(pair)
     assert one == other
     publish.settle()
@@ -409,15 +404,13 @@ def test_a_push_waits_for_the_engine_that_reads_its_copy(engines, learner: Learn
     pair = engines(Held)
     joiner = {"policy engine 1": pair["policy engine 1"]}
     on_all(joiner, "hold")
-    joining: Background[int | None] = Background()
-    joining.begin(lambda: publish.join(joiner))
+    joining = calls.in_thread(lambda: publish.join(joiner), "join")
     wait_for(lambda: calls.get(joiner["policy engine 1"].asked.remote()) == [0])
     releasing = threading.Timer(0.1, on_all, (joiner, "release"))
     releasing.start()
     sent(publish, learner.weights(), 1)
     publish.wait()
-    ended = joining.wait()
-    assert ended is not None and ended.value == 0
+    assert joining.result() == 0
     assert calls.get(joiner["policy engine 1"].asked.remote()) == [0, 1]
     assert versions(pair) == [1, 1]
     releasing.join()
@@ -498,6 +491,31 @@ def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Lea
         sent(publish, learner.weights(), 2)
 
 
+def test_engines_of_a_teacher_that_follows_are_checked_by_checksums(
+    engines, learner: Learner
+) -> None:
+    """A pool of its own: no slot is freed, and no log-prob is compared."""
+    pair = engines(EmbeddedEngine, Held)
+    push = settings(model=learner.model.name_or_path).for_teachers(nodes=1)
+    publish = Publisher(pair, push, learner.logprobs, lenders=())
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    calls.get(pair["policy engine 1"].hold.remote(1))
+    calls.get(pair["policy engine 1"].release.remote())
+    assert sent(publish, learner.weights(), 3)["push/engines"] == 2  # at the second try
+    assert versions(pair) == [3, 3]
+    learn(learner)
+    metrics = sent(publish, learner.weights(), 6)
+    assert metrics["push/proven"] == 1 and "push/probe_gap" not in metrics
+    publish.settle()
+    pair = engines(Liar)
+    publish.admit({"policy engine 2": pair["policy engine 2"]}, learner.weights(), 6)
+    learn(learner)
+    sent(publish, learner.weights(), 9)
+    with refuses(CalibrationError, None, names="policy engine 2"):
+        publish.settle()
+
+
 def test_weights_that_are_not_finite_are_not_sent(engines, learner: Learner) -> None:
     only = engines(EmbeddedEngine)
     publish = publisher(only, learner, Queue())
@@ -542,7 +560,7 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
     learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody waits until the push has timed out, and nobody is asked again."""
-    monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 0.5)
+    monkeypatch.setattr(cluster.weights.transport, "GRACE_S", 0.5)
     pair = {name: actor(Troubled, how) for name, how in (("stuck", "hangs"), ("lost", "dies"))}
     queue = Queue()
     publish = publisher(pair, learner, queue, timeout_s=3600.0)
@@ -554,6 +572,16 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
         assert f"{name} did not take weights version 1: it is ended" in caplog.text
         with pytest.raises(RayActorError):
             ray.get(engine.__ray_ready__.remote(), timeout=TIMEOUT_S)
+
+
+class GivesUp(Linked):
+    """Tells the engine that waits when the push is given up."""
+
+    given_up = 0
+
+    def give_up(self) -> None:
+        self.given_up += 1
+        Waits.told.set()
 
 
 class Waits:
@@ -569,14 +597,9 @@ class Waits:
 def test_who_comes_out_of_a_collective_is_not_lost() -> None:
     pair = {"refuses": LocalActor(Troubled, "refuses"), "waits": LocalActor(Waits)}
     pending = {name: engine.load_weights.remote(None, 1) for name, engine in pair.items()}
-    given_up = []
-
-    def give_up() -> None:
-        given_up.append(1)
-        Waits.told.set()
-
-    answers = collect(pending, TIMEOUT_S, linked=True, give_up=give_up)
-    assert given_up == [1] and not answers.lost
+    transport = GivesUp(pair)
+    answers = collect(pending, TIMEOUT_S, transport)
+    assert transport.given_up == 1 and not answers.lost
     assert "no room" in answers.failures["refuses"] and "goes on" in answers.failures["waits"]
 
 
@@ -751,7 +774,7 @@ def by_group(
     receiver: Any, group: CollectiveTransport, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> Publisher:
     """A publisher that sends by the group, to a receiver that holds the learner's weights."""
-    monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 20.0)
+    monkeypatch.setattr(cluster.weights.transport, "GRACE_S", 20.0)
     ray.get(receiver.load_weights.remote(shared(gather_all(learner.weights())), 0))
     assert len(plan_buckets(learner.weights().layouts, BUCKET_BYTES)) >= 3
     choose_once(monkeypatch, group)
@@ -846,7 +869,7 @@ def test_a_server_that_is_lost_while_it_is_lent_weights(
 
     weights.lend = lend_two_and_kill  # pyright: ignore[reportAttributeAccessIssue]
     before = len(os.listdir("/proc/self/fd"))
-    answers = Attempt.begin([transport], weights, 1, lambda: None).answers(TIMEOUT_S)
+    answers = Attempt.begin([transport], weights, 1, TIMEOUT_S).answers()
     assert answers.failures.keys() == {"policy engine 0"}, answers
     assert len(lent) == {"killed": 2, "refused": 1}[how]
     assert len(os.listdir("/proc/self/fd")) <= before + 2
@@ -950,7 +973,7 @@ def test_a_broadcast_that_breaks_off_again_and_again(
 
     monkeypatch.setattr(torch.distributed, "broadcast", break_off)
     learn(learner)
-    answers = Attempt.begin([group], learner.weights(), 2, lambda: None).answers(TIMEOUT_S)
+    answers = Attempt.begin([group], learner.weights(), 2, TIMEOUT_S).answers()
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     assert "the network is down" in answers.complaint()
     if survives and ray.get(receiver.info.remote()).is_server:

@@ -135,9 +135,9 @@ def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
     out, learnt, policies = tmp_path / "run", Learner.step, {}
     steps = 0
 
-    def remember(self: Publisher, engines: Mapping[str, Any], *given: Any) -> None:
+    def remember(self: Publisher, engines: Mapping[str, Any], *given: Any, **named: Any) -> None:
         policies.update(engines)
-        made(self, engines, *given)
+        made(self, engines, *given, **named)
 
     def step_in_which_one_dies(self: Learner, *parts: Part) -> dict[str, float]:
         nonlocal steps

@@ -11,6 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError
 from distill.objective.settings import ObjectiveConfig
+from distill.records import TrainedGroups
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import ShadowRule
@@ -121,10 +122,10 @@ def test_it_is_handed_on_before_the_policy_and_only_when_it_has_moved(
     world = World([group(i) for i in range(8)])
     handed: list[tuple[int, dict[str, bytes]]] = []
 
-    def teach(sent: Weights, version: int) -> dict[str, float]:
+    def teach(sent: Weights, version: int, _trained: TrainedGroups) -> dict[str, float]:
         world.events.append(f"teach {version}")
         handed.append((version, weights(loop.learner)))
-        return {"push/teacher_seconds": 0.5}
+        return {"push/seconds": 0.5, "push/pause": 0.1}
 
     objective = ObjectiveConfig(kl_coef=1.0)
     loop = new_loop(world, objective, learner={"shadow": rule}, teach=teach)

@@ -21,7 +21,7 @@ from actors.embedded.engine import EmbeddedEngine
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Publisher
-from cluster.weights.push_settings import PushSettings
+from cluster.weights.transport import PushSettings
 from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.objective.batching import (
@@ -180,10 +180,6 @@ class Refuses(EmbeddedEngine):
         return await super().load_weights(weights, version)
 
 
-class Untold:
-    def publish(self, version: int, trained: TrainedGroups) -> None: ...
-
-
 def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
     """Checksums of an engine that refuses a push when both workers have gone on, and of one that
     has got all of what was pushed."""
@@ -197,7 +193,7 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
     )  # fmt: skip
     beside: list[int] = []
     publish = Publisher(
-        {"engine": engines[0]}, Untold(), settings, learner.logprobs,
+        {"engine": engines[0]}, settings, learner.logprobs,
         goes_on=lambda version, _: beside.append(version),
     )  # fmt: skip
     publish(learner.weights(torch.bfloat16), 0, TrainedGroups())

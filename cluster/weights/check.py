@@ -1,0 +1,267 @@
+"""Check of a push: the engines of a pool hold, and use, what the learner sent.
+
+    within a step   push v -> acknowledged -> ask(expect(v, weights)) ..... next push: settle()
+    beside it       expected = expect(v, weights) -> the learner goes on
+                    push v -> acknowledged -> ask(expected) ............... next push: settle()
+
+Two methods, each for the versions that `verify_every` sets:
+
+    log-probs   Two fixed rows, scored by every engine, against the learner's own log-probs. Finds
+                other weights, and prefixes that were cached under older ones. A step that moves
+                log-probs by less than the tolerance of the engines' dtype is not seen.
+    checksums   Digests of every parameter of every rank, against those of what was sent wherever it
+                is known how a server makes the parameter of it, and against the other engines'
+                (distill/weights/served_parameters.py). A digest sees one bit.
+
+Answers are collected before the next push, so a push waits for none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.handshake.handshake import probe_row
+from cluster.weights.transport import PushSettings, collect
+from distill.engine import Score, ScoreRequest
+from distill.errors import CalibrationError
+from distill.handshake.comparison import compare, concatenated, looser, probe_prompts
+from distill.objective.batching import TrainingRow
+from distill.pace import Progress
+from distill.types import FloatArray
+from distill.weights.model_weights import Weights
+from distill.weights.served_parameters import Digests, Recipe, expected_digests, find_recipes
+
+logger = logging.getLogger(__name__)
+
+NUM_ROWS = 2
+# Requests, as the log names them.
+_SCORES, _DIGESTS = "answer the weight probe", "return the checksums of its weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Expected:
+    """Answers that engines must give of one version; None: this method is not due, or cannot ask.
+
+    Attributes:
+        logprobs_N: the learner's log-probs of the rows, one after the other.
+        digests: digests of the parameters for which a recipe is known, by rank.
+    """
+
+    version: int
+    logprobs_N: FloatArray | None = None
+    digests: Digests | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Fixed rows, as the learner and as engines score them, and the looser of both dtypes."""
+
+    rows: Sequence[TrainingRow]
+    requests: Sequence[ScoreRequest]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """Expected answers and the pending ones, by engine."""
+
+    expected: Expected
+    scores: Mapping[str, Any]
+    digests: Mapping[str, Any]
+
+
+class PushCheck:
+    """Check of a pool's engines, version by version.
+
+    Args:
+        engines: live view of the engines that hold the pushed weights: Ray handles by name.
+        learner_logprobs: returns log-probs of rows under the weights that are pushed.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Any],
+        settings: PushSettings,
+        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+        progress: Progress,
+    ) -> None:
+        self._engines, self._settings, self._progress = engines, settings, progress
+        self._learner_logprobs = learner_logprobs
+        self._rows: _Rows | None = None  # made with the first engine's vocabulary
+        self._recipes: dict[str, Recipe] | None = None  # found with the first engine's digests
+        self._ranks = 0
+        self._asked: _Asked | None = None
+
+    def is_ready(self, version: int) -> bool:
+        """True if `expect` asks no engine, so that it may precede the acknowledgements."""
+        return (self._rows is not None or not self._is_probed(version)) and (
+            self._recipes is not None or not self._is_proven(version)
+        )
+
+    def expect(self, version: int, weights: Weights) -> Expected:
+        """Compute the learner's side; call while the learner holds `weights`.
+
+        Unless `is_ready`, the engines must hold them, too: one is asked what can be compared.
+        """
+        self._progress.mark()
+        logprobs_N = digests = None
+        if self._is_probed(version):
+            self._rows = self._rows or self._new_rows()
+            if self._rows is not None:
+                logprobs_N = concatenated(self._learner_logprobs(self._rows.rows))
+        if self._is_proven(version):
+            if self._recipes is None:
+                self._find_recipes(weights)
+            if self._recipes is not None:
+                digests = expected_digests(self._recipes, weights, self._ranks)
+        return Expected(version=version, logprobs_N=logprobs_N, digests=digests)
+
+    def ask(self, expected: Expected) -> None:
+        """Send the requests; call once every engine has acknowledged the version."""
+        assert self._asked is None, "settle() comes first: an engine would answer for newer weights"
+        scores = digests = {}
+        if expected.logprobs_N is not None and self._rows is not None:
+            requests = self._rows.requests
+            scores = {name: engine.score.remote(requests) for name, engine in self._engines.items()}
+        if expected.digests is not None:
+            digests = _ask_digests(self._engines)
+        self._asked = _Asked(expected, scores, digests)
+
+    def settle(self) -> dict[str, float]:
+        """Collect the answers; call before the next push and at the end of a run.
+
+        Returns:
+            `push/probe_gap`, the largest gap of log-probs, nats, and `push/proven`, the share of
+            parameters whose digests were expected, of the engine with the fewest. Each only if an
+            engine has answered.
+
+        Raises:
+            CalibrationError: an engine does not hold the weights that it acknowledged.
+        """
+        if self._asked is None:
+            return {}
+        asked, self._asked = self._asked, None
+        found: dict[str, float] = {}
+        if scores := self._collect(asked.scores, _SCORES):
+            gaps = [self._gap(asked.expected, name, each) for name, each in scores.items()]
+            found["push/probe_gap"] = max(gaps)
+        if served := self._collect(asked.digests, _DIGESTS):
+            shares = [proven_share(asked.expected, name, each) for name, each in served.items()]
+            require_alike(asked.expected.version, served)
+            found["push/proven"] = min(shares)
+        return found
+
+    def _is_probed(self, version: int) -> bool:
+        return self._settings.is_probed(version) and bool(self._engines)
+
+    def _is_proven(self, version: int) -> bool:
+        return self._settings.is_proven(version) and bool(self._engines)
+
+    def _collect(self, pending: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Answers by engine, without those that failed, or are empty."""
+        answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
+        for name, why in answers.failures.items():
+            logger.warning("%s did not %s: %s", name, what, why)
+        return {name: answer for name, answer in answers.values.items() if answer}
+
+    def _new_rows(self) -> _Rows | None:
+        """Rows for the engines' vocabulary. None if the engine that was asked has just died."""
+        name, engine = next(iter(self._engines.items()))
+        if (info := self._collect({name: engine.info.remote()}, "answer").get(name)) is None:
+            return None
+        prompts = probe_prompts(info.vocab_size, info.context_length)
+        # The longest: a cached prefix of old weights has to have something to be cached of.
+        chains = sorted(prompts, key=len)[-NUM_ROWS:]
+        rows = [probe_row(c, max(1, len(c) // 2), self._settings.temperature) for c in chains]
+        requests = [
+            ScoreRequest(
+                tokens_T=row.tokens_T, start=row.first_trained, temperatures=(row.temperature,)
+            )
+            for row in rows
+        ]
+        dtype = looser(info.dtype, self._settings.learner_dtype)
+        return _Rows(rows=rows, requests=requests, dtype=dtype)
+
+    def _gap(self, expected: Expected, name: str, scores: Sequence[Score]) -> float:
+        assert self._rows is not None and expected.logprobs_N is not None
+        comparison = compare(
+            name,
+            concatenated([score.logprobs_by_temperature[0] for score in scores]),
+            "learner",
+            expected.logprobs_N,
+            temperature=self._settings.temperature,
+            dtype=self._rows.dtype,
+        )
+        if not comparison.agrees:
+            raise CalibrationError(
+                f"{name} does not hold weights version {expected.version}: its log-probs are up to "
+                f"{comparison.max_gap:.3g} nats from the learner's on {comparison.num_tokens} "
+                f"tokens (mean {comparison.mean_gap:.3g}; allowed {comparison.tolerance:.3g}, mean "
+                f"{comparison.mean_tolerance:.3g}). The push did not arrive whole, or prefixes "
+                "cached under older weights were kept"
+            )
+        return comparison.max_gap
+
+    def _find_recipes(self, weights: Weights) -> None:
+        """Find out how the engines make their parameters of what is sent, from one that answers."""
+        answers = (
+            self._collect(_ask_digests({name: engine}), _DIGESTS)
+            for name, engine in self._engines.items()
+        )
+        served: Digests | None = next((d for some in answers for d in some.values()), None)
+        if served is None:
+            return
+        self._ranks, self._recipes = len(served), find_recipes(served, weights)
+        if unproven := served[0].keys() - self._recipes.keys():
+            logger.warning(
+                "%d of %d parameters of the engines are not made of pushed weights in a way that "
+                "is known here (%s, for one): engines are compared with one another in them",
+                len(unproven),
+                len(served[0]),
+                min(unproven),
+            )
+
+
+def _ask_digests(engines: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: engine.weight_checksums.remote() for name, engine in engines.items()}
+
+
+def proven_share(expected: Expected, name: str, served: Digests) -> float:
+    """Share of an engine's parameters that are proven to be what was sent.
+
+    Raises:
+        CalibrationError: a digest is another one than expected.
+    """
+    assert expected.digests is not None
+    if len(served) != len(expected.digests):
+        return 0.0
+    for rank, (held, sent) in enumerate(zip(served, expected.digests, strict=True)):
+        if wrong := [n for n, value in sent.items() if held.get(n) != value]:
+            raise CalibrationError(
+                f"{name} does not hold weights version {expected.version}: {_some(wrong)} of rank "
+                f"{rank} {'is' if len(wrong) == 1 else 'are'} not what was sent, by checksum. The "
+                "push did not arrive whole: a tensor was skipped, or an older one kept"
+            )
+    return len(expected.digests[0]) / len(served[0])
+
+
+def require_alike(version: int, served: Mapping[str, Digests]) -> None:
+    """Raise CalibrationError if engines of equally many ranks hold different parameters."""
+    firsts: dict[int, str] = {}  # by the number of ranks
+    for name, digests in served.items():
+        other = firsts.setdefault(len(digests), name)
+        for rank, (mine, others) in enumerate(zip(digests, served[other], strict=True)):
+            names = mine.keys() | others.keys()
+            if wrong := sorted(n for n in names if mine.get(n) != others.get(n)):
+                raise CalibrationError(
+                    f"{name} and {other} hold different weights as version {version}: "
+                    f"{_some(wrong)} of rank {rank} differ by checksum. The push did not arrive "
+                    "whole at one of them"
+                )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
