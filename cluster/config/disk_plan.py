@@ -8,15 +8,16 @@ from pathlib import Path
 
 from cluster.config.common import CommonConfig
 from distill.errors import ConfigError
-from learner.memory import TRAINED, estimate_memory, readable
-
-# Checkpoints and final/ hold weights in fp32, and so do averages of them.
-_WEIGHT = 4
+from learner.memory import FROZEN, estimate_memory, holding_of, readable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
-    """Bytes of a run's checkpoints: `count` of them at most, and `final/` with weights alone."""
+    """Bytes of a run's checkpoints: `count` of them at most, and `final/` with weights alone.
+
+    A checkpoint holds what the learner does but gradients, in fp32: weights, those of a teacher
+    that follows, and moments.
+    """
 
     checkpoint: int
     count: int
@@ -28,14 +29,13 @@ class DiskPlan:
         estimate = estimate_memory(model)
         if estimate is None or config.only_keeps:
             return None
-        moments = 0 if config.trains_adapter else TRAINED.moments
-        followed = 0 if config.teacher_rule is None else _WEIGHT
+        held = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
         apart = config.steps // config.keep_every if config.keep_every else 0
         written = 1  # the newest is complete before the oldest goes
         return DiskPlan(
-            checkpoint=estimate.parameters * (_WEIGHT + moments + followed),
+            checkpoint=estimate.parameters * (held.weights + held.moments),
             count=config.keep_last + written + apart + bool(config.keep_best),
-            final=estimate.parameters * _WEIGHT,
+            final=estimate.parameters * FROZEN.weights,
         )
 
     @property

@@ -32,6 +32,9 @@ def test_checkpoints_are_counted_by_what_stays(opd: NewOpd) -> None:
     )  # fmt: skip
     assert plan(more).count == 2 + 5 + 1
     assert plan(opd(keep_last=1, lora_rank=4)).checkpoint == least.final
+    follows = {"keep_last": 1, "teacher": "policy", "teacher_ema": 0.9}
+    assert plan(opd(**follows)).checkpoint == 4 * least.final
+    assert plan(opd(**follows, lora_rank=4)).checkpoint == least.final  # of the adapter alone
 
 
 def test_a_disk_that_is_too_small_is_refused(
