@@ -21,19 +21,18 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
-from cluster.config.rows import ROWS, unweighted_sources
+from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
-from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rules import at_least, setting
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section, values_of
+from distill.settings import ESSENTIAL, Section
 from distill.stops import StopSettings, StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -132,7 +131,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         ends.append(ends_of(config.teacher, of_teacher))
     stops = config.stops(tokenizer, ends)
     tokenizer = config.choose_template(tokenizer)
-    read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
+    read = reader_of(PromptColumns, config, config.env.row_fields)
     setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),

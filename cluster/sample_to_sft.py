@@ -42,7 +42,7 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.evaluation import LengthSettings
-from cluster.config.rows import ROWS, unweighted_sources
+from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.jsonl_log import write_rows
 from distill.chat.responses import read_response
 from distill.chat.template import (
@@ -60,7 +60,6 @@ from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import PromptColumns, with_chats
 from distill.data.row_files import located
-from distill.data.row_reader import RowReader
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError, DataError
 from distill.rewards.model_reward import ModelReward
@@ -73,13 +72,15 @@ from distill.rewards.registry import (
 )
 from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
-from distill.settings import ESSENTIAL, Section, values_of
+from distill.settings import ESSENTIAL, Section
 from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 
 # At an endpoint that fails in a way that may pass.
 _ATTEMPTS = 4
+# Fields of a row that are read.
+_FIELDS = ("prompt", "messages", "teacher_prompt", "teacher_messages", "tools", "answer")
 
 Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 
@@ -213,7 +214,7 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
         RunFailed: no response qualifies.
     """
     reward = config.reward_function()
-    read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
+    read = reader_of(PromptColumns, config, _FIELDS)
     asked: list[SamplePrompt] = []
     for source in unweighted_sources("prompts", config.prompts):
         first = asked[-1].seed if asked else config.seed  # lines count on from source to source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.sglang.address import is_url
 from cluster.config.common import CommonConfig
-from distill.data.columns import Columns
-from distill.data.row_reader import RowReader
 from distill.engine import EngineInfo
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.libraries import require_library
-from distill.lookup import known_names
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -29,7 +26,6 @@ from distill.models.loading import (
     reading,
     vocab_size,
 )
-from distill.settings import values_of
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.lora import check_lora
 from learner.router_balance import check_balances
@@ -175,19 +171,3 @@ def check_adapter(config: CommonConfig, base: str) -> None:
     """Raises ConfigError or CheckpointError if the run's adapter does not fit its base."""
     if config.trains_adapter:
         check_lora(config, base)
-
-
-def reader_of(columns: type[Columns], config: Any, fields: Collection[str] | None) -> RowReader:
-    """A reader of rows that uses the column names of the run's settings.
-
-    Raises:
-        ConfigError: a column is to be read as a field that is none of `fields`; None: any is one.
-    """
-    for field, column in config.columns.items():
-        if fields is not None and field not in fields:
-            raise ConfigError(
-                f"columns.{field}={column}: no such field is read; {known_names(field, fields)}",
-                field=f"columns.{field}",
-                value=column,
-            )
-    return RowReader(columns(**values_of(columns, config)))

@@ -21,10 +21,9 @@ from cluster.config.model_checks import (
     check_model,
     check_routers,
     check_scorer,
-    reader_of,
 )
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.rows import digests_of, unweighted_sources
+from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.text_teachers import text_teachers
 from distill.data.columns import PromptColumns
 from distill.data.example_encoder import ExampleEncoder

@@ -16,9 +16,8 @@ from cluster.config.model_checks import (
     check_model,
     check_routers,
     check_scorer,
-    reader_of,
 )
-from cluster.config.rows import digests_of, unweighted_sources
+from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
 from distill.data import preferences, sft_rows
 from distill.data.columns import Columns

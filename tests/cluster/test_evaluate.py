@@ -88,6 +88,7 @@ def test_the_serving_decoder_changes_no_log_probability(
         (["prompts=x.jsonl:2,y.jsonl"], "prompts=x.jsonl:2,y.jsonl: weights change nothing"),
         (["prompts=x.jsonl", "answer_pattern=("], "answer_pattern='(' is no regular expression"),
         (["prompts=no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["columns.anser=a"], "columns.anser=a: no such field is read"),
         (["prompts=x.jsonl", "teacher=policy", "temperature=1"], "nothing is trained here"),
     ],
 )
@@ -97,5 +98,5 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     arguments: list[str],
     error: str,
 ) -> None:
-    assert evaluate(tiny_pair, *arguments) == 2
+    assert evaluate(tiny_pair, f"prompts={tiny_pair.prompts}", *arguments) == 2
     assert error in " ".join(capsys.readouterr().err.split())

@@ -153,6 +153,7 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
         ({"samples": "2", "temperature": "0"}, "would be the same"),
         ({"reward": "model:m"}, "reward models judge runs and evaluations"),
         ({"prompts": "a.jsonl:2,b.jsonl"}, "weights change nothing"),
+        ({"columns.tag": "topic"}, "columns.tag=topic: no such field is read"),
         ({"hinted": "True"}, "the row has neither"),
     ],
 )
