@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chz
 from rich.console import Console
 
 from cluster.collector import collector_off
@@ -31,6 +30,7 @@ from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library
+from distill.settings import meant_by
 from learner.learning_rate import Stage
 
 
@@ -183,10 +183,9 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
 def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for a setting that other recipes have: a teacher of rl, say."""
     for key, value in given.items():
-        name = key.split(".")[0]
-        if name in chz.chz_fields(CONFIGS[recipe]):
+        if meant_by(CONFIGS[recipe], key):
             continue
-        others = [other for other, kind in CONFIGS.items() if name in chz.chz_fields(kind)]
+        others = [other for other, kind in CONFIGS.items() if meant_by(kind, key)]
         if others:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(

@@ -4,9 +4,10 @@
     eval_engines: int = setting(at_least(0), needs("eval_every"), default=0, doc="engines for ...")
 
 A rule refuses a value with a ConfigError that names the setting, the value and the reason. Rules
-refer to other settings by name. They are checked whenever an object with the setting is made; a
-rule about settings that the object lacks is left to an object that has them all. The constructors
-of rules stand below; a condition that they cannot state stays a `chz.validate` method.
+refer to other settings by their path in a run's settings (`checkpoint.every`), in an environment by
+name. They are checked whenever an object with the setting is made; a rule about settings that the
+object lacks is left to an object that has them all: for those of a section, the run's settings. The
+constructors of rules stand below; a condition that they cannot state stays a `chz.validate` method.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import chz
 from chz.field import Field
@@ -25,6 +26,8 @@ from distill.errors import ConfigError
 from distill.lookup import known_names
 
 _RULES = "rules"
+# Value of a setting that an object does not have.
+ABSENT: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +73,54 @@ def default_of(field: Field) -> Any:
     return made() if callable(made) else field._default
 
 
-def path_of(settings: Any, name: str) -> str:
-    """Name of a setting on the command line: fields of an environment begin with `env.`."""
-    return f"{getattr(settings, 'within', '')}{name}"
+def get(settings: Any, path: str) -> Any:
+    """Value of a setting by its path; `ABSENT` if the object lacks it.
+
+    Args:
+        settings: a run's settings, or a section of them, to which `within` leads in paths.
+    """
+    for name in path.removeprefix(getattr(settings, "within", "")).split("."):
+        settings = getattr(settings, name, ABSENT)
+    return settings
+
+
+@chz.chz
+class WithSections:
+    """Settings with sections. Checks the rules of their settings about others outside."""
+
+    @chz.validate
+    def _settings_of_sections_agree(self) -> None:
+        for name in chz.chz_fields(self):
+            part = getattr(self, name)
+            if getattr(part, "within", None) != f"{name}.":
+                continue
+            for inner, field in chz.chz_fields(part).items():
+                for rule in rules_of(field):
+                    if rule.other is not None and get(part, rule.other) is ABSENT:
+                        _require(rule, self, f"{name}.{inner}", getattr(part, inner), field)
+
+
+def _path(settings: Any, name: str) -> str:
+    """Path of a setting: those of an environment begin with `env.`."""
+    within = getattr(settings, "within", "")
+    return name if name.startswith(within) else within + name
 
 
 def _check(rule: Rule, settings: Any, attribute: str) -> None:
-    name, value = attribute.removeprefix("X_"), getattr(settings, attribute)
-    path = path_of(settings, name)
-    if value is None or not (rule.other is None or hasattr(settings, rule.other)):
+    """Check a rule of a field of `settings`: a validator of chz."""
+    name = attribute.removeprefix("X_")
+    field = chz.chz_fields(settings)[name]
+    _require(rule, settings, _path(settings, name), getattr(settings, attribute), field)
+
+
+def _require(rule: Rule, settings: Any, path: str, value: Any, field: Field) -> None:
+    """Raises ConfigError if the value of the setting at `path` breaks a rule.
+
+    A rule about a setting that `settings` lacks is not checked.
+    """
+    if value is None or (rule.other is not None and get(settings, rule.other) is ABSENT):
         return
-    if rule.only_given and value == default_of(chz.chz_fields(settings)[name]):
+    if rule.only_given and value == default_of(field):
         return
     if not rule.holds(settings, value):
         raise ConfigError(
@@ -116,7 +156,7 @@ def _bound(
     if isinstance(bound, str):
         return Rule(
             f"{how} {bound}",
-            lambda settings, value: compare(value, getattr(settings, bound)),
+            lambda settings, value: compare(value, get(settings, bound)),
             lambda settings, _: f"must be {how} {_shown(settings, bound)}{reason}",
             other=bound,
         )
@@ -144,7 +184,7 @@ def multiple_of(other: str, why: str) -> Rule:
     """The value is a multiple of another setting."""
     return Rule(
         f"a multiple of {other}",
-        lambda settings, value: value % getattr(settings, other) == 0,
+        lambda settings, value: value % get(settings, other) == 0,
         lambda settings, _: f"must be a multiple of {_shown(settings, other)}: {why}",
         other=other,
     )
@@ -162,7 +202,7 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
     options = _options(values)
 
     def holds(settings: Any, _: Any) -> bool:
-        found = getattr(settings, other)
+        found = get(settings, other)
         return found in values if values else bool(found)
 
     return Rule(
@@ -170,7 +210,7 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
         holds,
         lambda settings, _: (
             f"changes nothing with {_shown(settings, other)}: it needs "
-            f"{path_of(settings, other)}{options}; {remedy}"
+            f"{_path(settings, other)}{options}; {remedy}"
         ),
         other=other,
         only_given=True,
@@ -181,7 +221,7 @@ def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of the
     """The setting cannot be given if `other` has one of `values`, by default any at all."""
 
     def holds(settings: Any, _: Any) -> bool:
-        found = getattr(settings, other)
+        found = get(settings, other)
         return found not in values if values else found is None or found is False
 
     return Rule(
@@ -198,4 +238,4 @@ def _options(values: tuple[Any, ...]) -> str:
 
 
 def _shown(settings: Any, name: str) -> str:
-    return f"{path_of(settings, name)}={getattr(settings, name)}"
+    return f"{_path(settings, name)}={get(settings, name)}"

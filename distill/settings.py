@@ -1,16 +1,18 @@
-"""Metadata of settings beside name, type, default and doc; parts that commands inherit.
+"""Sections, names and metadata of settings.
 
 A setting is a field of a chz class. The settings of one part of a run are declared once, in a class
-that stands with that part; the classes of commands inherit it, and so do the part's own settings.
+that stands with that part. A run holds it as a section; some it inherits still.
 
     @chz.chz
-    class ThreadSettings:
-        section: ClassVar[Section] = Section.ENGINES               where --help lists its settings
-        threads: int = chz.field(default=1, doc="...", metadata=MAY_CHANGE)
+    class CheckpointSettings:
+        section: ClassVar[Section] = Section.OUTPUT                where --help lists its settings
+        within: ClassVar[str] = "checkpoint."
+        every: int = setting(at_least(1), default=10, doc="...", metadata=MAY_CHANGE)
 
-    class CommonConfig(ThreadSettings, ...)                        a run's: threads=2
-    class EngineConfig(ThreadSettings)                             an engine's own
-    EngineConfig(model=..., **values_of(ThreadSettings, config))   from one to the other
+    class CommonConfig(ThreadSettings, ...):                       a run's: threads=2
+        checkpoint: CheckpointSettings = section_field(CheckpointSettings)    checkpoint.every=5
+
+    EngineConfig(model=..., **values_of(ThreadSettings, config))   from one class to another
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from enum import StrEnum
+from functools import cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, TypeVar
 
 import chz
 from chz.field import Field
 
+from distill.errors import ConfigError
 from distill.rules import at_least, setting
 
 Settings = TypeVar("Settings")
@@ -32,6 +37,7 @@ Settings = TypeVar("Settings")
 MAY_CHANGE: Final[dict[str, Any]] = {"may_change": True}
 # One of the dozen settings that matter first.
 ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
+_SECTION = "section"
 
 
 class Section(StrEnum):
@@ -73,10 +79,65 @@ def values_of(part: type, settings: object) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in chz.chz_fields(part)}
 
 
-def by_path(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Settings by their path: `{"env": {"max_turns": 3}}` is `{"env.max_turns": 3}`."""
+def section_field(kind: type) -> Any:
+    """Field that holds a section: an object with the settings of one part of a run.
+
+    The ClassVar `within` of `kind` is the field's name and a dot.
+    """
+    return chz.field(
+        default_factory=kind, doc=(kind.__doc__ or "").strip(), metadata={_SECTION: True}
+    )
+
+
+def is_section(field: Field) -> bool:
+    """True if the field holds a section."""
+    return _SECTION in (field.metadata or {})
+
+
+@cache
+def fields_of(kind: type) -> Mapping[str, Field]:
+    """Fields of all settings by path, those of sections as `checkpoint.every`."""
+    found: dict[str, Field] = {}
+    for name, field in chz.chz_fields(kind).items():
+        inner = fields_of(_kind(field)) if is_section(field) else {}
+        found |= {f"{name}.{path}": each for path, each in inner.items()}
+        if not inner:
+            found[name] = field
+    return MappingProxyType(found)
+
+
+def meant_by(kind: type, name: str) -> list[str]:
+    """Paths of the settings, or the section, of `kind` that a user's name stands for.
+
+    A name is, in this order: a path (`checkpoint.every`); section and field joined by `_`
+    (`checkpoint_every`); the last name of one path (`keep_last`). What follows the name of a
+    setting that is an object itself (`env.max_turns`) stays as it is.
+    """
+    fields = fields_of(kind)
+    head, dot, rest = name.partition(".")
+    if head in chz.chz_fields(kind):
+        return [name] if head in fields or name in fields or not dot else []
+    joined = [path for path in fields if path.replace(".", "_") == head]
+    last = [path for path in fields if path.rpartition(".")[2] == head]
+    return [f"{path}{dot}{rest}" for path in joined or last]
+
+
+def path_of(kind: type, name: str) -> str:
+    """Path of the setting of `kind` that a user's name stands for; an unknown name itself.
+
+    Raises:
+        ConfigError: it may be one of several settings.
+    """
+    meant = meant_by(kind, name)
+    if len(meant) > 1:
+        raise ConfigError(f"{name} may be {' or '.join(meant)}; write one of them", field=name)
+    return meant[0] if meant else name
+
+
+def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Values by path: `{"env": {"max_turns": 3}}` is `{"env.max_turns": 3}`."""
     found: dict[str, Any] = {}
-    for name, value in settings.items():
+    for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             found |= by_path(value, f"{within}{name}.")
         else:
@@ -88,15 +149,16 @@ def changed(settings: Settings, /, **changes: Any) -> Settings:
     """Copy settings with some changed. A default that depends on a changed setting follows it.
 
     Args:
-        changes: values by name; a mapping changes the settings within one, as `by_path` has it.
+        changes: values by name; a mapping changes the settings within one.
     """
-    given = by_path(changes)
+    kind = type(settings)
+    given = {path_of(kind, name): value for name, value in by_path(changes).items()}
     kept = {
         path: value
         for path, value in by_path(chz.beta_to_blueprint_values(settings)).items()
         if not any(path == name or path.startswith(f"{name}.") for name in given)
     }
-    return chz.Blueprint(type(settings)).apply(kept | given).make()
+    return chz.Blueprint(kind).apply(kept | given).make()
 
 
 def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:
@@ -104,29 +166,37 @@ def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:
     return {"identity": identity}
 
 
-def identity_of(kind: type, name: str, value: Any) -> Any:
+def identity_of(kind: type, path: str, value: Any) -> Any:
     """The part of a setting's value that a resumed run must keep; by default all of it."""
-    field = chz.chz_fields(kind).get(name)
+    field = fields_of(kind).get(path)
     identity = field and (field.metadata or {}).get("identity")
     return identity(value) if identity else value
 
 
-def declarer_of(kind: type, name: str) -> type:
-    """The class, `kind` or one of its bases, that declares the setting `name` first."""
+def declarer_of(kind: type, path: str) -> type:
+    """The class that declares a setting first: `kind`, a section of it, or a base of either."""
+    name, _, rest = path.partition(".")
+    if rest:
+        return declarer_of(_kind(chz.chz_fields(kind)[name]), rest)
     for part in reversed(kind.__mro__):
         if name in getattr(part, "__chz_fields__", {}):
             return part
-    raise KeyError(name)
+    raise KeyError(path)
 
 
-def section_of(kind: type, name: str) -> Section | None:
-    """The section of the class that declares the setting `name` of `kind`, if it has one."""
-    return declarer_of(kind, name).__dict__.get("section")
+def section_of(kind: type, path: str) -> Section | None:
+    """The section of --help of the class that declares a setting of `kind`, if it has one."""
+    return declarer_of(kind, path).__dict__.get("section")
 
 
 def flagged(kind: type, flag: dict[str, Any]) -> set[str]:
-    """Names of the settings of `kind` that carry `flag`, one of the constants above."""
-    return {name for name, field in chz.chz_fields(kind).items() if _carries(field, flag)}
+    """Paths of the settings of `kind` that carry `flag`, one of the constants above."""
+    return {path for path, field in fields_of(kind).items() if _carries(field, flag)}
+
+
+def _kind(section: Field) -> type:
+    kind: Any = section._default_factory
+    return kind
 
 
 def _carries(field: Field, flag: dict[str, Any]) -> bool:

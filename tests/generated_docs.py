@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import chz
 from chz.field import Field
 
 from actors.envs.judge_env import Judged
@@ -20,7 +19,7 @@ from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
 from cluster.config.teachers import TeacherConfig, TeacherSettings
 from cluster.run_files.metric_table import METRICS
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, flagged
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, fields_of, flagged
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -113,7 +112,7 @@ def _tables(kinds: Mapping[str, type], prefix: str) -> dict[type, list[_Row]]:
     found: dict[type, dict[tuple[str, str], _Row]] = {}
     for owner, kind in kinds.items():
         bold, may_change = flagged(kind, ESSENTIAL), flagged(kind, MAY_CHANGE)
-        for name, each in chz.chz_fields(kind).items():
+        for name, each in fields_of(kind).items():
             rows = found.setdefault(declarer_of(kind, name), {})
             row = rows.setdefault(
                 (name, each._doc), _Row(prefix + name, each, name in bold, name in may_change)

@@ -12,11 +12,15 @@ import pytest
 from cluster.config.recipes import CONFIGS
 from distill.envs.reading import Reading
 from distill.envs.tool_use import ToolUse
+from distill.settings import fields_of
 from tests.generated_docs import PAGES
 
 REPOSITORY = Path(__file__).parents[1]
 FEATURES = (REPOSITORY / "tests" / "features.md").read_text()
-SETTINGS = {name for config in CONFIGS.values() for name in chz.chz_fields(config)}
+PATHS = {path for config in CONFIGS.values() for path in fields_of(config)}
+SETTINGS = PATHS | {
+    name for path in PATHS for name in (path.replace(".", "_"), path.split(".")[-1])
+}
 OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
 OWN |= {"columns.prompt", "columns.answer"}
 

@@ -22,6 +22,7 @@ from cluster.config.files import CONFIG, by_name, read_settings, text_of
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.settings import fields_of, is_section, meant_by
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
@@ -118,8 +119,8 @@ class Arguments:
         Raises:
             ConfigError: the file has an unknown name, or an invalid value.
         """
-        in_file = by_name(kind, self.tree)
         try:
+            in_file = by_name(kind, self.tree)
             for key, value in in_file.items():
                 _checked(kind, key, value, in_file)
         except ConfigError as error:
@@ -155,7 +156,7 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
     fields, parts = chz.chz_fields(kind), key.split(".")
     for i, name in enumerate(parts):
         path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
-        if name not in fields:
+        if name not in fields or (is_section(fields[name]) and not rest and not chz.is_chz(value)):
             raise ConfigError(
                 f"{key}={text_of(value)}: no such setting; {_nearest(key, kind, given)}", field=key
             )
@@ -169,8 +170,9 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
-    fields, ours = chz.chz_fields(kind), _ELSEWHERE.get(key, "")
+    fields, ours = fields_of(kind), _ELSEWHERE.get(key, "")
     near = [ours] if ours.partition(".")[0] in fields else []
+    near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     if not near:  # search the docs for a name that other libraries use: learning_rate
         words = key.replace("_", " ")
@@ -179,9 +181,10 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
 
 
 def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
-    for name, field in chz.chz_fields(kind).items():
-        yield name
-        yield from (f"{name}.{inner}" for inner in settings_within(field, given.get(name)))
+    for path, field in fields_of(kind).items():
+        name = path.rpartition(".")[2]
+        yield from (path, path.replace(".", "_"), *[name] * (meant_by(kind, name) == [path]))
+        yield from (f"{path}.{inner}" for inner in settings_within(field, given.get(path)))
 
 
 def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) -> Any:

@@ -22,12 +22,22 @@ from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
-from distill.rules import above, at_least, at_most, multiple_of, needs, not_with, setting
+from distill.rules import (
+    WithSections,
+    above,
+    at_least,
+    at_most,
+    multiple_of,
+    needs,
+    not_with,
+    setting,
+)
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
     Section,
     ThreadSettings,
+    section_field,
     values_of,
     with_default,
 )
@@ -129,17 +139,13 @@ class SupervisionSettings:
 
 
 @chz.chz
-class OutputSettings:
-    """Output of a run: files, checkpoints, tracking."""
+class CheckpointSettings:
+    """Checkpoints of a run, and which of them are kept."""
 
     section: ClassVar[Section] = Section.OUTPUT
+    within: ClassVar[str] = "checkpoint."
 
-    out: str = chz.field(
-        doc="directory for everything that the run writes; it holds one run, which the same "
-        "command resumes",
-        metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
-    )
-    checkpoint_every: int = setting(
+    every: int = setting(
         at_least(1), default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
     keep_last: int = setting(
@@ -150,10 +156,10 @@ class OutputSettings:
     )
     keep_every: int = setting(
         at_least(0),
-        multiple_of("checkpoint_every", "no other steps have checkpoints"),
+        multiple_of("checkpoint.every", "no other steps have checkpoints"),
         default=0,
         doc="also keep the checkpoints of steps that are multiples of this, itself a multiple of "
-        "checkpoint_every; 0: none",
+        "checkpoint.every; 0: none",
         metadata=MAY_CHANGE,
     )
     keep_best: str | None = setting(
@@ -164,6 +170,20 @@ class OutputSettings:
         "larger for all others",
         metadata=MAY_CHANGE,
     )
+
+
+@chz.chz
+class OutputSettings:
+    """Output of a run: files and tracking."""
+
+    section: ClassVar[Section] = Section.OUTPUT
+
+    out: str = chz.field(
+        doc="directory for everything that the run writes; it holds one run, which the same "
+        "command resumes",
+        metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
+    )
+    checkpoint: CheckpointSettings = section_field(CheckpointSettings)
     track: str = chz.field(
         default="",
         doc=f"trackers that receive the metrics too: {', '.join(TRACKERS)}, separated by commas "
@@ -250,7 +270,12 @@ class ForkSettings:
 
 @chz.chz
 class CommonConfig(
-    ForkSettings, LearnerSettings, PlacementSettings, SupervisionSettings, OutputSettings
+    ForkSettings,
+    LearnerSettings,
+    PlacementSettings,
+    SupervisionSettings,
+    OutputSettings,
+    WithSections,
 ):
     """Settings that every recipe has."""
 

@@ -30,11 +30,12 @@ class DiskPlan:
         if estimate is None or config.only_keeps:
             return None
         held = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
-        apart = config.steps // config.keep_every if config.keep_every else 0
+        kept = config.checkpoint
+        apart = config.steps // kept.keep_every if kept.keep_every else 0
         written = 1  # the newest is complete before the oldest goes
         return DiskPlan(
             checkpoint=estimate.parameters * (held.weights + held.moments),
-            count=config.keep_last + written + apart + bool(config.keep_best),
+            count=kept.keep_last + written + apart + bool(kept.keep_best),
             final=estimate.parameters * FROZEN.weights,
         )
 

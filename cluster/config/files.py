@@ -16,12 +16,13 @@ from chz.field import Field
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
-from distill.rules import default_of
+from distill.rules import default_of, get
+from distill.settings import fields_of, is_section, path_of
 
 CONFIG = "config"
 _CLASS = "class"
 # The key that chz writes an object's class under, in a run's config.json.
-_WRITTEN_CLASS = "__chz_type__"
+WRITTEN_CLASS = "__chz_type__"
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
@@ -56,29 +57,46 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def as_tree(config: Any) -> dict[str, Any]:
-    """All settings of a chz object, with the class of each object within beside its fields."""
+    """All settings of a chz object; sections are mappings.
+
+    Of a setting that is an object of a class to choose, the class stands beside the fields.
+    """
     tree = chz.asdict(config, include_type=True)
-    tree.pop(_WRITTEN_CLASS)
+    tree.pop(WRITTEN_CLASS)
+    for name, field in chz.chz_fields(config).items():
+        of_one_class = {"": tree[name]} if is_section(field) else {}
+        if get_origin(field.x_type) is Mapping:
+            of_one_class = tree[name]
+        for each in of_one_class.values():
+            if isinstance(each, dict):
+                each.pop(WRITTEN_CLASS, None)
     return json.loads(json.dumps(tree))
 
 
 def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
     """A file for `config=FILE` with the settings that differ from their defaults, save `leave`."""
-    tree, fields = as_tree(config), chz.chz_fields(config)
-    changed = (n for n in tree if n not in leave and getattr(config, n) != default_of(fields[n]))
-    kept = {name: _readable(tree[name]) for name in changed}
-    return yaml.safe_dump({"recipe": recipe, **kept}, sort_keys=False, allow_unicode=True)
+    kept: dict[str, Any] = {"recipe": recipe}
+    tree = as_tree(config)
+    for path, field in fields_of(type(config)).items():
+        if path not in leave and get(config, path) != default_of(field):
+            section, _, name = path.rpartition(".")
+            within = kept.setdefault(section, {}) if section else kept
+            within[name] = _readable(at_path(tree, path))
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+def at_path(tree: Mapping[str, Any], path: str) -> Any:
+    """Value of a setting in what `as_tree` made; None without one."""
+    section, _, name = path.rpartition(".")
+    within = tree.get(section) if section else tree
+    return within.get(name) if isinstance(within, Mapping) else None
 
 
 def _readable(value: Any) -> Any:
-    """Value of a setting with an object's class under `class`; a mapping's are all of one class."""
-    if not isinstance(value, dict):
+    """Value of a setting, with an object's class under `class`."""
+    if not isinstance(value, dict) or WRITTEN_CLASS not in value:
         return value
-    named = {_CLASS: value.pop(_WRITTEN_CLASS)} if _WRITTEN_CLASS in value else {}
-    for each in value.values():
-        if isinstance(each, dict):
-            each.pop(_WRITTEN_CLASS, None)
-    return named | value
+    return {_CLASS: value.pop(WRITTEN_CLASS), **value}
 
 
 def _settings_of(tree: Any) -> dict[str, Any] | None:
@@ -101,19 +119,27 @@ def _names_are_texts(tree: Any) -> bool:
 
 
 def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in `tree`, of the class `kind`, by name: `env.max_turns`.
+    """The settings in `tree`, of the class `kind`, by path: `checkpoint.every`.
 
-    A mapping is the fields of an object, whose class is under `class`; of a text that is JSON
-    itself, its value. A list is a text, joined by commas. None for a setting whose default is None
-    is a setting that is not given.
+    A mapping is a section, or the fields of an object, whose class is under `class`; of a text that
+    is JSON itself, its value. A list is a text, joined by commas. None for a setting whose
+    default is None is a setting that is not given.
 
     Returns:
         Values, and texts that are yet to be cast, as `Castable`.
 
     Raises:
-        ConfigError: an element of a mapping of objects is no mapping.
+        ConfigError: a name may be one of several settings; two names are one setting's; an element
+            of a mapping of objects is no mapping.
     """
-    return dict(_by_name(chz.chz_fields(kind), tree, ""))
+    fields = chz.chz_fields(kind) | fields_of(kind)
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        for path, each in _by_name(fields, {path_of(kind, name): value}, ""):
+            if path in found:
+                raise ConfigError(f"{path} is given twice, as {name} too", field=path)
+            found[path] = each
+    return found
 
 
 def text_of(value: Any) -> str:
@@ -137,8 +163,7 @@ def _by_name(
                 if not chz.is_chz(of) or chz.is_chz(each):
                     yield f"{path}.{key}", each
                 elif isinstance(each, Mapping):
-                    inner = {k: v for k, v in each.items() if k != _WRITTEN_CLASS}
-                    yield from _by_name(chz.chz_fields(of), inner, f"{path}.{key}.")
+                    yield from _by_name(chz.chz_fields(of), each, f"{path}.{key}.")
                 else:
                     raise ConfigError(
                         f"{path}.{key}={text_of(each)} is no mapping of settings; write "
@@ -153,7 +178,7 @@ def _by_name(
 def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """The class, if it is given, and the fields of it."""
     given = dict(value)
-    names = [given.pop(key) for key in (_CLASS, _WRITTEN_CLASS) if key in given]
+    names = [given.pop(key) for key in (_CLASS, WRITTEN_CLASS) if key in given]
     named = Castable(text_of(names[0])) if names else None
     if named is not None:
         yield path, named

@@ -13,7 +13,7 @@ from chz.field import Field
 from chz.util import MISSING
 
 from distill.rules import rules_of
-from distill.settings import ESSENTIAL, Section, flagged, section_of
+from distill.settings import ESSENTIAL, Section, fields_of, flagged, is_section, section_of
 
 _WIDTH = 100
 # Where docs begin; a longer name has its doc on the lines beneath.
@@ -21,6 +21,10 @@ _INDENT = 26
 _ABOVE_ALL = [
     "Settings are key=value. config=FILE takes them from YAML, TOML or JSON, or from another run",
     "by its directory; the command line is above it.",
+]
+_OF_SECTIONS = [
+    "checkpoint.every is checkpoint_every, too, and checkpoint.keep_last is keep_last: a last name",
+    "that no other setting ends in.",
 ]
 
 
@@ -30,7 +34,7 @@ def help_text(kind: type, given: Mapping[str, Any]) -> str:
     Args:
         given: values by name, of which env= brings its fields.
     """
-    fields, essential = chz.chz_fields(kind), flagged(kind, ESSENTIAL)
+    fields, essential = fields_of(kind), flagged(kind, ESSENTIAL)
     sections: dict[str | None, list[str]] = {section: [] for section in (*Section, None)}
     for name in fields:
         sections[section_of(kind, name)].append(name)
@@ -39,6 +43,7 @@ def help_text(kind: type, given: Mapping[str, Any]) -> str:
     for section, names in sections.items():
         parts[section or "settings"] = [name for name in names if name not in essential]
     lines = [(kind.__doc__ or kind.__name__).strip(), "", *_ABOVE_ALL]
+    lines += _OF_SECTIONS if any(map(is_section, chz.chz_fields(kind).values())) else []
     for title, names in parts.items():
         if names:
             lines += ["", f"{title}:"]

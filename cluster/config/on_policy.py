@@ -230,7 +230,7 @@ class RolloutConfig(
         doc="rollouts that are kept. sample: the first group of every 10th step, of the first and "
         "of the last, in out/rollouts.jsonl for cluster.report, and the responses of evaluations "
         "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
-        "all responses; none: nothing; a number N, at least checkpoint_every: as sample, and in "
+        "all responses; none: nothing; a number N, at least checkpoint.every: as sample, and in "
         "out/groups all that the newest N steps trained on, for cluster.replay and train_from=",
         metadata=MAY_CHANGE,
     )
@@ -352,9 +352,9 @@ class RolloutConfig(
             )
 
     def _check_whole_steps(self) -> None:
-        if isinstance(self.keep, int) and self.keep < self.checkpoint_every:
+        if isinstance(self.keep, int) and self.keep < self.checkpoint.every:
             raise ConfigError(
-                f"keep={self.keep} must be at least checkpoint_every={self.checkpoint_every}: a "
+                f"keep={self.keep} must be at least checkpoint.every={self.checkpoint.every}: a "
                 "step is done again from the checkpoint before it",
                 field="keep",
             )

@@ -10,6 +10,7 @@ from distill.data.row_reader import RowReader
 from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.rules import get
 from distill.settings import flagged, values_of
 
 # Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
@@ -51,7 +52,7 @@ def digests_of(config: object, readers: Mapping[str, RowReader]) -> dict[str, st
     """SHA-256 of the rows that each setting flagged `ROWS` names, by the reader that read them."""
     found = {}
     for name in flagged(type(config), ROWS):
-        value = getattr(config, name)
+        value = get(config, name)
         if value is not None and (reader := readers.get(name)) is not None:
             digest = reader.digest(parse_sources(name, value))
             if digest is not None:

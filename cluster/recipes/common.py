@@ -224,7 +224,7 @@ def session(
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
             observer=observer, progress=progress, trackers=trackers, notifier=notifier,
-            best=BestCheckpoint(directory.store, config.keep_best), last_step=first_step,
+            best=BestCheckpoint(directory.store, config.checkpoint.keep_best), last_step=first_step,
         )  # fmt: skip
         if forked_from := directory.forked_from:
             running.summary["forked_from"] = forked_from
@@ -329,14 +329,12 @@ def kept_line(config: CommonConfig, model: str, out: Path) -> str:
     if (disk := DiskPlan.of(config, model)) is not None:
         disk.require_room(out)
         needed = f"; {disk}"
-    kept = [f"the newest {config.keep_last}"]
-    kept += [f"each {config.keep_every}th"] if config.keep_every else []
-    kept += [f"the best by {config.keep_best}"] if config.keep_best else []
+    rules = config.checkpoint
+    kept = [f"the newest {rules.keep_last}"]
+    kept += [f"each {rules.keep_every}th"] if rules.keep_every else []
+    kept += [f"the best by {rules.keep_best}"] if rules.keep_best else []
     told = f"; tracked by {', '.join(config.trackers)}" if config.trackers else ""
-    return (
-        f"a checkpoint every {config.checkpoint_every} steps, of which stay {', '.join(kept)}"
-        f"{needed}{told}"
-    )
+    return f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{told}"
 
 
 def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:

@@ -129,7 +129,7 @@ class Evaluations:
     @property
     def wants_checkpoint(self) -> bool:
         """True if the weights of the current step are being evaluated, and may be the best."""
-        return self._began_now and self._config.keep_best is not None
+        return self._began_now and self._config.checkpoint.keep_best is not None
 
     def _begin(self, step: int) -> None:
         """Begin an evaluation of the current weights, if an evaluation engine is up."""
@@ -140,7 +140,7 @@ class Evaluations:
                     f"the evaluation of step {step} begins late: no evaluation engine is up"
                 )
             return
-        if self._config.keep_best is not None:
+        if self._config.checkpoint.keep_best is not None:
             self._running.directory.store.hold(step)
         background = self._fleet.background
         background.begin(

@@ -35,7 +35,7 @@ class LearnerAlone:
         )
         spec = learner_spec(config)
         self._lifecycle = LearnerLifecycle(
-            make, spec, self._supervisor, running.directory, config.checkpoint_every
+            make, spec, self._supervisor, running.directory, config.checkpoint.every
         )
 
     @property
@@ -54,7 +54,7 @@ class LearnerAlone:
                 self._driver,
                 first_step=self._running.first_step,
                 steps=self._config.steps,
-                checkpoint_every=self._config.checkpoint_every,
+                checkpoint_every=self._config.checkpoint.every,
                 wanted=lambda: self._running.best.due,
             )
             self.after_steps(checkpoint)

@@ -99,7 +99,7 @@ def _run_opened(
 ) -> None:
     say = partial(console.print, markup=False, highlight=False)
     own_metrics = not isinstance(config.env, SingleTurn)
-    check_metric(config.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
+    check_metric(config.checkpoint.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
     fork = None
     if resume_from is None:
         fork = find_fork(
@@ -362,7 +362,7 @@ class _Run:
                 fleet.driver,
                 first_step=running.first_step,
                 steps=config.steps,
-                checkpoint_every=1 if config.only_keeps else config.checkpoint_every,
+                checkpoint_every=1 if config.only_keeps else config.checkpoint.every,
                 wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
             )
             self._evaluations.finish()

@@ -98,7 +98,7 @@ def _run(
     recorded = changed(config, device=asked)
     directory = RunDirectory(recipe, recorded, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
-    check_metric(config.keep_best, "validation/", _MEASURED[recipe], own=True)
+    check_metric(config.checkpoint.keep_best, "validation/", _MEASURED[recipe], own=True)
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:

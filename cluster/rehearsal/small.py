@@ -13,7 +13,8 @@ from actors.sglang.address import is_url
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
-from distill.settings import changed
+from distill.rules import get
+from distill.settings import changed, fields_of
 
 # Upper limits of sizes in the small run.
 _MOST = {
@@ -30,7 +31,7 @@ _NOT_HERE = (
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
     "rollout_cpus",
     "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step",
-    "keep_every", "keep_best", "token_budget",
+    "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
@@ -70,13 +71,13 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
             seed=seed,
             reward=name == "reward",
         )
-    defaults = {name: spec._default for name, spec in chz.chz_fields(type(config)).items()}
+    defaults = {name: field._default for name, field in fields_of(type(config)).items()}
     left_out = [
-        name for name in _NOT_HERE if name in defaults and getattr(config, name) != defaults[name]
+        name for name in _NOT_HERE if name in defaults and get(config, name) != defaults[name]
     ]
     changes: dict[str, Any] = {name: defaults[name] for name in _NOT_HERE if name in defaults}
     for name, most in _MOST.items():
-        if name in defaults and (value := getattr(config, name)) is not None:
+        if name in defaults and (value := get(config, name)) is not None:
             changes[name] = min(value, most)
     for name in _POOLS:
         if name in defaults:
@@ -87,7 +88,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {
         "out": str(out / "run"), "device": "cpu", "dry_run": False,
-        "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep": "all",
+        "steps": STEPS_AT_MOST, "checkpoint.every": 1, "eval_every": 0, "keep": "all",
         "student": twins["student"].path,
     }  # fmt: skip
     if config.eval_engines:

@@ -1,4 +1,4 @@
-"""`keep_best=METRIC`: the checkpoint of the best evaluation is saved, named and kept."""
+"""`checkpoint.keep_best=METRIC`: the checkpoint of the best evaluation is saved, named and kept."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def check_metric(metric: str | None, family: str, known: Collection[str], *, own
     if near or not own or not metric.startswith(family):
         more = ", or what env= measures" if own else ""
         raise ConfigError(
-            f"keep_best={metric} is nothing that this run's evaluations measure; "
+            f"checkpoint.keep_best={metric} is nothing that this run's evaluations measure; "
             f"{known_names(metric, known)}{more}",
-            field="keep_best",
+            field="checkpoint.keep_best",
         )
 
 
@@ -67,9 +67,9 @@ class BestCheckpoint:
         if self._metric not in metrics:
             known = [name for name in metrics if name.startswith(("eval/", "validation/"))]
             raise ConfigError(
-                f"keep_best={self._metric} is nothing that this run's evaluations measure; they "
-                f"measure {', '.join(sorted(known))}",
-                field="keep_best",
+                f"checkpoint.keep_best={self._metric} is nothing that this run's evaluations "
+                f"measure; they measure {', '.join(sorted(known))}",
+                field="checkpoint.keep_best",
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
         best = self._found or self._store.best()

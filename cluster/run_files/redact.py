@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from cluster.config.files import WRITTEN_CLASS
+from distill.settings import by_path
+
 _HIDDEN = "***"
 _SECRET_NAME = r"(?:key|token|secret|password|passwd|credential|signature)"
 _USER_INFO = re.compile(r"(?<=://)[^\s/?#]+@")
@@ -42,12 +45,15 @@ def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings for others to see. Of a URL in `notify=` the host alone remains: the path
-    of a chat's web hook is its key."""
+    """A run's settings by path, for others to see. Of a URL in `notify=` the host alone remains:
+    the path of a chat's web hook is its key."""
+    settings = by_path(settings)
+    for path in [path for path in settings if path.endswith(f".{WRITTEN_CLASS}")]:
+        settings[path.removesuffix(f".{WRITTEN_CLASS}")] = settings.pop(path)
     try:
         url = urlsplit(str(settings.get("notify")))
     except ValueError:
         return {**settings, "notify": _HIDDEN}
     if url.scheme not in ("http", "https"):
-        return dict(settings)
+        return settings
     return {**settings, "notify": f"{url.scheme}://{url.netloc.rpartition('@')[2]}/..."}

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.common import CommonConfig
-from cluster.config.files import as_tree, as_yaml
+from cluster.config.files import as_tree, as_yaml, at_path
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
 from cluster.run_files.out_directory import GROUPS, KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.settings import MAY_CHANGE, flagged, identity_of
+from distill.settings import MAY_CHANGE, fields_of, flagged, identity_of
 from distill.stops import StopTokens
 from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -70,8 +70,8 @@ class RunDirectory:
         window = config.whole_steps if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
             self.path / (KEPT if config.only_keeps else "checkpoints"),
-            config.keep_last,
-            config.keep_every,
+            config.checkpoint.keep_last,
+            config.checkpoint.keep_every,
             window,
         )
         self._metrics = LineFile(self.path / "metrics.jsonl")
@@ -173,12 +173,14 @@ class RunDirectory:
         kind = type(self._config)
         may_change = flagged(kind, MAY_CHANGE) - fixed
         moved = {name for name in data if data[name] == self._data.get(name)}
-        for name in sorted((settings.keys() | now.keys()) - may_change - moved):
-            was, given = (identity_of(kind, name, each.get(name)) for each in (settings, now))
-            if was != given:
+        paths = fields_of(kind)
+        unknown = settings.keys() - {path.partition(".")[0] for path in paths}
+        for name in sorted((paths.keys() | unknown) - may_change - moved):
+            before, after = at_path(settings, name), at_path(now, name)
+            if identity_of(kind, name, before) != identity_of(kind, name, after):
                 raise ConfigError(
-                    f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "
-                    f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was",
+                    f"out={self.path} holds another run: {name} was {before!r} there "
+                    f"and is {after!r} now. Choose another out=, or give {name} as it was",
                     field=name,
                 )
 
@@ -192,10 +194,10 @@ class RunDirectory:
             )
         for name in sorted(data.keys() - moved):
             raise ConfigError(
-                f"{name}={now.get(name)} does not hold the rows that the run in out={self.path} "
-                f"began with: their sha256 is {self._data.get(name)} and was {data[name]}, and a "
-                "group's number says which row it is. Put them back as they were, or choose "
-                "another out=",
+                f"{name}={at_path(now, name)} does not hold the rows that the run in "
+                f"out={self.path} began with: their sha256 is {self._data.get(name)} and was "
+                f"{data[name]}, and a group's number says which row it is. Put them back as they "
+                "were, or choose another out=",
                 field=name,
             )
 

@@ -160,7 +160,7 @@ class Fleet:
             learner_spec(config),
             self.supervisor,
             directory,
-            config.checkpoint_every,
+            config.checkpoint.every,
         )
         self._queue_spec = cast.queue_spec
         # Sleeping engines leave their memory to the learner, so none may load during a step. Steps

@@ -90,7 +90,7 @@ def test_another_metric_begins_anew(store: CheckpointStore) -> None:
 def test_a_metric_that_nobody_measures_is_refused(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/acuracy")
     watch.see({"step": 0, "eval/teacher/accuracy": 1.0})  # the teacher's line
-    with refuses(ConfigError, "keep_best", names="eval/accuracy"):
+    with refuses(ConfigError, "checkpoint.keep_best", names="eval/accuracy"):
         watch.see({"step": 0, "time/eval": 1.0, "eval/accuracy": 0.3})
 
 
@@ -172,7 +172,7 @@ def test_names_are_checked_before_the_run(metric: str | None, own: bool, good: b
     if good:
         check_metric(metric, "eval/", KNOWN, own=own)
         return
-    with refuses(ConfigError, "keep_best"):
+    with refuses(ConfigError, "checkpoint.keep_best"):
         check_metric(metric, "eval/", KNOWN, own=own)
 
 

@@ -22,6 +22,7 @@ from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
 from cluster.config.arguments import key_values
+from cluster.config.common import CheckpointSettings
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
@@ -48,7 +49,7 @@ from distill.errors import (
 from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section, changed, flagged, section_of
+from distill.settings import ESSENTIAL, Section, changed, fields_of, flagged, meant_by, section_of
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from tests.refusals import refuses
@@ -422,6 +423,10 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         ),
         (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
         (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, samp"),
+        (["checkpoint.evry=3"], "checkpoint.evry=3: no such setting; did you mean 'checkpoint.ev"),
+        (["checkpoint_evry=3"], "checkpoint_evry=3: no such setting; did you mean 'checkpoint_ev"),
+        (["keep_lst=3"], "keep_lst=3: no such setting; did you mean 'keep_last'"),
+        (["checkpoint=3"], "checkpoint=3: no such setting; did you mean 'checkpoint.every'"),
         (["...lr=abc"], "...lr=abc: no such setting; --help lists all"),
     ],
 )
@@ -462,7 +467,7 @@ def test_a_missing_setting_is_named(capsys) -> None:
 def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
     assert main([f"recipe={recipe}", "--help"]) == 0
     shown = "".join(capsys.readouterr().out.split())
-    for name, field in chz.chz_fields(config).items():
+    for name, field in fields_of(config).items():
         assert field._doc, f"{name} has no doc"
         assert name in shown and "".join(field._doc.split()) in shown, name
         assert section_of(config, name) is not None, name
@@ -474,14 +479,47 @@ def test_help_begins_with_what_matters_and_has_the_rest_in_sections(capsys) -> N
     titles = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
     assert titles == ["the settings that matter first", *Section]
     first = shown.partition("model and data:")[0]
-    assert flagged(OpdConfig, ESSENTIAL) == set(re.findall(r"^  (\w+)", first, re.MULTILINE))
+    assert flagged(OpdConfig, ESSENTIAL) == set(re.findall(r"^  ([\w.]+)", first, re.MULTILINE))
     places = {name: shown.index(f"\n  {name} ") for name in ("env", "env.max_turns", "kl_coef")}
     assert list(places.values()) == sorted(places.values())
-    for name in chz.chz_fields(OpdConfig):
+    for name in fields_of(OpdConfig):
         assert len(re.findall(rf"^  {name}(?: |$)", shown, re.MULTILINE)) == 1, name
     assert max(map(len, shown.splitlines())) <= 100
     flat = " ".join(shown.split())
     assert "loss alike [float; required]" in flat and "[off|offline|online; default off]" in flat
+
+
+# Names on which scripts rely.
+FIXED = (
+    *("student", "teacher", "prompts", "out", "temperature", "steps", "prompts_per_step"),
+    *("group_size", "max_new_tokens", "lr", "seed", "engine", "max_staleness", "kl_coef"),
+    *("eval_every", "eval_temperature", "wandb"),
+)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_names_mean_one_setting(name: str) -> None:
+    assert len(meant_by(OpdConfig, name)) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"checkpoint": {"every": 3, "keep_last": 5}},
+        {"checkpoint_every": 3, "keep_last": 5},
+        {"checkpoint.every": 3, "checkpoint": {"keep_last": 5}},
+    ],
+    ids=["section", "short names", "path"],
+)
+def test_a_setting_of_a_section_has_several_names(opd: NewOpd, given: dict[str, Any]) -> None:
+    assert opd(**given).checkpoint == CheckpointSettings(every=3, keep_last=5)
+
+
+def test_a_setting_is_given_once(opd: NewOpd) -> None:
+    with refuses(ConfigError, "checkpoint.every"):
+        opd(checkpoint_every=3, checkpoint={"every": 4})
+    with refuses(ConfigError, "checkpoint"):
+        opd(checkpoint=3)
 
 
 def test_without_a_recipe_the_usage(capsys) -> None:

@@ -52,6 +52,9 @@ env:
 chat_template_kwargs:
   enable_thinking: false
   style: no
+checkpoint:
+  every: 5
+keep_last: 3
 """
 
 TOML = """\
@@ -74,6 +77,9 @@ model = "models/code"
 [env]
 class = "ToolUse"
 max_turns = 3
+[checkpoint]
+every = 5
+keep_last = 3
 """
 
 
@@ -86,6 +92,7 @@ def expected() -> OpdConfig:
             "prompts=a.jsonl:3,b.parquet", "out=runs/monday", "temperature=0.7", "lr=3e-4",
             "wandb=off", "compile=True", "env=ToolUse", "env.max_turns=3",
             'chat_template_kwargs={"enable_thinking": false, "style": "no"}',
+            "checkpoint_every=5", "checkpoint.keep_last=3",
         ],
     )  # fmt: skip
 
@@ -162,11 +169,12 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     [
         {},
         {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval_size": 0},
+        {"checkpoint_every": 3, "lr": 1e-3},
         {"teacher": None, "teachers": {"a": {"model": "m", "weight": 0.5}}},
         {"chat_template_kwargs": '{"enable_thinking": false}', "stop_tokens": "<eos>,7"},
         {"estimator": "top_k", "teacher_top_k": 4, "reference": "r", "reference_kl_coef": 0.1},
     ],
-    ids=["plain", "env", "teachers", "texts", "objective"],
+    ids=["plain", "env", "section", "teachers", "texts", "objective"],
 )
 def test_a_run_s_own_config_repeats_it(
     opd: NewOpd, tmp_path: Path, changes: Mapping[str, object]

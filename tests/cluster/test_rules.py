@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import chz
 import pytest
 from chz.field import Field
 
@@ -19,7 +18,8 @@ from cluster.inspect.report.command import ReportConfig
 from cluster.sample_to_sft import SampleToSftConfig
 from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
-from distill.rules import Rule, default_of, rules_of
+from distill.rules import Rule, default_of, get, rules_of
+from distill.settings import fields_of
 from tests.refusals import refuses
 
 # Settings with which a recipe, an environment or a command passes every check.
@@ -60,7 +60,7 @@ WITH: dict[str, dict[str, Any]] = {
     "top_k_from": _TOP_K,
     "eval_engines": {"eval_every": 1},
     "keep_last": {"condenser": "keywords"},
-    "keep_best": {"eval_every": 1},
+    "checkpoint.keep_best": {"eval_every": 1},
     "lora_alpha": {"lora_rank": 4},
     "lora_targets": {"lora_rank": 4},
     "sft_coef": {"sft_data": "f"},
@@ -71,7 +71,7 @@ def declared() -> Iterator[tuple[str, str, Field]]:
     """Settings of recipes, environments and commands, each of those that several share once."""
     seen = set()
     for owner in GIVEN:
-        for name, field in chz.chz_fields(KINDS[owner]).items():
+        for name, field in fields_of(KINDS[owner]).items():
             rules = rules_of(field)
             if rules and (name, rules) not in seen:
                 seen.add((name, rules))
@@ -100,13 +100,13 @@ def path(owner: str, name: str) -> str:
 
 def made(owner: str, name: str, value: Any) -> Any:
     beside = WITH.get(name, {})
-    known = {each: beside[each] for each in beside if each in chz.chz_fields(KINDS[owner])}
+    known = {each: beside[each] for each in beside if each in fields_of(KINDS[owner])}
     return build(owner, GIVEN[owner] | known | {name: value})
 
 
 def examples(owner: str, name: str) -> list[Any]:
     """Values of a setting, other than its default, that pass the rules about it alone."""
-    field = chz.chz_fields(KINDS[owner])[name]
+    field = fields_of(KINDS[owner])[name]
     options = [
         each for kind in kinds(field) if get_origin(kind) is Literal for each in get_args(kind)
     ]
@@ -121,14 +121,20 @@ def examples(owner: str, name: str) -> list[Any]:
     ]
 
 
+def with_one(path: str, value: Any) -> SimpleNamespace:
+    """Settings of which there is one."""
+    name, _, rest = path.partition(".")
+    return SimpleNamespace(**{name: with_one(rest, value) if rest else value})
+
+
 def counter_example(owner: str, name: str, rule: Rule) -> dict[str, Any]:
     """Values of the setting and of the one that its rule refers to, which break the rule."""
     assert rule.other is not None
-    there = getattr(build(owner, GIVEN[owner]), rule.other)
-    default = default_of(chz.chz_fields(KINDS[owner])[rule.other])
+    there = get(build(owner, GIVEN[owner]), rule.other)
+    default = default_of(fields_of(KINDS[owner])[rule.other])
     for value in examples(owner, name):
         for other in (there, default, *examples(owner, rule.other)):
-            if not rule.holds(SimpleNamespace(**{rule.other: other}), value):
+            if not rule.holds(with_one(rule.other, other), value):
                 return {name: value, rule.other: other}
     raise AssertionError(f"nothing breaks {name}: {rule.text}")
 
@@ -151,7 +157,7 @@ RELATIONS = [
     pytest.param(owner, name, rule, id=f"{owner} {name} {rule.text}")
     for owner, name, field in declared()
     for rule in rules_of(field)
-    if rule.other is not None and rule.other in chz.chz_fields(KINDS[owner])
+    if rule.other is not None and rule.other in fields_of(KINDS[owner])
 ]
 
 
@@ -164,7 +170,7 @@ def test_a_value_outside_is_refused(owner: str, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("owner", "name", "value"), EDGES)
 def test_a_value_at_the_edge_is_accepted(owner: str, name: str, value: Any) -> None:
-    assert getattr(made(owner, name, value), name) == value
+    assert get(made(owner, name, value), name) == value
 
 
 @pytest.mark.parametrize(("owner", "name", "rule"), RELATIONS)
@@ -174,6 +180,6 @@ def test_a_conflict_with_another_setting_is_refused(owner: str, name: str, rule:
 
 
 def test_rules_refer_to_settings() -> None:
-    known = {name for kind in KINDS.values() for name in chz.chz_fields(kind)}
+    known = {path for kind in KINDS.values() for path in fields_of(kind)}
     others = {rule.other for _, _, field in declared() for rule in rules_of(field)} - {None}
     assert others and others <= known

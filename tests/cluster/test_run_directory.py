@@ -26,6 +26,7 @@ from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
+from distill.settings import fields_of
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
@@ -34,7 +35,8 @@ from tests.refusals import refuses
 NewOpd = Callable[..., OpdConfig]
 # Another valid value of every setting that may differ when a run is resumed.
 MAY_CHANGE = {
-    "steps": 7, "checkpoint_every": 3, "keep_last": 5, "wandb": "offline", "device": "cpu",
+    "steps": 7, "checkpoint.every": 3, "checkpoint.keep_last": 5, "wandb": "offline",
+    "device": "cpu",
     "notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
     "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
@@ -45,7 +47,8 @@ MAY_CHANGE = {
     "rollout_cpus": 0.5, "colocate": "share", "lease_s": 9.0,
     "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
     "track": "tensorboard", "reward_timeout_s": 9.0,
-    "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "smoke_test": False,
+    "checkpoint.keep_every": 6, "checkpoint.keep_best": "eval/accuracy",
+    "eval_engines": 1, "smoke_test": False,
     "canary_every": 3,
     "packing": True,
     "routing_replay": True,
@@ -205,7 +208,7 @@ def test_an_endpoint_may_move(opd: NewOpd) -> None:
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
-    evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
+    evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
     # where nothing is rehearsed.
@@ -213,7 +216,7 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
         *("out", "engine", "liger", "local", "dry_run"),
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others
-    assert known == chz.chz_fields(OpdConfig).keys()
+    assert known == fields_of(OpdConfig).keys()
 
 
 def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
