@@ -18,17 +18,13 @@ from actors.config import (
     choose_engine,
 )
 from actors.sglang.installed import require_sglang
-from cluster.config.early_checks import WRITTEN_DIRECTORY
+from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
-from distill.lookup import known_names
 from distill.rules import (
     WithSections,
     above,
     at_least,
-    at_most,
-    multiple_of,
-    needs,
     not_with,
     setting,
 )
@@ -37,7 +33,6 @@ from distill.settings import (
     MAY_CHANGE,
     Section,
     ThreadSettings,
-    section_field,
     values_of,
     with_default,
 )
@@ -47,11 +42,6 @@ from learner.config import LearnerConfig, LearnerSettings, ShadowRule
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
     from learner.memory import Holding
-
-
-# Trackers for track=; each is an extra of the package with the same name.
-TRACKERS = ("wandb", "tensorboard", "mlflow")
-WandbMode = Literal["off", "offline", "online"]
 
 
 @chz.chz
@@ -136,119 +126,6 @@ class SupervisionSettings:
         doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
     )
-
-
-@chz.chz
-class CheckpointSettings:
-    """Checkpoints of a run, and which of them are kept."""
-
-    section: ClassVar[Section] = Section.OUTPUT
-    within: ClassVar[str] = "checkpoint."
-
-    every: int = setting(
-        at_least(1), default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
-    )
-    keep_last: int = setting(
-        at_least(1),
-        default=2,
-        doc="number of newest checkpoints that are kept",
-        metadata=MAY_CHANGE,
-    )
-    keep_every: int = setting(
-        at_least(0),
-        multiple_of("checkpoint.every", "no other steps have checkpoints"),
-        default=0,
-        doc="also keep the checkpoints of steps that are multiples of this, itself a multiple of "
-        "checkpoint.every; 0: none",
-        metadata=MAY_CHANGE,
-    )
-    keep_best: str | None = setting(
-        needs("eval_every", remedy="give eval_every="),
-        default=None,
-        doc="also keep the checkpoint of the best evaluation (eval_every=) by this metric, for "
-        "example eval/accuracy; it is saved at that step. Smaller is better for kl, nll and loss, "
-        "larger for all others",
-        metadata=MAY_CHANGE,
-    )
-
-
-@chz.chz
-class OutputSettings:
-    """Output of a run: files and tracking."""
-
-    section: ClassVar[Section] = Section.OUTPUT
-
-    out: str = chz.field(
-        doc="directory for everything that the run writes; it holds one run, which the same "
-        "command resumes",
-        metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
-    )
-    checkpoint: CheckpointSettings = section_field(CheckpointSettings)
-    track: str = chz.field(
-        default="",
-        doc=f"trackers that receive the metrics too: {', '.join(TRACKERS)}, separated by commas "
-        "(docs/tracking.md)",
-        metadata=MAY_CHANGE,
-    )
-    wandb: WandbMode = chz.field(
-        default="off",
-        doc="Weights & Biases, as track=wandb, and its mode; offline needs no network",
-        metadata=MAY_CHANGE,
-    )
-    notify: str | None = chz.field(
-        default=None,
-        doc="receiver of the run's findings, and of the news of its end: a URL that receives JSON "
-        "by POST, or package.module:function, called with the same content as a dict",
-        metadata=MAY_CHANGE,
-    )
-    trace_step: int | None = setting(
-        at_least(1),
-        at_most("steps"),
-        not_with("rollout_only", why="there is no learner to trace"),
-        default=None,
-        doc="step of the learner whose trace is written to out/trace.json, for "
-        "https://ui.perfetto.dev",
-        metadata=MAY_CHANGE,
-    )
-    dry_run: bool | Literal["rehearse"] = chz.field(
-        default=False,
-        doc="check everything and print the plan, but start nothing; rehearse (opd, rl): run in "
-        "small, with random twins of the models, a death of every kind of actor, a resume and an "
-        "evaluation, and report what works and what to expect at full size (docs/forecast.md)",
-        metadata=ESSENTIAL | MAY_CHANGE,
-    )
-
-    @chz.validate
-    def _trackers_are_known(self) -> None:
-        for name in self.trackers:
-            if name not in TRACKERS:
-                raise ConfigError(f"track={self.track}: {known_names(name, TRACKERS)}")
-
-    @property
-    def only_plans(self) -> bool:
-        """True if the run checks everything, prints its plan, and starts nothing."""
-        return self.dry_run is True
-
-    @property
-    def rehearses(self) -> bool:
-        """True if a small version of the run is run in its place."""
-        return self.dry_run == "rehearse"
-
-    @property
-    def only_keeps(self) -> bool:
-        """True if the run only samples and stores groups, without training (rollout_only=True)."""
-        return False
-
-    @property
-    def trackers(self) -> list[str]:
-        """Names of the trackers, without duplicates."""
-        named = [name.strip() for name in self.track.split(",")] if self.track else []
-        return list(dict.fromkeys(named + ["wandb"] * (self.wandb != "off")))
-
-    @property
-    def wandb_mode(self) -> str:
-        """Mode of W&B as a tracker: wandb=, or without that WANDB_MODE, by default online."""
-        return self.wandb if self.wandb != "off" else os.environ.get("WANDB_MODE", "online")
 
 
 @chz.chz

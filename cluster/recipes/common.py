@@ -184,8 +184,8 @@ def opened(
         ConfigError: a tracker or notify= cannot work; another job holds the directory for too
             long; and as `RunDirectory.check`.
     """
-    check_trackers(config)
-    receiver_of(config.notify)
+    check_trackers(config.tracking)
+    receiver_of(config.tracking.notify)
     with nullcontext() if config.only_plans else directory.locked(say, OTHER_JOB_S):
         yield directory.check(say)
 
@@ -206,7 +206,7 @@ def session(
         fork: start of a run that has no checkpoint of its own yet.
         untrained: data state (`delivery`) of a checkpoint before the first step.
     """
-    receiver = receiver_of(config.notify)
+    receiver = receiver_of(config.tracking.notify)
     observer = present_observer()
     started = time.time()
     with connected(config), observer.signals.installed():
@@ -219,7 +219,9 @@ def session(
             resume_from = fork.begin(directory.store, untrained)
             console.print(f"starting from {fork.described}", markup=False, highlight=False)
         progress = Progression(console, first_step, config.steps, bar=not config.local)
-        trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
+        trackers = Trackers(
+            config.tracking, directory, chz.asdict(config), first_step, progress.note
+        )
         notifier = Notifier(receiver, directory.path, progress.note)
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
@@ -329,11 +331,11 @@ def kept_line(config: CommonConfig, model: str, out: Path) -> str:
     if (disk := DiskPlan.of(config, model)) is not None:
         disk.require_room(out)
         needed = f"; {disk}"
-    rules = config.checkpoint
+    rules, trackers = config.checkpoint, config.tracking.trackers
     kept = [f"the newest {rules.keep_last}"]
     kept += [f"each {rules.keep_every}th"] if rules.keep_every else []
     kept += [f"the best by {rules.keep_best}"] if rules.keep_best else []
-    told = f"; tracked by {', '.join(config.trackers)}" if config.trackers else ""
+    told = f"; tracked by {', '.join(trackers)}" if trackers else ""
     return f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{told}"
 
 

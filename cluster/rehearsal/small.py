@@ -30,7 +30,8 @@ _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
     "rollout_cpus",
-    "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step",
+    "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora_adapter",
+    "trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
     "groups_in_flight", "start_deadline_s",
 )  # fmt: skip

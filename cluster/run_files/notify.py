@@ -27,6 +27,7 @@ from distill.lookup import resolve_function
 Receiver = Callable[[dict[str, Any]], object]
 # Timeouts of one POST, and of the pending notifications at the run's end.
 _POST_S, _END_S = 10.0, 15.0
+_SETTING = "tracking.notify"
 # Most messages that are queued for a slow receiver.
 _WAITING = 1000
 
@@ -43,21 +44,22 @@ def receiver_of(notify: str | None) -> Receiver | None:
         url = split_address(notify)
         if names_user(notify):  # before the address is printed anywhere
             raise ConfigError(
-                "notify= holds a user or a password, which would stand in config.json; give "
-                "package.module:function, which may take them from the environment",
-                field="notify",
+                f"{_SETTING}= holds a user or a password, which would stand in config.json; "
+                "give package.module:function, which may take them from the environment",
+                field=_SETTING,
             )
         if url is None:
             raise ConfigError(
-                f"notify={notify} names no host; give https://HOST/PATH", field="notify"
+                f"{_SETTING}={notify} names no host; give https://HOST/PATH",
+                field=_SETTING,
             )
         return lambda told: _post(notify, told)
     if ":" not in notify:
         raise ConfigError(
-            f"notify={notify} is neither a URL (https://...) nor package.module:function",
-            field="notify",
+            f"{_SETTING}={notify} is neither a URL (https://...) nor package.module:function",
+            field=_SETTING,
         )
-    return resolve_function("notify", notify, ())
+    return resolve_function(_SETTING, notify, ())
 
 
 def _post(url: str, told: dict[str, Any]) -> None:

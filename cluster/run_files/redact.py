@@ -12,6 +12,7 @@ from cluster.config.files import WRITTEN_CLASS
 from distill.settings import by_path
 
 _HIDDEN = "***"
+_NOTIFY = "tracking.notify"
 _SECRET_NAME = r"(?:key|token|secret|password|passwd|credential|signature)"
 _USER_INFO = re.compile(r"(?<=://)[^\s/?#]+@")
 _PARAMETER = re.compile(rf"([?&][^\s=&#]*{_SECRET_NAME}[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
@@ -45,15 +46,15 @@ def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings by path, for others to see. Of a URL in `notify=` the host alone remains:
-    the path of a chat's web hook is its key."""
+    """A run's settings by path, for others to see. Of a URL in `tracking.notify` the host alone
+    remains: the path of a chat's web hook is its key."""
     settings = by_path(settings)
     for path in [path for path in settings if path.endswith(f".{WRITTEN_CLASS}")]:
         settings[path.removesuffix(f".{WRITTEN_CLASS}")] = settings.pop(path)
     try:
-        url = urlsplit(str(settings.get("notify")))
+        url = urlsplit(str(settings.get(_NOTIFY)))
     except ValueError:
-        return {**settings, "notify": _HIDDEN}
+        return {**settings, _NOTIFY: _HIDDEN}
     if url.scheme not in ("http", "https"):
         return settings
-    return {**settings, "notify": f"{url.scheme}://{url.netloc.rpartition('@')[2]}/..."}
+    return {**settings, _NOTIFY: f"{url.scheme}://{url.netloc.rpartition('@')[2]}/..."}

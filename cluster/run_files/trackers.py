@@ -29,7 +29,7 @@ from distill.libraries import require_library
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from cluster.config.common import OutputSettings
+    from cluster.config.output import TrackingSettings
     from cluster.run_files.run_directory import RunDirectory
 
 # A tracker is late if this many messages wait for it, or if it takes this many seconds for one
@@ -79,7 +79,7 @@ class Trackers:
 
     def __init__(
         self,
-        chosen: OutputSettings,
+        chosen: TrackingSettings,
         run: RunDirectory,
         settings: Mapping[str, Any],
         first_step: int,
@@ -368,7 +368,7 @@ KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
 }
 
 
-def check_trackers(chosen: OutputSettings) -> None:
+def check_trackers(chosen: TrackingSettings) -> None:
     """Raises ConfigError for a tracker that is not installed; before anything starts."""
     for name in chosen.trackers:
         require_library(name, f"track={name}", f"isotherm[{name}]")

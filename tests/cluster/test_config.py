@@ -22,9 +22,9 @@ from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
 from cluster.config.arguments import key_values
-from cluster.config.common import CheckpointSettings
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.output import CheckpointSettings
 from cluster.config.presets import SelfplayConfig
 from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout

@@ -149,7 +149,7 @@ def test_values_of_python(opd: NewOpd, given: dict[str, Any], kept: object) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("steps", "5"), ("steps", True), ("lr", "fast"), ("wandb", False)]
+    ("field", "value"), [("steps", "5"), ("steps", True), ("lr", "fast"), ("tracking.wandb", False)]
 )
 def test_a_value_of_another_type_is_refused(opd: NewOpd, field: str, value: object) -> None:
     with refuses(ConfigError, field):

@@ -176,6 +176,6 @@ def test_what_hangs_does_not_hold_up_the_end() -> None:
     ],
 )
 def test_what_cannot_be_told_is_refused(notify: str) -> None:
-    with refuses(ConfigError, "notify") as caught:
+    with refuses(ConfigError, "tracking.notify") as caught:
         receiver_of(notify)
     assert "secret" not in str(caught.value)

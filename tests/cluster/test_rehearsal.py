@@ -54,7 +54,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
     assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
     assert {
-        "colocate", "gpus_per_actor", "wandb", "compile",
+        "colocate", "gpus_per_actor", "tracking.wandb", "compile",
         "policy_server_flags",
     } == set(small.left_out)  # fmt: skip
 

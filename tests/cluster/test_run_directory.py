@@ -35,9 +35,9 @@ from tests.refusals import refuses
 NewOpd = Callable[..., OpdConfig]
 # Another valid value of every setting that may differ when a run is resumed.
 MAY_CHANGE = {
-    "steps": 7, "checkpoint.every": 3, "checkpoint.keep_last": 5, "wandb": "offline",
+    "steps": 7, "checkpoint.every": 3, "checkpoint.keep_last": 5, "tracking.wandb": "offline",
     "device": "cpu",
-    "notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
+    "tracking.notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
     "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
@@ -46,7 +46,7 @@ MAY_CHANGE = {
     "compile": True, "offload_optimizer": True, "trace_step": 1,
     "rollout_cpus": 0.5, "colocate": "share", "lease_s": 9.0,
     "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
-    "track": "tensorboard", "reward_timeout_s": 9.0,
+    "tracking.track": "tensorboard", "reward_timeout_s": 9.0,
     "checkpoint.keep_every": 6, "checkpoint.keep_best": "eval/accuracy",
     "eval_engines": 1, "smoke_test": False,
     "canary_every": 3,

@@ -54,8 +54,13 @@ class Run:
         if not (self.directory.path / "config.json").exists():
             self.directory.start(None)
         self.said: list[str] = []
-        settings = {name: getattr(config, name) for name in ("temperature", "student", "notify")}
-        self.trackers = Trackers(config, self.directory, settings, first_step, self.said.append)
+        settings = {
+            "temperature": config.temperature,
+            "tracking": {"notify": config.tracking.notify},
+        }
+        self.trackers = Trackers(
+            config.tracking, self.directory, settings, first_step, self.said.append
+        )
 
     def steps(self, tokenizer: PreTrainedTokenizerBase, first: int, last: int) -> None:
         log = RolloutLog(self.directory.rollouts, 1)
@@ -97,7 +102,10 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
     alert = texts["alerts/text_summary"][-1].tensor_proto.string_val[0].decode()
     assert alert == "policy 0 died: killed"
     settings = texts["settings/text_summary"][0].tensor_proto.string_val[0].decode()
-    assert '"notify": "https://hooks.example.com/..."' in settings and "s3cr3t" not in settings
+    assert (
+        '"tracking.notify": "https://hooks.example.com/..."' in settings
+        and "s3cr3t" not in settings
+    )
     assert not first.said and not again.said
 
 
@@ -232,7 +240,7 @@ def scripted(
     directory = RunDirectory("opd", config)
     directory.path.mkdir(exist_ok=True)
     directory.start(None)
-    trackers = Trackers(config, directory, {}, 0, said.append, end_s)
+    trackers = Trackers(config.tracking, directory, {}, 0, said.append, end_s)
     for step in (1, 2, 3):
         trackers.log({"step": step})
     directory.append_event("death", who="policy 0", why="no https://me:pass-word@host/ there")
@@ -288,14 +296,17 @@ def test_without_trackers_nothing_is_written(
 
 
 def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert opd(track="wandb, tensorboard", wandb="offline").trackers == ["wandb", "tensorboard"]
+    assert opd(track="wandb, tensorboard", wandb="offline").tracking.trackers == [
+        "wandb",
+        "tensorboard",
+    ]
     with pytest.raises(ConfigError):
         opd(track="tensorbord")
     with pytest.raises(ConfigError):
         opd(track="wandb,")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError):
-        check_trackers(opd(track="mlflow"))
+        check_trackers(opd(track="mlflow").tracking)
 
 
 def test_kept_rollouts_are_all_or_the_first(
