@@ -16,7 +16,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
-from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
+from cluster.config.pools import GroupSettings, PolicySettings, PoolSettings, VerifySettings
 from cluster.config.rows import ROWS
 from cluster.config.teachers import (
     TeacherConfig,
@@ -45,7 +45,7 @@ from distill.records import OnStale, StepRuleName
 from distill.rewards.length import LengthRules
 from distill.rules import above, at_least, needs, not_with, setting
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field, values_of, with_default
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
@@ -217,7 +217,6 @@ class RolloutConfig(
     PolicySettings,
     PoolSettings,
     GroupSettings,
-    CanarySettings,
     CommonConfig,
     ABC,
 ):
@@ -225,6 +224,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
         default="sample",
         doc="rollouts that are kept. sample: the first group of every 10th step, of the first and "

@@ -45,20 +45,6 @@ class PolicySettings(EngineChoices, ServerSettings):
         "by its place",
         metadata=MAY_CHANGE,
     )
-    verify_every: int | None = setting(
-        at_least(0),
-        default=None,
-        doc="weight versions between two checks that the policy engines hold what the learner "
-        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, "
-        "checksums of every version on CUDA and of every 16th on a CPU, where they cost more than "
-        "a push",
-        metadata=MAY_CHANGE,
-    )
-    handshake: bool = chz.field(
-        default=True,
-        doc="False: train although the parties disagree, and so on another objective than the one "
-        "named; for experiments about just that",
-    )
 
     @chz.validate
     def _weights_reach_the_servers(self) -> None:
@@ -72,12 +58,6 @@ class PolicySettings(EngineChoices, ServerSettings):
                 "to every rank, or weights=disk"
             )
         check_served(self.weights, self.engine != "embedded")
-
-    def verification(self, device: str) -> tuple[int, int]:
-        """Versions between two comparisons of log-probs, and of checksums; 0: none."""
-        if self.verify_every is not None:
-            return self.verify_every, self.verify_every
-        return 1, 1 if device.startswith("cuda") else 16
 
 
 class PoolSize(NamedTuple):
@@ -168,11 +148,26 @@ class GroupSettings:
 
 
 @chz.chz
-class CanarySettings:
-    """Fixed rows that frozen models are asked for during the run."""
+class VerifySettings:
+    """Proofs, before and during the run, that all parties score what they should."""
 
     section: ClassVar[Section] = Section.SUPERVISION
+    within: ClassVar[str] = "verify."
 
+    handshake: bool = chz.field(
+        default=True,
+        doc="False: train although the parties disagree, and so on another objective than the one "
+        "named; for experiments about just that",
+    )
+    every: int | None = setting(
+        at_least(0),
+        default=None,
+        doc="weight versions between two checks that the policy engines hold what the learner "
+        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, "
+        "checksums of every version on CUDA and of every 16th on a CPU, where they cost more than "
+        "a push",
+        metadata=MAY_CHANGE,
+    )
     canary_every: int = setting(
         at_least(0),
         default=10,
@@ -181,3 +176,9 @@ class CanarySettings:
         "copies in the learner (docs/proof.md); 0: none",
         metadata=MAY_CHANGE,
     )
+
+    def of_pushes(self, device: str) -> tuple[int, int]:
+        """Versions between two comparisons of log-probs, and of checksums; 0: none."""
+        if self.every is not None:
+            return self.every, self.every
+        return 1, 1 if device.startswith("cuda") else 16

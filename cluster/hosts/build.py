@@ -349,7 +349,7 @@ class RolloutCast:
         config, device = self._config, self._device
         if config.only_keeps:
             return self._keeper(resume_from, queue, attempt)
-        probe_every, prove_every = config.verification(device)
+        probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
             choice=config.weights,
             served=choose_engine(config.engine, device) == "sglang",

@@ -96,7 +96,7 @@ class RunHandshake:
             )
             return
         console.print(agreement_table(report))
-        if self._config.handshake:
+        if self._config.verify.handshake:
             report.require_agreement()
         doing = "keeping groups" if self._config.only_keeps else "training"
         console.print(

@@ -12,11 +12,11 @@ from typing import Any
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.queue.scoring import Replica, Scoring
 
-_NOT_WATCHED = "not proven: canary_every=0, so nobody was asked for canaries"
+_NOT_WATCHED = "not proven: verify.canary_every=0, so nobody was asked for canaries"
 
 _MOVES = (
     "teacher=policy is the policy as it trains, so it has no answers that must stay as they were; "
-    "that engines hold what was pushed is asked of them after pushes (verify_every), "
+    "that engines hold what was pushed is asked of them after pushes (verify.every), "
     "and each score says which version gave it"
 )
 
@@ -28,12 +28,12 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
     )
     if not (by_frozen or (isinstance(config, OpdConfig) and not config.teacher_moves)):
         return _of_moving_teacher() if config.teacher_moves else None
-    if scoring is None or not config.canary_every:
+    if scoring is None or not config.verify.canary_every:
         return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}
     return {
         "proven": scoring.holds,
         "verdict": scoring.verdict(),
-        "canary_every": config.canary_every,
+        "canary_every": config.verify.canary_every,
         "groups": {
             "trained": scoring.trained,
             "proven": scoring.proven,

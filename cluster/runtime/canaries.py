@@ -78,10 +78,10 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
     objective = config.objective()
     asked = objective.asked_of_policy, objective.asked_of_teacher
     return CanarySetup(
-        every=config.canary_every,
+        every=config.verify.canary_every,
         temperature=config.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
-        require=config.handshake,
+        require=config.verify.handshake,
         copies=config.copies_teachers or config.base_is_reference,
         base=config.base_is_reference,
     )
@@ -437,7 +437,7 @@ class Canaries:
                 step=self._step,
                 text=f"{watched.who} has moved from its first answers, {why}; {contained}{again}",
                 remedy=watched.remedy,
-                settings=("canary_every",),
+                settings=("verify.canary_every",),
             )
         )
         self._numbers.pop(watched, None)

@@ -138,7 +138,7 @@ class Fleet:
             roles=self._engine_roles,
             learner=lambda: self.learner,
             examine=examine,
-            require_handshake=config.handshake,
+            require_handshake=config.verify.handshake,
             say=say,
             deadline_s=config.no_progress_s,
             following=self._following,
@@ -244,7 +244,7 @@ class Fleet:
         self._create([name for name in self._specs if name not in self._asked_roles])
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
-        if resume_from is not None and self._config.canary_every and self.frozen:
+        if resume_from is not None and self._config.verify.canary_every and self.frozen:
             self._trust(resume_from.step)
         # The first handshake checks their weights.
         for role in (*self._engine_roles, EVALUATION):
