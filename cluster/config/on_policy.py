@@ -16,7 +16,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
-from cluster.config.pools import GroupSettings, PolicySettings, PoolSettings, VerifySettings
+from cluster.config.pools import PolicySettings, PoolSettings, QueueSettings, VerifySettings
 from cluster.config.rows import ROWS
 from cluster.config.teachers import (
     TeacherConfig,
@@ -41,7 +41,6 @@ from distill.objective.settings import (
     require_reward,
     require_teacher,
 )
-from distill.records import OnStale, StepRuleName
 from distill.rewards.length import LengthRules
 from distill.rules import above, at_least, needs, not_with, setting
 from distill.sampling import TrainSampling
@@ -133,7 +132,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
 @chz.chz
 class SamplingSettings(LengthSettings):
-    """Number, temperature and staleness of a step's samples."""
+    """Number and temperature of a step's samples."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
@@ -145,32 +144,7 @@ class SamplingSettings(LengthSettings):
         at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
     )
     group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
-    max_staleness: int = setting(
-        at_least(0),
-        default=4,
-        doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
-        "synchronous",
-    )
-    step_rule: StepRuleName = chz.field(
-        default="due_first",
-        doc="groups that a step takes. due_first: the oldest finished ones that leave all others "
-        "enough time; in_order: in the order of their prompts, so that a long answer delays its "
-        "step",
-    )
-    groups_in_flight: int | None = setting(
-        at_least("prompts_per_step", "a step needs its groups"),
-        default=None,
-        doc="number of groups that are sampled, finished or in training at the same time, which "
-        "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
-    )
-    on_stale: OnStale = setting(
-        needs("step_rule", "due_first"),
-        default="wait",
-        doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
-        "waits for them; train_late: they are trained beyond max_staleness; restart: those that "
-        "take unusually long begin again (at most 3 times). train_late and restart are for tools "
-        "of unbounded time",
-    )
+    queue: QueueSettings = section_field(QueueSettings)
 
     @chz.validate
     def _sampling_in_range(self) -> None:
@@ -178,27 +152,28 @@ class SamplingSettings(LengthSettings):
         self.train_sampling()
 
     def _check_window(self) -> None:
-        most = self.prompts_per_step * (self.max_staleness + 1)
-        given = self.groups_in_flight
+        queue, most = self.queue, self.prompts_per_step * (self.queue.max_staleness + 1)
+        given = queue.groups_in_flight
         if given is not None and given > most:
             raise ConfigError(
-                f"groups_in_flight={given} must be at most {most}, (max_staleness + 1) * "
-                "prompts_per_step: more could not all be trained in time; raise max_staleness",
-                field="groups_in_flight",
+                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + 1) "
+                "* prompts_per_step: more could not all be trained in time; raise max_staleness",
+                field="queue.groups_in_flight",
             )
-        if self.on_stale != "wait" and self.window == self.prompts_per_step:
-            name = "groups_in_flight" if self.max_staleness else "max_staleness"
+        if queue.on_stale != "wait" and self.window == self.prompts_per_step:
+            name = "groups_in_flight" if queue.max_staleness else "max_staleness"
             raise ConfigError(
-                f"on_stale={self.on_stale} changes nothing with {name}={getattr(self, name)}: the "
-                "next step takes all groups that are under way, and waits for each; raise it, or "
-                "leave on_stale out",
-                field="on_stale",
+                f"queue.on_stale={queue.on_stale} changes nothing with queue.{name}="
+                f"{getattr(queue, name)}: the next step takes all groups that are under way, and "
+                "waits for each; raise it, or leave on_stale out",
+                field="queue.on_stale",
             )
 
     @property
     def window(self) -> int:
         """Groups in flight: leased, finished, or in weights that are not yet on the engines."""
-        return self.groups_in_flight or self.prompts_per_step * min(self.max_staleness + 1, 2)
+        queue = self.queue
+        return queue.groups_in_flight or self.prompts_per_step * min(queue.max_staleness + 1, 2)
 
     @property
     def steps_in_flight(self) -> int:
@@ -216,7 +191,6 @@ class RolloutConfig(
     EvaluationSettings,
     PolicySettings,
     PoolSettings,
-    GroupSettings,
     CommonConfig,
     ABC,
 ):
@@ -549,7 +523,7 @@ class RolloutConfig(
 
         With max_staleness=0, that step has no groups before the push has ended.
         """
-        return self.max_staleness > 0 and not self.engines_sleep
+        return self.queue.max_staleness > 0 and not self.engines_sleep
 
     def _learner_resting(self) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""

@@ -9,7 +9,8 @@ import chz
 from actors.config import EngineChoices, ServerSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
-from distill.rules import above, at_least, setting
+from distill.records import OnStale, StepRuleName
+from distill.rules import above, at_least, needs, setting
 from distill.settings import MAY_CHANGE, Section
 
 Colocation = Literal["no", "share", "sleep"]
@@ -133,11 +134,38 @@ class PoolSettings:
 
 
 @chz.chz
-class GroupSettings:
-    """Handling of prompt groups that do not arrive."""
+class QueueSettings:
+    """Prompt groups under way: how old they may become, and which of them a step takes."""
 
-    section: ClassVar[Section] = Section.SUPERVISION
+    section: ClassVar[Section] = Section.SAMPLING
+    within: ClassVar[str] = "queue."
 
+    max_staleness: int = setting(
+        at_least(0),
+        default=4,
+        doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
+        "synchronous",
+    )
+    step_rule: StepRuleName = chz.field(
+        default="due_first",
+        doc="groups that a step takes. due_first: the oldest finished ones that leave all others "
+        "enough time; in_order: in the order of their prompts, so that a long answer delays its "
+        "step",
+    )
+    groups_in_flight: int | None = setting(
+        at_least("prompts_per_step", "a step needs its groups"),
+        default=None,
+        doc="number of groups that are sampled, finished or in training at the same time, which "
+        "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
+    )
+    on_stale: OnStale = setting(
+        needs("queue.step_rule", "due_first"),
+        default="wait",
+        doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
+        "waits for them; train_late: they are trained beyond max_staleness; restart: those that "
+        "take unusually long begin again (at most 3 times). train_late and restart are for tools "
+        "of unbounded time",
+    )
     lease_s: float = setting(
         above(0),
         default=900.0,

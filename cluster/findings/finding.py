@@ -77,7 +77,7 @@ class Setup:
         objective = config.objective()
         return cls(
             max_new_tokens=config.max_new_tokens,
-            max_staleness=config.max_staleness,
+            max_staleness=config.queue.max_staleness,
             prompts_per_step=config.prompts_per_step,
             teacher_engines=(
                 config.pool("teacher_engines").smallest if isinstance(config, OpdConfig) else 0

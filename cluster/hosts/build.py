@@ -95,12 +95,12 @@ class RolloutCast:
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
             groups_per_step=config.prompts_per_step,
-            max_staleness=config.max_staleness,
+            max_staleness=config.queue.max_staleness,
             total_groups=config.steps * config.prompts_per_step,
-            lease_s=config.lease_s,
-            step_rule=config.step_rule,
+            lease_s=config.queue.lease_s,
+            step_rule=config.queue.step_rule,
             groups_in_flight=config.window,
-            on_stale=config.on_stale,
+            on_stale=config.queue.on_stale,
             most_replaced=config.most_replaced,
         )
         actor = self._make(

@@ -301,6 +301,9 @@ def policy_loop(
     sleep = None  # set only if engines sleep while the learner computes
     if isinstance(publisher, Publisher) and config.engines_sleep:
         sleep = publisher.sleep
+    foresee = None  # with max_staleness=0 the next step's groups start only after this step
+    if isinstance(source, GroupQueue) and config.queue.max_staleness:
+        foresee = source.foresee
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
@@ -317,8 +320,7 @@ def policy_loop(
         trace=trace,
         keep=keep,
         record=record,
-        # With max_staleness=0 the next step's groups start only after this step.
-        foresee=source.foresee if isinstance(source, GroupQueue) and config.max_staleness else None,
+        foresee=foresee,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
     )

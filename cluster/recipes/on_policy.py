@@ -206,13 +206,13 @@ def _following(rule: ShadowRule | None) -> str:
 
 def _mode(config: RolloutConfig) -> str:
     """Overlap of rollout and training, for the plan."""
-    if config.max_staleness == 0:
+    if config.queue.max_staleness == 0:
         return "synchronous (max_staleness=0)"
-    if config.step_rule == "in_order":
+    if config.queue.step_rule == "in_order":
         return f"overlapped (in_order, groups_in_flight={config.window})"
     return (
         f"overlapped (due_first, groups_in_flight={config.window}, "
-        f"max_staleness={config.max_staleness})"
+        f"max_staleness={config.queue.max_staleness})"
     )
 
 

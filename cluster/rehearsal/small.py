@@ -33,7 +33,7 @@ _NOT_HERE = (
     "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora_adapter",
     "trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
-    "groups_in_flight", "start_deadline_s",
+    "queue.groups_in_flight", "start_deadline_s",
 )  # fmt: skip
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
 STEPS_AT_MOST = 1000

@@ -382,7 +382,7 @@ class Fleet:
 
     def _renew_leases(self, status: QueueStatus) -> None:
         """Renew leases that are more than half over, of groups that make progress."""
-        half_s = self._config.lease_s / 2
+        half_s = self._config.queue.lease_s / 2
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
         if not old:
             return

@@ -94,17 +94,20 @@ def test_a_pool_is_not_empty(opd: NewOpd, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"max_staleness": 0}, "changes nothing with max_staleness=0: the next step takes all"),
+        (
+            {"max_staleness": 0},
+            "changes nothing with queue.max_staleness=0: the next step takes all",
+        ),
         (
             {"prompts_per_step": 4, "groups_in_flight": 4},
-            "changes nothing with groups_in_flight=4: the next step takes all",
+            "changes nothing with queue.groups_in_flight=4: the next step takes all",
         ),
     ],
 )
 def test_none_can_be_overdue_where_a_step_waits_for_all(
     opd: NewOpd, on_stale: str, changes: dict, complaint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"on_stale={on_stale} {complaint}"):
+    with pytest.raises(ConfigError, match=f"queue.on_stale={on_stale} {complaint}"):
         opd(on_stale=on_stale, **changes)
 
 

@@ -169,7 +169,7 @@ def test_half_an_hour_for_a_group_is_no_hang(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
     run = run_of(loop, tmp_path, student)
-    assert STALL_AFTER_S * 2 < run.config.lease_s < SECONDS, "each would be too short"
+    assert STALL_AFTER_S * 2 < run.config.queue.lease_s < SECONDS, "each would be too short"
     began = loop.now
     assert sorted(run.step()) == [0, 1]
     assert SECONDS <= loop.now - began < SECONDS + 30
