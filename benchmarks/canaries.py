@@ -24,7 +24,7 @@ from rich.console import Console
 from actors.embedded.engine import EmbeddedEngine
 from benchmarks.pair import make_pair
 from cluster.command import run_command
-from cluster.config.pools import CanarySettings
+from cluster.config.pools import VerifySettings
 from distill.engine import ScoreRequest
 from distill.handshake.canary import CanaryRows
 from distill.sampling import UNSCALED
@@ -109,7 +109,7 @@ def print_measured(config: CanaryBenchConfig, console: Console) -> None:
         pair = make_pair(Path(directory), num_prompts=1)
         without, with_them = asyncio.run(measure(config, pair.teacher))
         passes, canary = measure_copy(config, pair.teacher)
-    every = chz.chz_fields(CanarySettings)["canary_every"]._default
+    every = chz.chz_fields(VerifySettings)["canary_every"]._default
     added = with_them - without
     console.print(
         f"a step of {config.prompts_per_step * config.group_size} rows of "

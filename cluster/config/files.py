@@ -132,13 +132,14 @@ def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a name may be one of several settings; two names are one setting's; an element
             of a mapping of objects is no mapping.
     """
-    fields = chz.chz_fields(kind) | fields_of(kind)
+    fields = {**chz.chz_fields(kind), **fields_of(kind)}
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for name, value in tree.items():
         for path, each in _by_name(fields, {path_of(kind, name): value}, ""):
             if path in found:
-                raise ConfigError(f"{path} is given twice, as {name} too", field=path)
-            found[path] = each
+                raise ConfigError(f"{path} is given as {names[path]} and as {name}", field=path)
+            found[path], names[path] = each, name
     return found
 
 

@@ -59,6 +59,8 @@ def settings_within(field: Field, given: Any) -> dict[str, Field]:
     """
     if field._default_factory is MISSING or not chz.is_chz(field._default_factory):
         return {}
+    if is_section(field):
+        return chz.chz_fields(field._default_factory)
     named: Any = field._default_factory if given is None else given
     if isinstance(given, Castable) and field.meta_factory is not None:
         named = field.meta_factory.from_string(given.value)

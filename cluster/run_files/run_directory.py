@@ -174,8 +174,13 @@ class RunDirectory:
         may_change = flagged(kind, MAY_CHANGE) - fixed
         moved = {name for name in data if data[name] == self._data.get(name)}
         paths = fields_of(kind)
-        unknown = settings.keys() - {path.partition(".")[0] for path in paths}
-        for name in sorted((paths.keys() | unknown) - may_change - moved):
+        if unknown := settings.keys() - {path.partition(".")[0] for path in paths}:
+            raise ConfigError(
+                f"out={self.path} holds a run of another version, with a setting {min(unknown)}; "
+                "choose another out=",
+                field="out",
+            )
+        for name in sorted(paths.keys() - may_change - moved):
             before, after = at_path(settings, name), at_path(now, name)
             if identity_of(kind, name, before) != identity_of(kind, name, after):
                 raise ConfigError(

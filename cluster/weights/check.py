@@ -4,7 +4,7 @@
     beside it       expected = expect(v, weights) -> the learner goes on
                     push v -> acknowledged -> ask(expected) ............... next push: settle()
 
-Two methods, each for the versions that `verify_every` sets:
+Two methods, each for the versions that `verify.every` sets:
 
     log-probs   Two fixed rows, scored by every engine, against the learner's own log-probs. Finds
                 other weights, and prefixes that were cached under older ones. A step that moves

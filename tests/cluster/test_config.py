@@ -523,6 +523,13 @@ def test_a_setting_is_given_once(opd: NewOpd) -> None:
         opd(checkpoint_every=3, checkpoint={"every": 4})
     with refuses(ConfigError, "checkpoint"):
         opd(checkpoint=3)
+    with refuses(ConfigError, "checkpoint"):
+        opd(checkpoint=3, keep_last=2)
+
+
+def test_an_ambiguous_name_is_refused(opd: NewOpd) -> None:
+    with refuses(ConfigError, "every", match="checkpoint.every or verify.every"):
+        opd(every=3)
 
 
 def test_without_a_recipe_the_usage(capsys) -> None:

@@ -200,6 +200,15 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert RunDirectory("opd", opd(keep="all")).check() is None
 
 
+def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
+    path = started(opd()).path / "config.json"
+    written = json.loads(path.read_text())
+    written["settings"]["checkpoint_every"] = written["settings"].pop("checkpoint")["every"]
+    path.write_text(json.dumps(written))
+    with refuses(ConfigError, "out", names="checkpoint_every"):
+        RunDirectory("opd", opd()).check()
+
+
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
     beside, _ = MUST_STAY_BESIDE["samples_from"]
     started(opd(**beside))
