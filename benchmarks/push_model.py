@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from actors.sglang.plugin.weight_loader import serialized_order
-from actors.sglang.weight_payloads import rank_payload
+from actors.sglang.weight_payloads import cuda_payload
 from distill.engine import CollectiveBroadcast
 from distill.weights.lending import CudaMemory
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
@@ -136,8 +135,7 @@ def _payload(bucket: Sequence[TensorLayout]) -> bytes:
         counter=b"/torch_12345_1234567890_12", counter_offset=100, event=bytes(64),
         synchronises=True,
     )  # fmt: skip
-    with ExitStack() as opened:
-        return rank_payload(opened, memory, b"")
+    return cuda_payload(memory)
 
 
 def rows() -> list[str]:

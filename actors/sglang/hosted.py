@@ -129,7 +129,6 @@ class HostedSglangEngine(SglangEngine):
                 on_weight_update,
                 partial(pushed_shapes, model_path),
                 bucket_bytes=push_bucket_bytes,
-                handle_key=server.handle_key,
             ),
             seeded=False,  # until /server_info is read at the end of the start
             mixture=mixture,

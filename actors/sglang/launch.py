@@ -1,7 +1,6 @@
 """The child's side of `SglangServer`: `python -m actors.sglang.launch`, one SGLang HTTP server.
 
-    stdin, first line    JSON: {"flags": [...], "api_key": ..., "admin_api_key": ...,
-                         "handle_key": ...}
+    stdin, first line    JSON: {"flags": [...], "api_key": ..., "admin_api_key": ...}
     stdin, afterwards    a lifeline: when the parent closes it, by dying or on purpose, the server
                          and every process that it started are killed at once
 
@@ -45,13 +44,11 @@ def main() -> None:
     """Serves until the lifeline is cut; what goes wrong is a traceback in the log."""
     gc.set_threshold(_COLLECT_AFTER)  # of this process and its forks
     order = json.loads(sys.stdin.readline())
-    keys = (order["api_key"], order["admin_api_key"], order["handle_key"])
+    keys = (order["api_key"], order["admin_api_key"])
     sys.stdout, sys.stderr = _Redacted(sys.stdout, keys), _Redacted(sys.stderr, keys)
     directory = private_directory()
     threading.Thread(target=_die_with_the_parent, name="lifeline", daemon=True).start()
     _use(directory)
-    # What its processes ask with for memory that is lent (actors/sglang/weight_payloads.py).
-    multiprocessing.current_process().authkey = bytes.fromhex(order["handle_key"])
     os.environ[SWITCH] = "1"  # the plugin is for servers that ask for it
 
     from sglang.launch_server import run_server

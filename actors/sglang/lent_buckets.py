@@ -46,11 +46,11 @@ class LentBuckets:
         if not given.loaded.done():
             raise EngineError(self._closed.result())
 
-    async def next(self, number: int, timeout_s: float) -> Sequence[LentBucket]:
-        """Handles of the bucket of this number, one a rank.
+    async def next(self, number: int, timeout_s: float, ranks: int) -> Sequence[LentBucket]:
+        """Handles of the bucket of this number, one for each of the server's ranks.
 
         Raises:
-            EngineError: it does not come.
+            EngineError: it does not come, or for another number of ranks.
         """
         coming = asyncio.ensure_future(self._queue.get())
         await asyncio.wait(
@@ -63,7 +63,9 @@ class LentBuckets:
         self._under_way = coming.result()
         if self._under_way.number != number:
             raise EngineError(f"bucket {self._under_way.number} came in place of {number}")
-        return self._under_way.handles
+        if len(handles := self._under_way.handles) != ranks:
+            raise EngineError(f"{len(handles)} handles came for {ranks} ranks")
+        return handles
 
     def loaded(self) -> None:
         """Called when the bucket that came last has been loaded."""

@@ -90,7 +90,6 @@ class SglangServer:
         self._ready_path, self._port_attempts = ready_path, port_attempts
         self.api_key = secrets.token_urlsafe(24)
         self.admin_api_key = secrets.token_urlsafe(24)
-        self.handle_key = secrets.token_bytes(32)  # of its processes, for memory that is lent them
         self._log_path = log_path
         self._log = _open_log(log_path)
         self._process = self._spawn()
@@ -125,7 +124,6 @@ class SglangServer:
             "flags": flags,
             "api_key": self.api_key,
             "admin_api_key": self.admin_api_key,
-            "handle_key": self.handle_key.hex(),
         }
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")

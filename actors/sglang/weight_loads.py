@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +27,7 @@ from actors.sglang.flags import LOADER
 from actors.sglang.lent_buckets import Lendings
 from actors.sglang.plugin.weight_loader import serialized_order
 from actors.sglang.weight_group import AdminRequest, ServerGroup
-from actors.sglang.weight_payloads import FORMAT, rank_payload
+from actors.sglang.weight_payloads import rank_payloads
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, WeightSource
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
@@ -96,7 +96,6 @@ class WeightLoads:
         *,
         bucket_bytes: int,
         flushes: bool,
-        handle_key: bytes,
     ) -> None:
         """
         Args:
@@ -105,10 +104,9 @@ class WeightLoads:
             shapes: returns names and shapes of the model's tensors; called at the first load.
             bucket_bytes: maximum bytes that a rank loads from memory in one request.
             flushes: a load drops every cached prefix.
-            handle_key: key with which the server's processes authenticate for lent memory.
         """
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
-        self._bucket_bytes, self._flushes, self._handle_key = bucket_bytes, flushes, handle_key
+        self._bucket_bytes, self._flushes = bucket_bytes, flushes
         self._group = ServerGroup(order)
         self._told: tuple[TensorLayout, ...] = ()  # layout of the lent buckets
         self._lendings = Lendings()
@@ -216,48 +214,29 @@ class WeightLoads:
             await self._order("/update_weights_from_disk", body, allowance_s=loading_s(nbytes))
 
     async def _from_memory(self, shared: SharedTensors, version: int) -> None:
-        facts = await self._facts()
         portions = shared.portions(self._bucket_bytes)
-        await self._order("/begin_weight_update", facts.selector)
-        with self._writing(version):
-            try:
-                for portion in portions:
-                    # Each tensor-parallel rank opens the memory itself, and loads its own part.
-                    payloads = [serialized_order(portion)] * facts.ranks
-                    await self._from_tensor(
-                        payloads, LOADER, facts, version, last=portion is portions[-1]
-                    )
-            finally:
-                await self._order("/end_weight_update", {})
+        async with self._session(version) as (facts, _):
+            for portion in portions:
+                # Each tensor-parallel rank opens the memory itself, and loads its own part.
+                payloads = [serialized_order(portion)] * facts.ranks
+                last = portion is portions[-1]
+                await self._from_tensor(payloads, LOADER, facts, version, last=last)
 
     async def _from_lender(self, weights: LentWeights, version: int) -> None:
-        facts, buckets = await self._facts(), self._lendings.of(weights.push)
+        buckets = self._lendings.of(weights.push)
         number = len(plan_buckets(self._told, weights.bucket_bytes))
-        await self._order("/begin_weight_update", facts.selector)
-        with self._writing(version) as written:
-            try:
-                for i in range(number):
-                    with ExitStack() as opened:
-                        handles = buckets.next(i, weights.timeout_s)
-                        payloads = await self._payloads(opened, handles, facts.ranks)
-                        written.append(i)
-                        last = i + 1 == number
-                        await self._from_tensor(payloads, FORMAT, facts, version, last=last)
-                    buckets.loaded()
-            finally:
-                await self._order("/end_weight_update", {})
-
-    async def _payloads(
-        self, opened: ExitStack, coming: Awaitable[Sequence[LentBucket]], ranks: int
-    ) -> list[bytes]:
-        """Payloads with which the ranks open the next bucket, one for each rank."""
-        try:
-            handles = await coming
-            if len(handles) != ranks:
-                raise EngineError(f"{len(handles)} handles came for {ranks} ranks")
-            return [rank_payload(opened, handle, self._handle_key) for handle in handles]
-        except EngineError as error:
-            raise EngineError(f"{NOT_RECEIVED}: {error}") from error
+        async with self._session(version) as (facts, written):
+            for i in range(number):
+                with ExitStack() as opened:
+                    try:
+                        handles = await buckets.next(i, weights.timeout_s, facts.ranks)
+                        payloads, how = opened.enter_context(rank_payloads(handles))
+                    except EngineError as error:
+                        raise EngineError(f"{NOT_RECEIVED}: {error}") from error
+                    written.append(i)
+                    last = i + 1 == number
+                    await self._from_tensor(payloads, how, facts, version, last=last)
+                buckets.loaded()
 
     async def _from_tensor(
         self,
@@ -283,18 +262,28 @@ class WeightLoads:
         return {"flush_cache": self._flushes, "weight_version": str(version)}
 
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
-        selector: Mapping[str, str] = (await self._facts()).selector
-        await self._order("/begin_weight_update", selector)
-        with self._writing(version) as written:
+        async with self._session(version) as (facts, written):
             try:
                 await asyncio.to_thread(self._group.announce, weights, version)
                 for bucket, last in self._group.orders(weights):
-                    body = bucket | selector | self._ending(version, last=last)
+                    body = bucket | facts.selector | self._ending(version, last=last)
                     await self._order("/update_weights_from_distributed", body)
                     written.append(len(written))
             except EngineError:
                 await self._group.leave()
                 raise
+
+    @asynccontextmanager
+    async def _session(self, version: int) -> AsyncIterator[tuple[ServerFacts, list[int]]]:
+        """The server's session of a load bucket by bucket. Yields its facts, and `_writing`'s list.
+
+        Without `/end_weight_update` the server refuses every later session.
+        """
+        facts = await self._facts()
+        await self._order("/begin_weight_update", facts.selector)
+        with self._writing(version) as written:
+            try:
+                yield facts, written
             finally:
                 await self._order("/end_weight_update", {})
 

@@ -35,7 +35,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,14 +96,11 @@ class WeightSession:
         shapes: Callable[[], Shapes],
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        handle_key: bytes | None = None,
     ) -> None:
         """
         Args:
             shapes: names and shapes of the model's tensors; asked for at the first load.
             bucket_bytes: most that a rank takes from memory at once.
-            handle_key: what the server's processes ask with for memory that is lent; None: they
-                have none, and get nothing.
         """
         self._client = client
         self._on_weight_update: OnWeightUpdate = on_weight_update
@@ -117,7 +113,6 @@ class WeightSession:
             shapes,
             bucket_bytes=bucket_bytes,
             flushes=on_weight_update != "in_place",
-            handle_key=handle_key or secrets.token_bytes(32),
         )
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.sglang.plugin.row_temperatures import RequestRows, ScaledRows
-from actors.sglang.weight_payloads import rank_payload
+from actors.sglang.weight_payloads import cuda_payload
 from benchmarks.gpu.measure import held_bytes, peak_bytes, seconds
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
 from distill.gpu import GIB
@@ -151,8 +150,8 @@ def handles(setting: Setting) -> Numbers:
 
 
 def _sum_in_a_child(handle: CudaMemory) -> float:
-    with ExitStack() as opened, tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(rank_payload(opened, handle, b""))
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(cuda_payload(handle))
         done = subprocess.run(
             [sys.executable, "-c", _READER, file.name],
             capture_output=True, text=True, timeout=_CHILD_S, check=False,

@@ -77,17 +77,13 @@ class SharedTensors:
         return made
 
     @contextmanager
-    def held(self, *, writable: bool = False) -> Iterator[SharedTensors]:
+    def held(self) -> Iterator[SharedTensors]:
         """Handle through this process, valid in the context even if the writer ends.
 
         Its path is an entry of this process, which other processes can open. Raises as `unpack`.
-
-        Args:
-            writable: for readers that can map only writable memory (such as torch).
         """
-        mode = os.O_RDWR if writable else os.O_RDONLY
         try:
-            descriptor = os.open(self.path, mode | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _gone(str(error)) from error
         try:

@@ -174,7 +174,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     ready_paths: list[str] = []
 
     class Server:
-        url, api_key, admin_api_key, handle_key, obituary = "", "", "", b"key", str
+        url, api_key, admin_api_key, obituary = "", "", "", str
 
         def __init__(
             self, flags: list[str], environment: dict[str, str], ready_path: str, **_: object

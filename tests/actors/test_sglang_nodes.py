@@ -28,7 +28,7 @@ from tests.tiny import tiny_model_dir
 class Process:
     """Stands for `SglangServer`, and remembers what it was to start."""
 
-    url, api_key, admin_api_key, handle_key = "", "", "", b"key"
+    url, api_key, admin_api_key = "", "", ""
     running = True
 
     def __init__(self, flags: list[str], **settings: Any) -> None:

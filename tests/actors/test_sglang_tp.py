@@ -145,7 +145,7 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
 
 
 def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
-    """By SGLang's own format; each rank of another worker's memory, as ranks on GPUs would."""
+    """Each rank opens another worker's memory, as ranks on GPUs would."""
     if server.follower is not None:
         pytest.skip("what lies in this node's memory is for servers of one node")
     first, second = (OwnWeights(server.weights(1), "cpu") for _ in range(2))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import pickle
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -38,14 +37,6 @@ class Device:
         weakref.finalize(made, self._release, size)
         return made
 
-    @contextmanager
-    def holding(self, tensor: Tensor) -> Iterator[None]:
-        """Counts what lies here already, by whoever's hand."""
-        self.live += tensor.nbytes
-        self.peak = max(self.peak, self.live)
-        yield
-        self._release(tensor.nbytes)
-
     def _release(self, size: int) -> None:
         self.live -= size
 
@@ -62,11 +53,7 @@ class RankModel:
         return tensor.chunk(self._ranks)[self._rank] if tensor.dim() > 1 else tensor
 
     def load_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.copy_weights([(name, self.device.take(tensor)) for name, tensor in named])
-
-    def copy_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Of tensors that are on the device."""
-        for name, tensor in named:
+        for name, tensor in [(name, self.device.take(tensor)) for name, tensor in named]:
             if name not in self.ignores:
                 self.parameters[name].copy_(self._part(tensor))
 
@@ -116,26 +103,10 @@ class WeightsServer(MisbehavingServer):
     def load_buckets(self, body: Mapping[str, Any]) -> None:
         for model, order in zip(self.ranks, body["serialized_named_tensors"], strict=True):
             given = pickle.loads(base64.b64decode(order))
-            if body["load_format"] == LOADER:
-                # As WeightUpdater.update_weights_from_tensor: to the device, then the loader.
-                load(model, [(n, model.device.take(t)) for n, t in given])
-            else:
-                assert body["load_format"] == "flattened_bucket"
-                self._load_bucket(model, **given)
+            assert body["load_format"] == LOADER
+            # As WeightUpdater.update_weights_from_tensor: to the device, then the loader.
+            load(model, [(n, model.device.take(t)) for n, t in given])
         self.version = body.get("weight_version", self.version)
-
-    def _load_bucket(
-        self, model: RankModel, flattened_tensor: Tensor, metadata: Sequence[Any]
-    ) -> None:
-        """As WeightUpdater._update_weights_from_flattened_bucket; the bucket itself counts too,
-        since on a GPU it is on the rank's."""
-        with model.device.holding(flattened_tensor):
-            named = [
-                (m.name, flattened_tensor[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
-                for m in metadata
-            ]
-            assert all(m.numel == m.end_idx - m.start_idx for m in metadata)
-            model.copy_weights(named)
 
     def _report(self) -> list[dict[str, Any]]:
         return [

@@ -6,12 +6,12 @@ would open it.
 
 from __future__ import annotations
 
-import multiprocessing
+import base64
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from actors.sglang.client import SglangClient
-from actors.sglang.weight_payloads import rank_payload
+from actors.sglang.installed import sglang_installed
+from actors.sglang.weight_payloads import cuda_payload
 from actors.sglang.weights import WeightSession
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
@@ -42,14 +43,13 @@ from tests.weights import shared
 
 TIMEOUT_S = 60.0
 HERE = LenderPlace(host="here", gpu=None)
-OWN_KEY = bytes(multiprocessing.current_process().authkey)
 
 
 class Owner:
     """A server, and the session that loads it: what an engine's actor has of a push."""
 
-    def __init__(self, server: WeightsServer, key: bytes = OWN_KEY) -> None:
-        self.server, self._key, self._stack = server, key, AsyncExitStack()
+    def __init__(self, server: WeightsServer) -> None:
+        self.server, self._stack = server, AsyncExitStack()
 
     async def open(self) -> None:
         server = self.server
@@ -59,7 +59,7 @@ class Owner:
         )
         self._stack.push_async_callback(client.close)
         shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
-        self.session = WeightSession(client, "continue", lambda: shapes, handle_key=self._key)
+        self.session = WeightSession(client, "continue", lambda: shapes)
 
     async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
         return await self.session.ranks(layout)
@@ -85,8 +85,8 @@ def owned() -> Iterator[Callable[..., dict[str, Any]]]:
     """make(*servers): their owners by name."""
     made: list[Any] = []
 
-    def make(*servers: WeightsServer, **settings: Any) -> dict[str, Any]:
-        owners = [LocalActor(Owner, server, **settings) for server in servers]
+    def make(*servers: WeightsServer) -> dict[str, Any]:
+        owners = [LocalActor(Owner, server) for server in servers]
         made.extend(owners)
         for owner in owners:
             calls.get(owner.open.remote())
@@ -140,7 +140,6 @@ def test_a_rank_s_extra_memory_is_one_bucket_and_none_afterwards(owned, ranks: i
         assert part.device.live == 0
     bodies = server.bodies("/update_weights_from_tensor")
     assert len(bodies) == 2 * LAYERS
-    assert {body["load_format"] for body in bodies} == {"flattened_bucket"}
     assert {len(body["serialized_named_tensors"]) for body in bodies} == {ranks}
     last = [False] * (LAYERS - 1) + [True]
     assert [body["flush_cache"] for body in bodies] == 2 * last
@@ -220,19 +219,6 @@ def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(
     for server in (bad, good):
         expect(server, 3.0, "3")
     assert calls.get(engines["e0"].torn.remote()) is None
-
-
-def test_a_server_without_the_key_gets_nothing(owned) -> None:
-    """What it would unpickle asks for the memory with a key of its own, and is sent away."""
-    server = WeightsServer(model(0.0))
-    engines = owned(server, key=b"another")
-    before = held()
-    answers = push(lent_to(engines), HeldWeights(model(1.0)), 1)
-    assert "parts of two versions" in answers.failures["e0"]  # for it may have opened it
-    assert server.bodies("/update_weights_from_tensor")
-    expect_no_more(before)
-    for name, tensor in model(0.0).items():
-        assert torch.equal(server.ranks[0].parameters[name], tensor)
 
 
 class Broken(OwnWeights):
@@ -341,7 +327,10 @@ def test_a_bucket_is_copied_tensor_by_tensor_into_memory_that_is_used_again() ->
         pass
 
 
-def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["pickle", "SGLang's unpickler"])
+def test_a_cuda_handle_reaches_the_call_that_opens_it(
+    monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
     """As torch's reductions would have sent it, but for the GPU, which goes by its UUID."""
     layouts = (
         TensorLayout(name="a", dtype="bfloat16", shape=(3, 5)),
@@ -351,8 +340,7 @@ def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.Monkey
         layouts=layouts, device="GPU-1234", handle=b"h" * 64, size=192, offset=512, counter=b"/c",
         counter_offset=3, event=b"e" * 64, synchronises=True,
     )  # fmt: skip
-    with ExitStack() as opened:
-        payload = rank_payload(opened, memory, OWN_KEY)
+    payload = cuda_payload(memory)
     asked: list[tuple[Any, ...]] = []
     flat = torch.zeros(block_bytes(layouts), dtype=torch.uint8)
     views_of(flat, layouts)["a"].fill_(1.5)
@@ -362,7 +350,7 @@ def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.Monkey
         return flat
 
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
-    given = pickle.loads(payload)
+    given = pickle.loads(payload) if reader == "pickle" else read_by_sglang(payload)
     assert asked == [(
         torch.Tensor, torch.Size([128]), (1,), 0, torch.storage.TypedStorage, torch.uint8,
         "GPU-1234", b"h" * 64, 192, 512, False, b"/c", 3, b"e" * 64, True,
@@ -373,6 +361,21 @@ def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.Monkey
     assert (a.start_idx, a.end_idx, b.start_idx, b.end_idx) == (0, 30, 64, 92)
     assert starts_of(layouts) == [0, 64]
     assert (flat[a.start_idx : a.end_idx].view(a.dtype).reshape(a.shape) == 1.5).all()
+
+
+def read_by_sglang(payload: bytes) -> dict[str, Any]:
+    """The bucket as a scheduler reads it: SGLang's names allowed, and its tensors the same."""
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+
+    given = MultiprocessingSerializer.deserialize(base64.b64encode(payload).decode())
+    metadata = [FlattenedTensorMetadata(**vars(each)) for each in given["metadata"]]
+    bucket = FlattenedTensorBucket(flattened_tensor=given["flattened_tensor"], metadata=metadata)
+    (_, a), (name, b) = bucket.reconstruct_tensors()
+    assert name == "b" and a.dtype == torch.bfloat16 and b.shape == (7,) and (a == 1.5).all()
+    return given
 
 
 def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> None:
