@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -143,6 +143,31 @@ class GroupColumns:
             lengths={name: lengths[start:stop] for name, lengths in self.lengths.items()},
             values={name: values[start:stop] for name, values in self.values.items()},
         )
+
+
+def joined(parts: Sequence[GroupColumns]) -> GroupColumns:
+    """Inverse of `GroupColumns.parts`."""
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part.arrays)
+    lengths: dict[str, Lengths] = {}
+    for name in names:
+        of_parts = (part.lengths.get(name, (-1,) * len(part.tokens_S)) for part in parts)
+        lengths[name] = tuple(chain.from_iterable(of_parts))
+    return GroupColumns(
+        members_G=tuple(chain.from_iterable(part.members_G for part in parts)),
+        segments_G=tuple(chain.from_iterable(part.segments_G for part in parts)),
+        tokens_S=tuple(chain.from_iterable(part.tokens_S for part in parts)),
+        arrays={
+            name: np.concatenate([part.arrays[name] for part in parts if name in part.arrays])
+            for name in names
+        },
+        lengths=lengths,
+        values={
+            name: tuple(chain.from_iterable(part.values[name] for part in parts))
+            for name in parts[0].values
+        },
+    )
 
 
 def pack(trajectories: Sequence[Trajectory]) -> GroupColumns:

@@ -21,7 +21,7 @@ FORBIDDEN = {
     "isotherm": set(),
 }
 # Extras, slow to import, or needed by few features: imported inside the functions that need them.
-# So a local run needs nothing but chz beside what torch, transformers and peft bring.
+# So a local run needs nothing but chz and pyarrow beside what torch, transformers and peft bring.
 LAZY_ONLY = {
     "ray", "sglang", "datasets", "pyarrow", "pandas", "aiohttp", "bm25s", "jsonschema",
     "jsonschema_specifications", "math_verify", "orjson", "referencing", "semantic_text_splitter",

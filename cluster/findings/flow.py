@@ -74,3 +74,15 @@ def teachers_idle(history: History, setup: Setup) -> Finding | None:
 def _wait_share(history: History) -> float | None:
     waits, step = history.of("time/wait", PATIENCE), history.of("time/step", PATIENCE)
     return waits.now / max(step.now, 1e-9) if waits and step else None
+
+
+def groups_not_kept(reason: str, step: int) -> Finding:
+    """Groups are not written to `out/groups`. The queue reports it, no metric does."""
+    return Finding(
+        name="groups_not_kept",
+        step=step,
+        text=f"groups that have arrived are not kept on disk: {reason}",
+        remedy="the run goes on; after a death of the queue or a resume these groups are sampled "
+        "again",
+        settings=(),
+    )

@@ -21,7 +21,8 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
-from cluster.queue.journal import Replay, broken_links, read_journal, step_of
+from cluster.queue.adoption import Kept
+from cluster.queue.journal import Replay, adopted_of, broken_links, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.errors import ConfigError, DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups
@@ -47,6 +48,7 @@ class Audit:
         duplicates: groups that were dropped because they arrived again or too late.
         ended: the last job ended normally.
         first: first id of the journal, which has no events of lower ids.
+        adopted: number of groups of earlier jobs that were taken back from disk.
         scoring: record of teachers and reference (cluster/queue/scoring.py); None if there is none.
     """
 
@@ -64,6 +66,7 @@ class Audit:
     duplicates: int
     ended: bool
     first: int = 0
+    adopted: int = 0
     scoring: Scoring | None = None
 
     def lines(self) -> list[str]:
@@ -80,6 +83,7 @@ class Audit:
             f"{len(failed)} set aside",
             *(f"  group {i}: {reason}" for i, reason in failed.items()),
             f"{sum(self.re_leases.values())} leased again" + (f": {causes}" if causes else ""),
+            *([f"{self.adopted} of earlier jobs taken back from disk"] if self.adopted else []),
             f"{self.duplicates} dropped, since they arrived again or too late",
             f"{self.jobs} jobs, {self.rewinds} returns to a checkpoint, {self.recoveries} deaths "
             f"of the queue; {self.again} groups trained again after a lost learner",
@@ -137,7 +141,8 @@ class _Lineage:
         self.steps: list[_Published] = []
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
-        self.epoch = self.committed = self.again = 0
+        self.epoch = self.committed = self.again = self.adopted = 0
+        self._kept: set[int] = set()  # on disk, and of weights that exist
         self.per_step: int | None = None
         self._most_stale: int | None = None
         self.undone: set[int] = set()
@@ -191,9 +196,22 @@ class _Lineage:
         self.run_id = run_id
         self._go_back("a new job", event)
         self._set_aside = _by_id(event["set_aside"])
+        self._adopt(adopted_of(event))
+
+    def _adopt(self, adopted: Mapping[int, Kept]) -> None:
+        """Check the groups of earlier jobs that a new job takes back, which have their old ages."""
+        for group_id, kept in adopted.items():
+            if group_id not in self._kept:
+                self._complain(f"group {group_id} was taken back, and was not on disk")
+            if group_id in self.trained or group_id < self.trained.watermark:
+                self._complain(f"group {group_id} was taken back, and the weights account for it")
+            self._started[group_id] = kept.started - len(self.trained) // (self.per_step or 1)
+        self.adopted += len(adopted)
+        self._kept = set(adopted)
 
     def _read_rewind(self, event: Mapping[str, Any]) -> None:
         self._go_back("the learner", event)
+        self._kept.clear()
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
         """Return to the weights of an earlier step, which undoes the later steps."""
@@ -228,6 +246,8 @@ class _Lineage:
 
     def _read_recover(self, event: Mapping[str, Any]) -> None:
         self._set_aside |= _by_id(event["set_aside"])
+        for group_id in set(event.get("kept", ())) - self._kept:
+            self._complain(f"group {group_id} outlived the queue, and was not on disk")
 
     # groups
 
@@ -242,11 +262,18 @@ class _Lineage:
         for group_id in event["ids"]:
             self._leased.discard(group_id)
             self._started.pop(group_id, None)
+            self._kept.discard(group_id)
 
     def _read_put(self, event: Mapping[str, Any]) -> None:
         if event["id"] not in self._leased:
             self._complain(f"group {event['id']} arrived without a lease")
         self._arrived.add(event["id"])
+
+    def _read_keep(self, event: Mapping[str, Any]) -> None:
+        for group_id in event["ids"]:
+            if group_id not in self._arrived:
+                self._complain(f"group {group_id} was kept, and never arrived in this epoch")
+        self._kept |= set(event["ids"])
 
     def _read_set_aside(self, event: Mapping[str, Any]) -> None:
         self._set_aside[event["id"]] = event["reason"]
@@ -401,6 +428,7 @@ def audit(
         rewinds=lineage.counts["rewind"],
         recoveries=lineage.counts["recover"],
         re_leases=dict(lineage.causes),
+        adopted=lineage.adopted,
         duplicates=lineage.counts["dup"] + lineage.counts["late"],
         ended=lineage.ended,
         first=lineage.first.watermark,

@@ -111,6 +111,10 @@ class Custody:
                 self._versions[group_id] = version
             self._begun.pop(group_id, None)
 
+    def has_open_rewards(self, group_id: int) -> bool:
+        """True if a reward model may have rewarded the group, and that is not proven."""
+        return not self._open.get(group_id, set()).isdisjoint(self._rewarding)
+
     def drop(self, group_ids: Iterable[int]) -> None:
         """Stop tracking groups, because they are proven or no longer exist."""
         for group_id in group_ids:

@@ -10,8 +10,8 @@ learner's workers fetch the trajectories that they train. The actor has referenc
 fast (short) groups over slow ones. A repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
-with its ledger, from the journal, and without payloads: groups that were delivered and not yet
-published are leased again. So are those which a learner finds to be lost with their node. Every
+with its ledger, from the journal, and with the delivered groups that were on disk (cluster/store);
+the others are leased again. So are those which a learner finds to be lost with their node. Every
 wait is a row of short polls, so a call that Ray repeats hangs nobody.
 """
 

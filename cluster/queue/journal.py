@@ -3,11 +3,14 @@
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
     start      a job began: run (its queue), run_id (config.json's), epoch, settings, watermark,
-               set_aside, above (`distill.records.TrainedGroups`)
+               set_aside, above (`distill.records.TrainedGroups`); adopted, the groups of earlier
+               jobs that it takes back: the epoch and attempt of their deliveries on disk, and
+               the weight version of their first lease
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted; constant_reward, if it is one
                that steps may pass over; by, the scorers that scored it, by their numbers
     dup, late  the same, and is dropped; late has a reason
+    keep       epoch, ids, attempts: these deliveries are on disk (cluster/store)
     fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
@@ -26,7 +29,8 @@
     train      the same: in weights that are on every engine, pushed before or not
     commit     step, watermark: in a checkpoint on disk
     rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
-    recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost
+    recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost; kept,
+               those that were read from disk. Among them, ids are only scored again
     end        the run ended as it should
 
 Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
@@ -47,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jsonl_log import LineFile, last_line
+from cluster.queue.adoption import Kept
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
 from distill.errors import DataError
@@ -216,8 +221,9 @@ class Replay:
         self._recorded.clear()
         settings, trained = LedgerSettings(**event["settings"]), TrainedGroups.from_json(event)
         self.ledger = Ledger(
-            settings, trained, epoch=event["epoch"], clock=self._clock, record=self._record
-        )
+            settings, trained, epoch=event["epoch"], clock=self._clock, record=self._record,
+            adopted=adopted_of(event),
+        )  # fmt: skip
 
     def _record(self, event: str, **fields: Any) -> None:
         self._recorded.append({"event": event, **fields})
@@ -241,6 +247,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
                 _lease(event, event["epoch"]), event["worker"], event.get("constant_reward"),
                 event.get("by", ()),
             )  # fmt: skip
+        case "keep":
+            ledger.keep(dict(zip(event["ids"], event["attempts"], strict=True)))
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
         case "forfeit":
@@ -274,9 +282,14 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "rewind":
             ledger.rewind(TrainedGroups.from_json(event), event["reason"])
         case "recover":
-            ledger.recover()
+            ledger.recover(event.get("kept", ()))
         case kind:
             raise ValueError(f"{kind!r} is no event of a ledger, or follows no call of it")
+
+
+def adopted_of(event: Mapping[str, Any]) -> dict[int, Kept]:
+    """Groups of earlier jobs that the job of a `start` event takes back."""
+    return {int(group_id): Kept(*kept) for group_id, kept in event.get("adopted", {}).items()}
 
 
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:

@@ -22,6 +22,10 @@ learning signal, and takes others instead (dynamic sampling, Yu et al. 2025, DAP
 groups are set aside when the weights of that step are published. Beyond `most_replaced` the step
 trains on such groups, so that it always completes.
 
+Deliveries are on disk (cluster/store) soon after they arrived (`keep`). After the queue's death
+those groups are as they were, and the others are sampled again (`recover`). A new job takes kept
+groups back: they are pending, at their age, and are only scored again.
+
 Scorers are checked with canaries (cluster/queue/custody.py). Groups that a moved scorer may have
 scored wrongly are leased again, for another scorer; if weights contain such groups, the learner has
 to return to an earlier checkpoint.
@@ -37,8 +41,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
+from cluster.queue.adoption import Kept
 from cluster.queue.custody import Custody
 from cluster.queue.faults import Faults, killed
 from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus
@@ -79,10 +85,12 @@ class Ledger:
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
         record: Callable[..., None] = _unrecorded,
+        adopted: Mapping[int, Kept] | None = None,
     ) -> None:
         """
         Args:
             trained: groups that the starting weights account for.
+            adopted: groups of an earlier job that are taken back (cluster/queue/adoption.py).
             clock: seconds, for the age of leases.
             record: called with an event's name and its fields.
         """
@@ -101,6 +109,11 @@ class Ledger:
         # Seconds between lease and delivery of the newest delivered groups.
         self._seconds: deque[float] = deque(maxlen=max(_KNOWN, settings.groups_per_step))
         self._start_from(trained)
+        for group_id, kept in (adopted or {}).items():
+            self._kept[group_id] = kept
+            self._rescored.add(group_id)
+            self._started[group_id] = kept.started - self._base
+            self._pending.add(group_id)
 
     def _start_from(self, trained: TrainedGroups) -> None:
         # Groups that the learner's weights, and those on the engines, account for. They differ only
@@ -108,7 +121,8 @@ class Ledger:
         self._trained = self._published = trained
         self._next = trained.watermark
         self._steps = 0  # published since
-        self._version = len(trained) // self._settings.groups_per_step  # published last
+        self._base = len(trained) // self._settings.groups_per_step  # version at step 0
+        self._version = self._base  # published last
         # Failed groups stay set aside; a group of constant reward may get other rewards when it is
         # sampled again.
         above = {
@@ -130,6 +144,10 @@ class Ledger:
         self._over: dict[int, int] = {}  # of these ids, the last attempt that the restart ended
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: StepGroups | None = None
+        # Groups whose deliveries are on disk, until a checkpoint includes them; and those among
+        # them that were delivered again since, or are to be: their kept scores are not valid.
+        self._kept: dict[int, Kept] = {}
+        self._rescored: set[int] = set()
 
     # the workers' end
 
@@ -172,7 +190,7 @@ class Ledger:
         ids = heapq.nsmallest(max_groups, self._pending - suspects)
         last = len(ids) + min(max_groups - len(ids), self.credit)
         while len(ids) < last:
-            if not self._is_over(self._next):  # possible after a rewind
+            if self._is_new(self._next):
                 ids.append(self._next)
             self._next += 1
         return ids
@@ -198,6 +216,10 @@ class Ledger:
     def _is_over(self, group_id: int) -> bool:
         """True if the group is in the learner's weights or was set aside."""
         return group_id in self._trained or group_id in self._set_aside
+
+    def _is_new(self, group_id: int) -> bool:
+        """True if the group may start; it may be over after a rewind, or started by another job."""
+        return group_id not in self._started and not self._is_over(group_id)
 
     def _is_held(self, lease: Lease) -> bool:
         held = self._leased.get(lease.group_id)
@@ -236,6 +258,8 @@ class Ledger:
         if (held := self._leased.pop(group_id, None)) is not None:
             self._seconds.append(self._clock() - held.began)
         self._delivered.add(group_id)
+        if group_id in self._kept:
+            self._rescored.add(group_id)
         self._faults.arrived(group_id)
         self._arrived += 1
         self._consecutive_set_aside = 0
@@ -361,6 +385,8 @@ class Ledger:
         if anew:
             self.sampled_anew |= set(ids)
             self.custody.anew(ids)
+            self._forget_kept(ids)
+        self._rescored |= self._kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=list(ids), reason=self._last_reason)
         self.custody.drop(ids)
@@ -442,7 +468,34 @@ class Ledger:
     def commit(self, step: int, watermark: int) -> None:
         """Record that the checkpoint of `step` is on disk: groups below `watermark` are final."""
         self._faults.forget_below(watermark)
+        self._forget_kept([i for i in self._kept if i < watermark])
         self.record("commit", step=step, watermark=watermark)
+
+    @property
+    def kept(self) -> Mapping[int, Kept]:
+        """Groups on disk that no checkpoint includes, by id."""
+        return MappingProxyType(self._kept)
+
+    def keep(self, attempts: Mapping[int, int]) -> None:
+        """Record that deliveries are on disk.
+
+        Args:
+            attempts: the attempt of each delivered group's present delivery, by id.
+        """
+        attempts = {i: attempt for i, attempt in attempts.items() if i in self._delivered}
+        if not attempts:
+            return
+        ids = list(attempts)
+        self.record("keep", epoch=self.epoch, ids=ids, attempts=list(attempts.values()))
+        for group_id, attempt in attempts.items():
+            started = self._base + self._started[group_id]
+            self._kept[group_id] = Kept(self.epoch, attempt, started)
+        self._rescored.difference_update(ids)
+
+    def _forget_kept(self, ids: Iterable[int]) -> None:
+        for group_id in ids:
+            self._kept.pop(group_id, None)
+            self._rescored.discard(group_id)
 
     def overdue(self) -> list[int]:
         """Groups to begin again, with `on_stale=restart`.
@@ -473,6 +526,7 @@ class Ledger:
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
         self.custody.anew(ids)
+        self._forget_kept(ids)
         for group_id in ids:
             self._leased.pop(group_id, None)
             self._pending.add(group_id)
@@ -576,6 +630,7 @@ class Ledger:
                 self._delivered.discard(group_id)
                 self._constant.pop(group_id, None)
             self.custody.drop(gone)
+            self._forget_kept(gone)
             self._lose(gone, reason)
         return gone
 
@@ -588,7 +643,7 @@ class Ledger:
         lacking = min(self._settings.groups_per_step, left) - view.under_way
         missing = self._rule.waited_for(view) if left else []
         while lacking > 0:
-            if not self._is_over(group_id):
+            if self._is_new(group_id):
                 missing.append(group_id)
                 lacking -= 1
             group_id += 1
@@ -674,28 +729,42 @@ class Ledger:
 
     # the queue's own
 
-    def recover(self) -> None:
+    def recover(self, readable: Collection[int] = ()) -> None:
         """Recover from the queue's death, in which its payloads were lost.
 
-        Delivered groups are sampled again. Leases stay valid, since their workers are alive and
-        will deliver. Up to `most_replaced` delivered groups of constant reward are set aside, not
-        sampled again, since others have started in their place.
+        Delivered groups stay delivered if their deliveries can be read from disk; the others are
+        sampled again. Leases stay valid, since their workers are alive and will deliver. Lost
+        groups of constant reward are set aside, not sampled again, as far as others have started in
+        their place.
+
+        Args:
+            readable: ids among `kept` of groups that can be read.
         """
         now = self._clock()
-        for group_id in sorted(self._constant)[: self._settings.most_replaced]:
+        here = self._started.keys() & self._kept.keys() & set(readable)
+        self._forget_kept([i for i in self._kept if i in self._started and i not in here])
+        stay = (self._delivered & here) - self._rescored
+        constant = {i: reward for i, reward in self._constant.items() if i in stay}
+        most = self._settings.most_replaced
+        missed = min(len(self._constant), most) - min(len(constant), most)
+        for group_id in sorted(self._constant.keys() - constant.keys())[:missed]:
             del self._started[group_id]
             self._delivered.discard(group_id)
+            self._forget_kept([group_id])
             self._set_aside[group_id] = CONSTANT_REWARD
         self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
         self._seconds.clear()  # durations from a replay, not from real time
-        self._pending |= self._delivered
-        lost = sorted(self._delivered)
+        lost = self._delivered - stay
+        self._pending |= lost
         self.sampled_anew.clear()
         taken = set(self._taken.group_ids if self._taken else ())
-        self.custody.drop(self._delivered - taken)  # taken groups may still be trained
-        self._delivered, self._constant = set(), {}
+        self.custody.drop(lost - taken)  # taken groups may still be trained
+        self._delivered, self._constant = stay, constant
         above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
-        self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
+        again = {"kept": sorted(here)} if here else {}
+        self.record(
+            "recover", epoch=self.epoch, ids=sorted(lost), set_aside=_by_text(above), **again
+        )
         self._meter()
 
     def _meter(self) -> None:
@@ -757,6 +826,10 @@ class Ledger:
     def published(self) -> TrainedGroups:
         """Groups that the weights on the engines account for."""
         return self._published
+
+    def is_under_way(self, group_id: int) -> bool:
+        """True if the group was started and is not in the learner's weights."""
+        return group_id in self._started
 
     def holds(self, group_id: int) -> bool:
         """True if the group was delivered and is not in the learner's weights."""

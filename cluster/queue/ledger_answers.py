@@ -59,6 +59,7 @@ class QueueStatus:
             credit, so a short lack of it does not mean that there are too many workers.)
         begun_again: last attempt that a restart ended, for each restarted group that is not
             trained, by id.
+        unkept: why groups are not kept on disk; "" if all are.
     """
 
     depth: int
@@ -79,3 +80,4 @@ class QueueStatus:
     age_s: float
     begun_again: Mapping[int, int] = field(default_factory=dict)
     newest_set_aside: Mapping[int, str] = field(default_factory=dict)
+    unkept: str = ""

@@ -3,6 +3,8 @@
     worker    `offered`       keeps the parts of a large group until `deliver` has returned
     queue     `taken_over`    calls the worker for them, owns them, and never opens them
     learner   `open_parts`    fetches the parts with the trajectories that it trains
+    queue     `whole_columns` fetches all parts, in a thread, to keep the group on disk; `restored`
+                              makes a delivery of a group that was read from there
 
 A Ray object is lost with the process that owns it, which is the caller of the task that returned
 it. The queue therefore makes the call: a worker may die or be drained after its groups were
@@ -24,7 +26,8 @@ from typing import Any, TypeAlias
 
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
-from distill.columns import GroupColumns
+from distill.columns import GroupColumns, joined, pack
+from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
 from distill.types import Trajectory, TrajectoryGroup
 
@@ -49,10 +52,12 @@ class Payload:
         firsts: index of the first trajectory of each part, within the group.
         parts: for each part, a reference to it, its pickle, or the columns; None where it was not
             asked for.
+        nbytes: size of the arrays of all parts.
     """
 
     firsts: tuple[int, ...]
     parts: tuple[Any, ...]
+    nbytes: int
 
     def part_of(self, member: int) -> int:
         """Number of the part with a trajectory."""
@@ -98,16 +103,16 @@ def offered(
     queue: Any, lease: Lease, meta: TrajectoryGroupMeta, parts: Sequence[GroupColumns]
 ) -> Delivery:
     """Delivery of a group to a queue's actor. Call `withdraw` once it has arrived."""
-    firsts = tuple(accumulate((len(part.segments_G) for part in parts[:-1]), initial=0))
+    nbytes = sum(part.nbytes for part in parts)
 
     def delivery(stored: Sequence[Any], **claim: Any) -> Delivery:
-        payload = Payload(firsts=firsts, parts=tuple(stored))
+        payload = Payload(firsts=_firsts(parts), parts=tuple(stored), nbytes=nbytes)
         return Delivery(lease=lease, meta=meta, payload=payload, **claim)
 
     if isinstance(queue, LocalActor):
         return delivery(parts)
     members = len(meta.rewards_G)
-    if sum(part.nbytes for part in parts) + _META_BYTES * members <= _ARGUMENT_BYTES:
+    if nbytes + _META_BYTES * members <= _ARGUMENT_BYTES:
         return delivery([pickle.dumps(part, protocol=5) for part in parts])
     holder = calls.this_actor()
     if holder is None:  # no actor that the queue could call: the parts end with this process
@@ -115,6 +120,19 @@ def offered(
     name = secrets.token_hex(8)
     _OFFERED[name] = parts
     return delivery([None] * len(parts), holder=holder, name=name)
+
+
+def restored(lease: Lease, group: TrajectoryGroup) -> Delivery:
+    """Delivery of a group that was read from disk; this process owns its parts."""
+    columns = pack(group.trajectories_G)
+    parts = columns.parts(PART_BYTES)
+    stored = [calls.put(part) for part in parts] if calls.uses_ray() else parts
+    payload = Payload(firsts=_firsts(parts), parts=tuple(stored), nbytes=columns.nbytes)
+    return Delivery(lease=lease, meta=meta_of(group, columns), payload=payload)
+
+
+def _firsts(parts: Sequence[GroupColumns]) -> tuple[int, ...]:
+    return tuple(accumulate((len(part.segments_G) for part in parts[:-1]), initial=0))
 
 
 def withdraw(delivery: Delivery) -> None:
@@ -218,16 +236,18 @@ def found_in(
     return found
 
 
+def whole_columns(delivery: Delivery, timeout_s: float) -> GroupColumns | None:
+    """Fetch all parts of a group; None if one is lost or its node does not answer."""
+    try:
+        return joined([_fetched(part, timeout_s) for part in delivery.payload.parts])
+    except (errors.ObjectLostError, errors.RayActorError, errors.GetTimeoutError):
+        return None
+
+
 def opened_whole(delivery: Delivery, timeout_s: float) -> TrajectoryGroup | None:
     """Fetch and unpack a whole group; None if a part is lost or its node does not answer."""
-    meta = delivery.meta
-    try:
-        opened, lost = open_parts({meta.group_id: delivery.payload}, {}, timeout_s)
-    except errors.GetTimeoutError:
-        return None
-    if lost:
-        return None
-    return meta.group([each for at in sorted(opened) for each in opened[at][1]])
+    columns = whole_columns(delivery, timeout_s)
+    return None if columns is None else delivery.meta.group(columns.trajectories())
 
 
 def _fetched(part: Any, timeout_s: float) -> GroupColumns:

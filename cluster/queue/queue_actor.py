@@ -1,25 +1,54 @@
-"""The actor behind `GroupQueue`: a `Ledger`, its journal, and references to delivered groups."""
+"""The actor behind `GroupQueue`: a `Ledger`, its journal, and references to delivered groups.
+
+It writes delivered groups to disk a moment after they arrived, in a thread, and reads them when it
+is restarted or begins a new job.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
+from cluster.queue.adoption import Kept, adopted
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.queue.payload import Delivery, Payload, asked, taken_over
+from cluster.queue.payload import (
+    Delivery,
+    Payload,
+    asked,
+    restored,
+    taken_over,
+    whole_columns,
+)
+from cluster.store.group_format import GroupRow
+from cluster.store.kept_groups import GROUPS, KeptGroups
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
+from distill.types import TrajectoryGroup
+from learner.digests import disk_remedy
+
+logger = logging.getLogger(__name__)
 
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
+# Time for which deliveries are gathered before they are written to disk, seconds.
+_KEEP_EVERY_S = 0.5
+# Size of the deliveries that are written together, and of those that may wait for the disk; more
+# are not kept.
+_BATCH_BYTES, _MOST_WAITING = 32 << 20, 256 << 20
+# Longest wait for the disk at the end of a run, seconds: less than the driver waits for the queue.
+_CLOSE_S = 4.0
+# Longest wait for a part of a delivery from another node, seconds.
+_FETCH_S = 60.0
 
 Value = TypeVar("Value")
 
@@ -52,31 +81,82 @@ class GroupQueueActor:
             run: identifies this queue. A journal whose last start has this value is continued.
             run_id: id of the run, written to the journal; "" for none.
             trained: groups that the starting weights account for.
-            journal: path of the ledger's journal, on storage that the actor's node reaches.
+            journal: path of the ledger's journal, on storage that the actor's node reaches. Groups
+                are written to the folder `groups` beside it.
         """
         before = replay(journal)
         self._journal = Journal(journal)
+        self._store = KeptGroups(Path(journal).with_name(GROUPS))
         self._closed = False
+        self._delivered: dict[int, Delivery] = {}
+        self._to_score: dict[int, Delivery] = {}  # groups to be scored again, leased or pending
         if before.run == run and before.ledger is not None:
             self._ledger, self._closed = before.ledger, before.ended
             self._ledger.record = self._journal.record
-            self._ledger.recover()
+            self._recover()
         else:
-            epoch = before.epoch + 1
-            names = {"run": run} | ({"run_id": run_id} if run_id else {})
-            self._journal.record(
-                "start", **names, epoch=epoch, settings=asdict(settings), **trained.to_json()
-            )
-            self._journal.sync()
-            self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
-        self._delivered: dict[int, Delivery] = {}
-        self._to_score: dict[int, Delivery] = {}  # groups to be scored again, leased or pending
+            earlier = before.ledger if before.run_id == run_id else None
+            self._start(run, run_id, before.epoch + 1, settings, trained, earlier)
+        # Deliveries that are to be written to disk, and the task that does it.
+        self._to_keep: dict[int, Delivery] = {}
+        self._keeping: asyncio.Task[None] | None = None
+        self._dropping: asyncio.Task[None] | None = None
+        self._storing = asyncio.Lock()
+        self._unkept = ""  # why groups are not kept; reported once
         self._deaths: Counter[str] = Counter()
         # Notified when leases become possible, and when a step may be ready. Separate conditions,
         # so that a delivery does not wake every worker.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
         self._looked_over = time.monotonic()
         self._looks = 0  # status requests of the driver
+
+    def _recover(self) -> None:
+        """Go on after the death of this queue's process, with the groups that are on disk."""
+        ledger = self._ledger
+        kept = {i: each for i, each in ledger.kept.items() if ledger.is_under_way(i)}
+        groups = self._store.read({i: each.place for i, each in kept.items()})
+        ledger.recover(groups)
+        for group_id, group in groups.items():
+            if not ledger.is_under_way(group_id):
+                continue
+            into = self._delivered if ledger.holds(group_id) else self._to_score
+            lease = Lease(
+                group_id=group_id, attempt=kept[group_id].attempt, epoch=kept[group_id].epoch
+            )
+            into[group_id] = restored(lease, group)
+
+    def _start(
+        self,
+        run: str,
+        run_id: str,
+        epoch: int,
+        settings: LedgerSettings,
+        trained: TrainedGroups,
+        earlier: Ledger | None,
+    ) -> None:
+        """Begin a new job. It takes back groups of the `earlier` one, to be scored again."""
+        back: dict[int, TrajectoryGroup] = {}
+        taken: dict[int, Kept] = {}
+        if earlier is not None:
+            back = self._store.read({i: each.place for i, each in earlier.kept.items()})
+            version = len(trained) // settings.groups_per_step
+            usable = {i for i, group in back.items() if _is_usable(group, version, earlier)}
+            kept = {i: each for i, each in earlier.kept.items() if i in usable}
+            taken = adopted(kept, trained, settings)
+        names = {"run": run} | ({"run_id": run_id} if run_id else {})
+        if taken:
+            names |= {"adopted": {str(group_id): list(kept) for group_id, kept in taken.items()}}
+        self._journal.record(
+            "start", **names, epoch=epoch, settings=asdict(settings), **trained.to_json()
+        )
+        self._journal.sync()
+        self._ledger = Ledger(
+            settings, trained, epoch=epoch, record=self._journal.record, adopted=taken
+        )
+        for group_id, kept in taken.items():
+            lease = Lease(group_id=group_id, attempt=kept.attempt, epoch=kept.epoch)
+            self._to_score[group_id] = restored(lease, back[group_id])
+        self._delete_unneeded(frozenset(taken))
 
     # the workers' end
 
@@ -112,6 +192,7 @@ class GroupQueueActor:
                 if self._ledger.deliver(lease, worker, meta.constant_reward, meta.scored_by):
                     self._delivered[lease.group_id] = delivery
                     self._to_score.pop(lease.group_id, None)
+                    self._keep_later(delivery)
         ids = [delivery.lease.group_id for delivery in deliveries]
         distrusted = self._score_again([i for i in ids if not self._ledger.holds(i)])
         await _wake(self._may_train)
@@ -128,6 +209,59 @@ class GroupQueueActor:
         self._ledger.fail(lease, reason, worker)
         await self._wake_all()
 
+    # groups on disk
+
+    def _keep_later(self, delivery: Delivery) -> None:
+        if (waiting := _size(self._to_keep)) > _MOST_WAITING:
+            self._not_kept(f"{waiting >> 20} MB wait to be written: the disk is too slow")
+            return
+        self._to_keep[delivery.lease.group_id] = delivery
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.create_task(self._keep())
+
+    def _not_kept(self, reason: str) -> None:
+        """Report once that groups are not kept; the run goes on without."""
+        if not self._unkept:
+            self._unkept = reason
+            logger.warning("groups are not kept in out/%s: %s", GROUPS, reason)
+
+    async def _keep(self) -> None:
+        """Write deliveries to disk while there are any, those of a moment together."""
+        while self._to_keep:
+            if not self._closed and _size(self._to_keep) < _BATCH_BYTES:
+                await asyncio.sleep(_KEEP_EVERY_S)
+            batch: dict[int, Delivery] = {}
+            for group_id, delivery in list(self._to_keep.items()):
+                if not self._ledger.holds(group_id):  # it was trained meanwhile
+                    del self._to_keep[group_id]
+                elif _size(batch) < _BATCH_BYTES:
+                    batch[group_id] = delivery
+            if not batch:
+                continue
+            async with self._storing:
+                written = await asyncio.to_thread(self._write, self._ledger.epoch, batch)
+            # Deliveries that were replaced or dropped meanwhile are no longer there.
+            current = [i for i, each in batch.items() if self._to_keep.get(i) is each]
+            for group_id in current:
+                del self._to_keep[group_id]
+            self._ledger.keep({i: batch[i].lease.attempt for i in current if i in written})
+
+    def _write(self, epoch: int, deliveries: Mapping[int, Delivery]) -> set[int]:
+        """Write groups to disk; returns the ids of those that are there. Runs in a thread."""
+        rows = [
+            GroupRow(each.meta, columns, each.lease.attempt)
+            for each in deliveries.values()
+            if (columns := whole_columns(each, _FETCH_S)) is not None
+        ]
+        if not rows:
+            return set()
+        try:
+            self._store.append(epoch, rows)
+        except OSError as error:
+            self._not_kept(f"{error}. {disk_remedy(error)}")
+            return set()
+        return {row.fields.group_id for row in rows}
+
     def _score_again(self, ids: Sequence[int]) -> bool:
         """Move groups that the ledger made pending again from the delivered ones to `_to_score`.
 
@@ -135,6 +269,8 @@ class GroupQueueActor:
         of `ids` was stored.
         """
         again = {i: self._delivered.pop(i) for i in ids if i in self._delivered}
+        for group_id in again:
+            self._to_keep.pop(group_id, None)
         anew = self._ledger.sampled_anew
         self._to_score |= {i: each for i, each in again.items() if i not in anew}
         anew.clear()
@@ -176,6 +312,7 @@ class GroupQueueActor:
         """Record that taken groups cannot be fetched, and drop their references."""
         for group_id in self._ledger.lose(ids, reason):
             del self._delivered[group_id]
+            self._to_keep.pop(group_id, None)
         await self._wake_all()
 
     async def payloads(self, places: Sequence[TrajectoryId]) -> dict[int, Payload]:
@@ -230,6 +367,7 @@ class GroupQueueActor:
         self._ledger.rewind(trained, reason)
         self._delivered.clear()
         self._to_score.clear()
+        self._to_keep.clear()
         await self._wake_all()
         return self._ledger.epoch
 
@@ -248,11 +386,23 @@ class GroupQueueActor:
     async def commit(self, step: int, watermark: int) -> None:
         self._ledger.commit(step, watermark)
         self._journal.sync()
+        self._dropping = asyncio.create_task(self._drop_committed())
+
+    async def _drop_committed(self) -> None:
+        """Delete the files of groups that are all in a checkpoint."""
+        async with self._storing:
+            await asyncio.to_thread(self._delete_unneeded, frozenset(self._ledger.kept))
+
+    def _delete_unneeded(self, needed: Collection[int]) -> None:
+        try:
+            self._store.retain(needed)
+        except OSError as error:
+            logger.warning("kept groups cannot be deleted: %s", error)
 
     async def status(self) -> QueueStatus:
         self._looks += 1
         await self._expire()
-        return self._ledger.status()
+        return replace(self._ledger.status(), unkept=self._unkept)
 
     async def close(self) -> None:
         """End every wait. Groups that are delivered afterwards are still journalled."""
@@ -261,6 +411,9 @@ class GroupQueueActor:
             self._journal.record("end")
             self._journal.sync()
         await self._wake_all()
+        # A resumed run takes back what is on disk.
+        if writing := [each for each in (self._keeping, self._dropping) if each is not None]:
+            await asyncio.wait(writing, timeout=_CLOSE_S)
 
     async def _expire(self) -> None:
         now = time.monotonic()
@@ -280,6 +433,25 @@ class GroupQueueActor:
     async def _wake_all(self) -> None:
         await _wake(self._may_start)
         await _wake(self._may_train)
+
+
+def _size(deliveries: Mapping[int, Delivery]) -> int:
+    """Bytes of the arrays."""
+    return sum(each.payload.nbytes for each in deliveries.values())
+
+
+def _is_usable(group: TrajectoryGroup, version: int, earlier: Ledger) -> bool:
+    """True if a job that starts from weights of `version` can train a group of the `earlier` job.
+
+    It is not if newer weights have sampled it, which are lost; if its teacher has, whose canaries
+    ended with that job; or if a reward model gave its rewards and no canary has proven them.
+    """
+    newest = max(int(segment.versions_T.max()) for segment in group.segments())
+    return (
+        newest <= version
+        and not group.by_teacher
+        and not earlier.custody.has_open_rewards(group.group_id)
+    )
 
 
 async def _until(

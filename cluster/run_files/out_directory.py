@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.run_files.run_lock import RunLock
+from cluster.store.kept_groups import GROUPS
 from distill.errors import ConfigError
 
-# Folder of kept groups (cluster/store).
-GROUPS = "groups"
 # Of a run that only keeps, the folder that marks what it has kept.
 KEPT = "kept"
 # What a run writes into its directory.

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.run_files.out_directory import GROUPS, KEPT
+from cluster.run_files.out_directory import KEPT
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
+from cluster.store.kept_groups import GROUPS
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId

@@ -31,8 +31,9 @@ from cluster.config.files import as_tree, as_yaml, at_path
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
-from cluster.run_files.out_directory import GROUPS, KEPT, check_out, check_permissions, unwritable
+from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
+from cluster.store.kept_groups import GROUPS
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, fields_of, flagged, identity_of
 from distill.stops import StopTokens

@@ -20,6 +20,7 @@ from typing import Any
 from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
+from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
 from cluster.hosts.build import RolloutCast
@@ -87,6 +88,7 @@ class Fleet:
     ) -> None:
         self._config, self._placement, self._directory = config, placement, directory
         self._say, self._found = say, found
+        self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
         self._step = 0
         self._committed: Any = None
@@ -317,6 +319,9 @@ class Fleet:
 
     def _on_queue_status(self, status: QueueStatus) -> None:
         self._check_set_aside(status)
+        if status.unkept and self._groups_are_kept:
+            self._groups_are_kept = False
+            self._found(groups_not_kept(status.unkept, self._step))
         self._renew_leases(status)
         self._give_up_overdue(status)
         self.scaling.update(status)

@@ -1,6 +1,7 @@
 """Format of kept groups: Arrow IPC streams, a row for each group.
 
     group_id   int64
+    attempt    int32: number of the lease that delivered it; null in files of steps
     group      JSON: fields of the group, its trajectories and their segments that are no arrays,
                and the number of rows of each array field in each segment (-1: it has none)
     tokens_T, action_mask_T, ...   a list for each array field: that of all segments, end to end
@@ -18,12 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
 from distill.errors import DataError
+from distill.records import TrajectoryGroupMeta
 from distill.types import StopReason, TopLogprobs, TrajectoryGroup
 from distill.whole_write import whole_write
 from learner.digests import sync_directory
@@ -46,6 +48,28 @@ _GROUP_FIELDS = [each.name for each in fields(TrajectoryGroup) if each.name != "
 UNREADABLE = (DataError, OSError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 
 
+class GroupRow(NamedTuple):
+    """A group to write.
+
+    Attributes:
+        fields: the group, or its metadata: what has its fields besides the trajectories.
+        attempt: number of the lease that delivered it, if that is known.
+    """
+
+    fields: TrajectoryGroup | TrajectoryGroupMeta
+    columns: GroupColumns
+    attempt: int | None = None
+
+
+def row_of(group: TrajectoryGroup) -> GroupRow:
+    """Row of a whole group.
+
+    Raises:
+        DataError: a field does not have the shape or dtype of its type.
+    """
+    return GroupRow(group, pack(group.trajectories_G))
+
+
 def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[str, Any]) -> None:
     """Write groups and a note, JSON, to a file that appears whole or not at all, synced to disk.
 
@@ -58,7 +82,7 @@ def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[st
     with whole_write(path) as partial, partial.open("wb") as file:
         described = {"note": dict(note), "groups": len(groups)}
         with pyarrow.ipc.new_stream(file, schema(described)) as stream:
-            stream.write_batch(batch_of(groups))
+            stream.write_batch(batch_of([row_of(group) for group in groups]))
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
@@ -86,6 +110,7 @@ def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
 
     columns: list[tuple[str, pyarrow.DataType]] = [
         ("group_id", pyarrow.int64()),
+        ("attempt", pyarrow.int32()),
         ("group", pyarrow.large_string()),
     ]
     for name, dtype in _DTYPES.items():
@@ -93,21 +118,18 @@ def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
     return pyarrow.schema(columns, metadata={"isotherm": json.dumps(described)})
 
 
-def batch_of(groups: Sequence[TrajectoryGroup]) -> pyarrow.RecordBatch:
-    """Record batch with a row for each group.
-
-    Raises:
-        DataError: a field does not have the shape or dtype of its type.
-    """
+def batch_of(rows: Sequence[GroupRow]) -> pyarrow.RecordBatch:
+    """Record batch with these rows."""
     import pyarrow
 
-    rows = [_row(group, pack(group.trajectories_G)) for group in groups]
+    flat = [_flat(row) for row in rows]
     columns: list[pyarrow.Array] = [
-        pyarrow.array([group.group_id for group in groups], pyarrow.int64()),
-        pyarrow.array([text for text, _ in rows], pyarrow.large_string()),
+        pyarrow.array([row.fields.group_id for row in rows], pyarrow.int64()),
+        pyarrow.array([row.attempt for row in rows], pyarrow.int32()),
+        pyarrow.array([text for text, _ in flat], pyarrow.large_string()),
     ]
     for name, dtype in _DTYPES.items():
-        parts = [arrays.get(name, np.empty(0, dtype)) for _, arrays in rows]
+        parts = [arrays.get(name, np.empty(0, dtype)) for _, arrays in flat]
         offsets = np.fromiter(accumulate(map(len, parts), initial=0), np.int64, len(parts) + 1)
         values = np.concatenate(parts) if parts else np.empty(0, dtype)
         columns.append(
@@ -116,8 +138,12 @@ def batch_of(groups: Sequence[TrajectoryGroup]) -> pyarrow.RecordBatch:
     return pyarrow.RecordBatch.from_arrays(columns, schema=schema({}))
 
 
-def groups_of(batch: pyarrow.RecordBatch) -> list[TrajectoryGroup]:
-    """Inverse of `batch_of`. Arrays are read-only views of the batch where Arrow allows it.
+def groups_of(
+    batch: pyarrow.RecordBatch, rows: Sequence[int] | None = None
+) -> list[TrajectoryGroup]:
+    """Groups of a record batch, or of some of its rows.
+
+    Arrays are read-only views of the batch where Arrow allows it.
 
     Raises:
         UNREADABLE: the batch is damaged, or of another version.
@@ -128,17 +154,19 @@ def groups_of(batch: pyarrow.RecordBatch) -> list[TrajectoryGroup]:
         column = batch.column(name)
         starts[name] = column.offsets.to_numpy()
         flat[name] = column.values.to_numpy(zero_copy_only=False)
+    texts = batch.column("group")
     return [
         _group(
-            json.loads(text),
+            json.loads(texts[row].as_py()),
             {name: flat[name][at[row] : at[row + 1]] for name, at in starts.items()},
         )
-        for row, text in enumerate(batch.column("group").to_pylist())
+        for row in (range(len(batch)) if rows is None else rows)
     ]
 
 
-def _row(group: TrajectoryGroup, columns: GroupColumns) -> tuple[str, dict[str, np.ndarray]]:
+def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
     """JSON and flat arrays of a group."""
+    columns = row.columns
     arrays = {name: values.reshape(-1) for name, values in columns.arrays.items()}
     shapes = {name: values.shape[1:] for name, values in columns.arrays.items() if values.ndim > 1}
     dtype = ""
@@ -150,7 +178,7 @@ def _row(group: TrajectoryGroup, columns: GroupColumns) -> tuple[str, dict[str, 
         for name in _TOP:
             parts = [getattr(top, name).reshape(-1) for top in there]
             arrays[f"teacher_top.{name}"] = np.concatenate(parts)
-    described = {name: getattr(group, name) for name in _GROUP_FIELDS}
+    described = {name: getattr(row.fields, name) for name in _GROUP_FIELDS}
     described |= {
         "members": dict(zip(MEMBER_FIELDS, zip(*columns.members_G, strict=True), strict=True)),
         "segments_G": columns.segments_G,

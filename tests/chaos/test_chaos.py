@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.chaos.monkey import HANGS, KILLS, LEARNER, QUEUE, WORKER, Monkey, tab
 from tests.chaos.tortured import TorturedRun
 from tests.conftest import TinyPair
 from tests.e2e.harness import opd_arguments
+from tests.kept_journal import KeptInJournal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -58,6 +60,41 @@ def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> 
         monkey.strike(kind)
     print("\n".join(table(monkey.strikes)))
     assert not monkey.finish(PROMPTS_PER_STEP)
+
+
+def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) -> None:
+    """By the queue's deaths, and by a resume, each while the learner is slow and groups wait."""
+    run = tortured(
+        "run", steps=1_000_000, max_staleness=4, lr=1e-4, no_progress_s=300, checkpoint_every=5,
+    )  # fmt: skip
+    journal = run.out / "ledger.jsonl"
+    run.wait(lambda: run.step >= 2, "the first steps")
+
+    def when_groups_wait(strike: Callable[[], None]) -> None:
+        learner = run.pids()[LEARNER]
+        os.kill(learner, signal.SIGSTOP)
+        try:
+            run.wait(lambda: bool(KeptInJournal(journal).waiting), "groups to wait on disk")
+            strike()
+        finally:
+            os.kill(learner, signal.SIGCONT)
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_journal(journal) if event["event"] == kind]
+
+    for deaths in range(1, 4):
+        when_groups_wait(lambda: os.kill(run.pids()[QUEUE], signal.SIGKILL))
+        run.wait(lambda deaths=deaths: len(events("recover")) == deaths, "the queue")
+        done = run.step
+        run.wait(lambda done=done: run.step > done, "a step")
+    assert all(event["kept"] for event in events("recover"))
+    when_groups_wait(lambda: run.signal(signal.SIGINT))
+    assert run.join() == 128 + signal.SIGINT
+    steps = run.step + 5
+    run.start(steps=steps)
+    assert run.join() == 0
+    assert events("start")[1]["adopted"]
+    assert not run.problems(steps, PROMPTS_PER_STEP)
 
 
 def test_groups_that_begin_again_are_trained_once_whatever_dies(

@@ -22,6 +22,7 @@ from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.impatient import NUMBERS
 from tests.e2e.scaling_cluster import is_alive
+from tests.kept_journal import KeptInJournal
 
 _LOOK_EVERY_S = 0.5
 _POLL_S = 0.05
@@ -194,7 +195,8 @@ class TorturedRun:
 
     def problems(self, steps: int, prompts_per_step: int) -> list[str]:
         """Everything that is wrong with a run that should have finished after so many steps."""
-        found = [*audit(self.out / "ledger.jsonl", steps=steps).problems]
+        journal = self.out / "ledger.jsonl"
+        found = [*audit(journal, steps=steps).problems, *KeptInJournal(journal).sampled_again]
         metrics = self.metrics
         if [int(step["step"]) for step in metrics] != list(range(1, steps + 1)):
             found.append(f"metrics.jsonl does not hold each of {steps} steps once, in order")

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.inspect.audit import Audit, audit, main
+from cluster.queue.adoption import adopted
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
@@ -323,9 +324,60 @@ def test_steps_that_are_pushed_beside_the_next_one(
         assert any(problem in each for each in found), found
 
 
+def adopt_what_was_not_kept(events: list[Event]) -> None:
+    reasons = {"0": "failed 1 times: KeyError"}
+    start = {**events[0], "run": "s", "epoch": 2, "watermark": 5, "set_aside": reasons}
+    events.append(start | {"adopted": {"7": [1, 1, 2]}})
+
+
+def adopt_what_was_trained(events: list[Event]) -> None:
+    adopt_what_was_not_kept(events)
+    events[-1]["adopted"] = {"3": [1, 1, 0]}
+
+
+def outlive_without_a_file(events: list[Event]) -> None:
+    events.append({"event": "recover", "epoch": 1, "ids": [], "set_aside": {}, "kept": [8]})
+
+
+def keep_what_never_came(events: list[Event]) -> None:
+    events.append({"event": "keep", "epoch": 1, "ids": [99], "attempts": [1]})
+
+
+def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
+    """Kept groups outlive the queue; the next job takes back those of its weights, at their age."""
+    run = Run(path)
+    run.make()
+    run.step(1)
+    leases = run.make()
+    run.ledger.keep({one.group_id: one.attempt for one in leases})
+    run.ledger.recover([one.group_id for one in leases])
+    ids = sorted(run.ledger.kept)
+    assert len(ids) == 2
+    played = replay(path).ledger
+    assert played is not None and dict(played.kept) == dict(run.ledger.kept)
+    taken = adopted(played.kept, run.trained, LedgerSettings(**SETTINGS))
+    assert sorted(taken) == ids
+    run.journal.record(
+        "start", run="s", run_id="isotherm", epoch=2, settings=SETTINGS, **run.trained.to_json(),
+        adopted={str(i): list(kept) for i, kept in taken.items()},
+    )  # fmt: skip
+    run.ledger = Ledger(
+        LedgerSettings(**SETTINGS), run.trained, epoch=2, record=run.journal.record, adopted=taken
+    )
+    for version in (2, 3, 4):
+        run.step(version)
+    found = audit(path, steps=4)
+    assert found.problems == [] and found.adopted == 2
+    assert found.re_leases["when the queue died"] == 2, "those that were not on disk"
+
+
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
+        (adopt_what_was_not_kept, "group 7 was taken back, and was not on disk"),
+        (adopt_what_was_trained, "group 3 was taken back, and the weights account for it"),
+        (outlive_without_a_file, "group 8 outlived the queue, and was not on disk"),
+        (keep_what_never_came, "group 99 was kept, and never arrived in this epoch"),
         (without_put, "group 3 was trained, and never arrived in this epoch"),
         (without_lease, "group 4 arrived without a lease"),
         (skip_a_step, "groups [3, 4] were lost: never trained"),

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.store.group_format import UNREADABLE, batch_of, groups_of, read_groups, write_groups
+from cluster.store.group_format import (
+    UNREADABLE,
+    batch_of,
+    groups_of,
+    read_groups,
+    row_of,
+    write_groups,
+)
 from distill.columns import checked
 from distill.types import Segment, StopReason, TopLogprobs, TrajectoryGroup
 from tests.samples import group, segment, top_logprobs, trajectory
@@ -101,7 +108,7 @@ def test_every_group_comes_back_to_the_bit(made: list[TrajectoryGroup]) -> None:
     for each in made:
         checked(each)  # a group that a worker may deliver
     sink = pyarrow.BufferOutputStream()
-    batch = batch_of(made)
+    batch = batch_of([row_of(each) for each in made])
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     with pyarrow.ipc.open_stream(sink.getvalue()) as stream:
@@ -146,7 +153,7 @@ def test_likeliest_tokens_may_differ_in_number() -> None:
         return segment(2, 3, teacher_top=top_logprobs(3, k))
 
     made = replace(group(4), trajectories_G=(trajectory(with_top(1), with_top(5), segment(2, 3)),))
-    [read] = groups_of(batch_of([made]))
+    [read] = groups_of(batch_of([row_of(made)]))
     tops = [each.teacher_top for each in read.segments()]
     assert [top and top.k for top in tops] == [1, 5, None]
     assert isinstance(tops[0], TopLogprobs)

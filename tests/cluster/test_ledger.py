@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.inspect.audit import audit
+from cluster.queue.adoption import adopted
 from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import QueueStatus
@@ -107,6 +108,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.begun_again: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
         self.constant: set[int] = set()  # of these
+        self.on_disk: dict[int, int] = {}  # attempts of deliveries, by id
+        self.arrived_by: dict[int, int] = {}  # attempt of the newest delivery
         self.taken: StepGroups | None = None
 
     # workers
@@ -135,11 +138,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.leased_at[lease.group_id] = self.served
         self.leased_at.setdefault(lease.group_id, self.served)
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: any(self.leases.values()))
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         """By any lease that there ever was in this epoch, expired or not."""
-        group_id = data.draw(st.sampled_from(sorted(self.leases)))
+        group_id = data.draw(st.sampled_from(sorted(i for i, of in self.leases.items() if of)))
         lease = data.draw(st.sampled_from(self.leases[group_id]))
         wanted = (
             group_id not in self.trained
@@ -152,8 +155,22 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.ledger.deliver(lease, "a")
         if wanted:
             self.held.add(group_id)
+            self.arrived_by[group_id] = lease.attempt
             if constant_reward is not None and self.most_replaced:
                 self.constant.add(group_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        """On disk, some time after they arrived; others may have been trained meanwhile."""
+        ids = data.draw(st.sets(st.sampled_from(sorted(self.arrived_by))))
+        attempts = {i: self.arrived_by[i] for i in ids}
+        self.ledger.keep(attempts)
+        self.on_disk |= {i: attempt for i, attempt in attempts.items() if i in self.held}
+        for group_id in ids & self.held:
+            kept = self.ledger.kept[group_id]
+            assert (kept.epoch, kept.attempt) == (self.ledger.epoch, self.arrived_by[group_id])
+            assert kept.started == self.leased_at[group_id]
 
     @rule(group_id=st.integers(0, 30), attempt=st.integers(1, 2), back=st.integers(1, 2))
     def deliver_for_an_old_epoch(self, group_id: int, attempt: int, back: int) -> None:
@@ -161,10 +178,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.ledger.deliver(lease, "a")
         self.ledger.fail(lease, "old")
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: any(self.leases.values()))
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        group_id = data.draw(st.sampled_from(sorted(self.leases)))
+        group_id = data.draw(st.sampled_from(sorted(i for i, of in self.leases.items() if of)))
         lease = data.draw(st.sampled_from(self.leases[group_id]))
         current = group_id in self.status().leased and lease == self.leases[group_id][-1]
         before = self.status()
@@ -211,7 +228,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.begun_again[group_id] <= 2
             self.over[group_id] = len(self.leases[group_id])
             self.leased_at[group_id] = self.served
-            assert not self.ledger.deliver(self.leases[group_id][-1], "a")
+            self.on_disk.pop(group_id, None)
+            if self.leases[group_id]:
+                assert not self.ledger.deliver(self.leases[group_id][-1], "a")
         assert set(again) <= set(self.status().pending)
 
     # nodes
@@ -225,6 +244,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.lose(asked, "its node died") == gone
         self.held -= set(gone)
         self.constant -= set(gone)
+        for group_id in gone:
+            self.on_disk.pop(group_id, None)
         assert set(gone) <= set(self.status().pending) | self.set_aside().keys()
         assert self.ledger.lose(asked, "its node died") == []
 
@@ -345,6 +366,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.committed.append((self.version, self.trained))
         self.ledger.commit(self.version, self.trained.watermark)
+        watermark = self.trained.watermark
+        self.on_disk = {i: attempt for i, attempt in self.on_disk.items() if i >= watermark}
+        assert self.ledger.kept.keys() == self.on_disk.keys()
 
     @rule()
     def lose_the_learner(self) -> None:
@@ -361,8 +385,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # the queue
 
-    @rule(cut=st.booleans())
-    def lose_the_queue(self, cut: bool) -> None:
+    @rule(cut=st.booleans(), data=st.data())
+    def lose_the_queue(self, cut: bool, data: st.DataObject) -> None:
+        """What can be read from disk is as it was; the rest is sampled again."""
         self.journal.close()
         if cut:
             with self.path.open("ab") as file:
@@ -378,11 +403,50 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [v[:2] for v in after.leased.values()] == [v[:2] for v in before.leased.values()]
         self.journal = Journal(self.path)
         self.ledger.record = self.journal.record
-        self.ledger.recover()
-        assert self.status().depth == 0
-        passed = set(sorted(self.constant)[: self.most_replaced])
-        assert set(self.status().pending) == set(before.pending) | self.held - passed
-        self.held, self.constant = set(), set()
+        readable = data.draw(st.sets(st.sampled_from(sorted(self.on_disk) or [0])))
+        self.ledger.recover(readable)
+        gone = {i for i in self.on_disk if i in self.leased_at and i not in readable}
+        live = {i for i in gone if i not in self.trained and i not in self.set_aside()}
+        current = {i for i in self.on_disk if self.on_disk[i] == self.arrived_by.get(i)}
+        stay = self.held & readable & current
+        constant = self.constant & stay
+        most = self.most_replaced
+        missed = min(len(self.constant), most) - min(len(constant), most)
+        passed = set(sorted(self.constant - constant)[:missed])
+        assert self.status().depth == len(stay)
+        assert set(self.status().pending) == set(before.pending) | self.held - stay - passed
+        self.held, self.constant = stay, constant
+        for group_id in live | passed:
+            self.on_disk.pop(group_id, None)
+
+    @rule(cut=st.integers(0, 3))
+    def resume(self, cut: int) -> None:
+        """A new job begins from a checkpoint, with the groups on disk that it can train in time."""
+        version, trained = self.committed[-1]
+        is_newest = version == self.version
+        kept = dict(self.ledger.kept)
+        self.version, self.trained = version, trained
+        self.published, self.served = self.trained, self.version
+        settings = LedgerSettings(**self.settings)
+        usable = {i: each for n, (i, each) in enumerate(sorted(kept.items())) if n % 4 >= cut}
+        taken = adopted(usable, trained, settings)
+        epoch = self.ledger.epoch + 1
+        self.forget()
+        self.journal.record(
+            "start", run="r", epoch=epoch, settings=self.settings, **trained.to_json(),
+            adopted={str(i): list(each) for i, each in taken.items()},
+        )  # fmt: skip
+        self.ledger = Ledger(
+            settings, trained, epoch=epoch, clock=lambda: self.now, record=self.journal.record,
+            adopted=taken,
+        )  # fmt: skip
+        self.on_disk = {i: each.attempt for i, each in taken.items()}
+        self.leased_at = {i: each.started for i, each in taken.items()}
+        self.leases = {i: [] for i in taken}
+        assert self.status().pending == sorted(taken)
+        if is_newest and not cut and not self.most_replaced:
+            live = {i for i in kept if i not in trained and i >= trained.watermark}
+            assert taken.keys() == live, "a group on disk would be sampled again"
 
     # what always holds
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.columns import GroupColumns, checked, pack
+from distill.columns import GroupColumns, checked, joined, pack
 from distill.objective.sums import meta_of
 from distill.types import Segment, StopReason, TrajectoryGroup
 from tests.samples import group, ids, segment, top_logprobs, trajectory
@@ -74,6 +74,10 @@ def travelled(made: TrajectoryGroup, least_bytes: int) -> TrajectoryGroup:
 @pytest.mark.parametrize("least_bytes", [1, 200, 100_000])
 def test_it_is_the_same_group(made: TrajectoryGroup, least_bytes: int) -> None:
     assert_same(travelled(made, least_bytes), made)
+    assert_same(
+        tuple(joined(pack(made.trajectories_G).parts(least_bytes)).trajectories()),
+        made.trajectories_G,
+    )
     segments = [each for part in pack(made.trajectories_G).parts(1) for each in segments_of(part)]
     assert_same(meta_of(made).group_of_segments(segments), made)
 

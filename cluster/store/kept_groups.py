@@ -1,0 +1,159 @@
+"""Delivered groups on disk, until a checkpoint includes them: `out/groups/e0003-0001.arrow`.
+
+One process writes, the queue's, on the node of the journal. Each `append` is a record batch of the
+stream (`group_format`), synced to disk before the call returns; so a file that was cut by a crash
+gives all batches but the last. The name has the queue's epoch, and a queue that was restarted opens
+a new file. Which of these groups are valid is for the ledger to say: the files hold more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.store.group_format import UNREADABLE, GroupRow, batch_of, groups_of, schema
+from distill.types import TrajectoryGroup
+from learner.digests import sync_directory
+
+if TYPE_CHECKING:
+    import pyarrow
+
+logger = logging.getLogger(__name__)
+
+# Folder of kept groups in a run's directory.
+GROUPS = "groups"
+# Size at which a file is closed, and the next one begun.
+_FILE_BYTES = 64 << 20
+_NAME = re.compile(r"e(\d{4,})-(\d{4,})\.arrow$")
+
+
+class Place(NamedTuple):
+    """Identifies a kept delivery of a group: its epoch, and the attempt of its lease."""
+
+    epoch: int
+    attempt: int
+
+
+class KeptGroups:
+    """The files of delivered groups in a folder. Not for several threads at once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        # Places of the groups in each file, by id.
+        self._files: dict[Path, dict[int, set[Place]]] = {}
+        self._open: int | None = None  # descriptor of the newest file
+        self._newest, self._epoch, self._size = root, 0, 0
+        for path in sorted(root.glob("e*.arrow")):
+            if match := _NAME.match(path.name):
+                self._files[path] = {}
+                for batch in _batches(path):
+                    self._note(path, int(match[1]), *_leases_of(batch))
+
+    def _note(
+        self, path: Path, epoch: int, ids: Sequence[int], attempts: Sequence[int | None]
+    ) -> None:
+        for group_id, attempt in zip(ids, attempts, strict=True):
+            if attempt is not None:
+                self._files[path].setdefault(group_id, set()).add(Place(epoch, attempt))
+
+    def append(self, epoch: int, rows: Sequence[GroupRow]) -> None:
+        """Write groups, and return once they are on disk.
+
+        Raises:
+            OSError: none of them is kept; for example, the disk is full.
+        """
+        batch = batch_of(rows)
+        try:
+            self._write(epoch, batch.serialize())
+        except OSError:
+            self.close()
+            raise
+        self._note(self._newest, epoch, *_leases_of(batch))
+        if self._size >= _FILE_BYTES:
+            self.close()
+
+    def _write(self, epoch: int, message: pyarrow.Buffer) -> None:
+        if self._open is None or epoch != self._epoch:
+            self.close()
+            self._begin(epoch)
+        assert self._open is not None
+        self._write_all(message)
+        os.fsync(self._open)
+        self._size += message.size
+
+    def _begin(self, epoch: int) -> None:
+        """Open a new file. A file that could not be written to its end is not continued."""
+        self._root.mkdir(exist_ok=True)
+        numbers = [int(match[2]) for path in self._files if (match := _NAME.match(path.name))]
+        path = self._root / f"e{epoch:04d}-{max(numbers, default=0) + 1:04d}.arrow"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._open = os.open(path, flags, 0o644)
+        self._files[path] = {}
+        self._newest, self._epoch, self._size = path, epoch, 0
+        self._write_all(schema({}).serialize())
+        sync_directory(self._root)
+
+    def _write_all(self, message: pyarrow.Buffer) -> None:
+        assert self._open is not None
+        rest = memoryview(message)
+        while rest:
+            rest = rest[os.write(self._open, rest) :]
+
+    def read(self, places: Mapping[int, Place]) -> dict[int, TrajectoryGroup]:
+        """Groups at these places, by id; without those that are not there, or cannot be read."""
+        found: dict[int, TrajectoryGroup] = {}
+        for path, held in self._files.items():
+            wanted = {i: at for i, at in places.items() if at in held.get(i, ())}
+            if not wanted:
+                continue
+            for batch in _batches(path):
+                ids, attempts = _leases_of(batch)
+                rows = [
+                    row
+                    for row, (i, attempt) in enumerate(zip(ids, attempts, strict=True))
+                    if i in wanted and attempt == wanted[i].attempt
+                ]
+                try:
+                    groups = groups_of(batch, rows) if rows else []
+                except UNREADABLE as error:
+                    logger.warning("groups in %s cannot be read: %s", path, error)
+                    continue
+                found |= {group.group_id: group for group in groups}
+        return found
+
+    def retain(self, needed: Collection[int]) -> None:
+        """Delete the files that hold none of the needed groups, and continue in a new file.
+
+        Raises:
+            OSError: a file cannot be deleted.
+        """
+        self.close()
+        for path in [p for p, held in self._files.items() if not held.keys() & set(needed)]:
+            path.unlink(missing_ok=True)
+            del self._files[path]
+
+    def close(self) -> None:
+        """The next `append` begins a new file."""
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+
+def _leases_of(batch: pyarrow.RecordBatch) -> tuple[list[int], list[int | None]]:
+    """Group ids and attempts of a batch's rows."""
+    return batch.column("group_id").to_pylist(), batch.column("attempt").to_pylist()
+
+
+def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """Whole batches of a file; a writer that died may have cut it within the next one."""
+    import pyarrow
+
+    try:
+        with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            yield from stream
+    except (OSError, EOFError, pyarrow.ArrowInvalid):
+        return

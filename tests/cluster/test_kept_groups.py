@@ -1,0 +1,286 @@
+"""Groups on disk: what a crash leaves of them, and what queues and later jobs take back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.handles.calls import get, kill
+from cluster.inspect.audit import audit
+from cluster.queue.adoption import Kept, adopted
+from cluster.queue.group_queue import GroupQueue, WorkerEnd
+from cluster.queue.journal import read_journal
+from cluster.queue.ledger_settings import LedgerSettings
+from cluster.store.group_format import GroupRow
+from cluster.store.kept_groups import KeptGroups, Place
+from distill.columns import pack
+from distill.objective.whole_groups import opened
+from distill.records import Lease, TrainedGroups
+from distill.types import TrajectoryGroup
+from tests.cluster.test_group_format import assert_same
+from tests.cluster.test_queue import kill_queue, long_group
+from tests.conftest import TinyPair
+from tests.queues import queue_here, queue_on_ray
+from tests.samples import group, packed
+from tests.simulated_run import SimulatedRun
+from tests.simulation import simulated_time
+
+# Only against hangs.
+DEADLINE_S = 120.0
+Make = Callable[[int], TrajectoryGroup]
+
+
+def rows(*made: TrajectoryGroup, attempt: int = 1) -> list[GroupRow]:
+    return [GroupRow(each, pack(each.trajectories_G), attempt) for each in made]
+
+
+# files
+
+
+def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_path: Path) -> None:
+    store = KeptGroups(tmp_path)
+    path, sizes = tmp_path / "e0002-0001.arrow", list[int]()
+    for group_id in range(3):
+        store.append(2, rows(group(group_id)))
+        assert list(tmp_path.iterdir()) == [path]
+        sizes.append(path.stat().st_size)
+    written = path.read_bytes()
+    places = {group_id: Place(2, 1) for group_id in range(3)}
+    assert_same(tuple(store.read(places).values()), tuple(map(group, range(3))))
+    for end in [*range(0, len(written), 211), *sizes]:
+        path.write_bytes(written[:end])
+        read = KeptGroups(tmp_path).read(places)
+        assert list(read) == [i for i, size in enumerate(sizes) if size <= end]
+        assert_same(tuple(read.values()), tuple(map(group, read)))
+    after = KeptGroups(tmp_path)
+    after.append(2, rows(group(7)))
+    assert len(list(tmp_path.iterdir())) == 2, "a file that may be cut is not continued"
+    assert list(after.read({7: Place(2, 1)})) == [7]
+
+
+def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> None:
+    store = KeptGroups(tmp_path)
+    for epoch, attempt in ((1, 1), (1, 2), (2, 1)):
+        store.append(epoch, rows(group(5, version=10 * epoch + attempt), attempt=attempt))
+    for known in (store, KeptGroups(tmp_path)):
+        for place in (Place(1, 1), Place(1, 2), Place(2, 1)):
+            expected = group(5, version=10 * place.epoch + place.attempt)
+            assert_same(known.read({5: place})[5], expected)
+        assert known.read({5: Place(2, 2), 6: Place(1, 1)}) == {}
+
+
+def test_files_without_a_needed_group_are_deleted(tmp_path: Path) -> None:
+    store = KeptGroups(tmp_path)
+    (tmp_path / "step-000001.arrow").write_bytes(b"of another reader")
+    store.append(1, rows(group(1), group(2)))
+    store.retain([2])
+    store.append(1, rows(group(3)))
+    assert len(list(tmp_path.glob("e*"))) == 2
+    store.retain([3])
+    assert list(store.read({i: Place(1, 1) for i in (1, 2, 3)})) == [3]
+    KeptGroups(tmp_path).retain([])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.arrow"]
+
+
+# queues
+
+
+@pytest.fixture
+def new_queue(ray_cluster: None, tmp_path: Path) -> Iterator[Callable[..., GroupQueue]]:
+    made: list[GroupQueue] = []
+    rules = {field.name for field in fields(LedgerSettings)}
+
+    def new(**changes: Any) -> GroupQueue:
+        given = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
+        given |= {name: changes.pop(name) for name in rules & changes.keys()}
+        build = queue_on_ray if changes.pop("on_ray", False) else queue_here
+        queue = build(
+            LedgerSettings(**given), str(tmp_path / "ledger.jsonl"), timeout_s=DEADLINE_S, **changes
+        )
+        made.append(queue)
+        return queue
+
+    yield new
+    for queue in made:
+        kill(queue.actor)
+
+
+def deliver(queue: GroupQueue, count: int, make: Make = group) -> list[Lease]:
+    """Lease and deliver groups."""
+
+    async def work() -> list[Lease]:
+        end = WorkerEnd(queue, "a")
+        leases = await end.lease(count)
+        await asyncio.gather(*(end.put(one, *packed(make(one.group_id))) for one in leases))
+        return leases
+
+    return asyncio.run(work())
+
+
+def kept_ids(journal: Path) -> set[int]:
+    return {i for event in read_journal(journal) if event["event"] == "keep" for i in event["ids"]}
+
+
+def wait_until_kept(journal: Path, count: int) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while len(kept_ids(journal)) < count:
+        assert time.monotonic() < until, f"groups {kept_ids(journal)} of {count} are on disk"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("make", [group, long_group], ids=["in the call", "in the object store"])
+def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
+    new_queue: Callable[..., GroupQueue], tmp_path: Path, make: Make
+) -> None:
+    queue, journal = new_queue(on_ray=True), tmp_path / "ledger.jsonl"
+    deliver(queue, 3, make)
+    wait_until_kept(journal, 3)
+    for _ in range(2):
+        kill_queue(queue)
+        status = get(queue.status())
+        assert status.depth == 3 and status.pending == [] and status.re_leases == 0
+    taken = queue.take(TrainedGroups())
+    groups, lost = opened(queue, taken.groups_P)
+    assert not lost
+    assert_same(tuple(groups), (make(0), make(1)))
+    trained = taken.after(TrainedGroups())
+    queue.publish(1, trained)
+    assert [each.group_id for each in deliver(queue, 9, make)] == [3, 4, 5]
+    wait_until_kept(journal, 6)
+    get(queue.commit(1, trained.watermark))
+    kill_queue(queue)
+    taken = queue.take(trained)
+    assert taken.group_ids == [2, 3]
+    groups, lost = opened(queue, taken.groups_P)
+    assert not lost
+    assert_same(tuple(groups), (make(2), make(3)))
+    queue.publish(2, taken.after(trained))
+    get(queue.close())
+    found = audit(journal, steps=2)
+    assert found.problems == [] and found.recoveries == 3 and found.re_leases == {
+        "when the queue died": 0
+    }  # fmt: skip
+
+
+def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
+    new_queue: Callable[..., GroupQueue], tmp_path: Path
+) -> None:
+    """From the checkpoint of step 1 of 2: groups of version 2 are lost with their weights."""
+    queue, journal = new_queue(max_staleness=2, total_groups=12), tmp_path / "ledger.jsonl"
+    deliver(queue, 6)  # 0 to 5, of version 0
+    wait_until_kept(journal, 6)
+    trained = TrainedGroups()
+    at = [trained]
+    for version in (1, 2):
+        taken = queue.take(trained)
+        trained = taken.after(trained)
+        at.append(trained)
+        queue.publish(version, trained)
+        deliver(queue, 2, lambda i, v=version: group(i, version=v))  # 6, 7; and 8, 9
+        if version == 1:
+            get(queue.commit(1, trained.watermark))
+    wait_until_kept(journal, 10)
+    kill(queue.actor)
+
+    again = new_queue(max_staleness=2, total_groups=12, trained=at[1])
+
+    async def leased() -> dict[int, TrajectoryGroup | None]:
+        end = WorkerEnd(again, "b")
+        return {one.group_id: await end.sampled(one) for one in await end.lease(9)}
+
+    found = asyncio.run(leased())
+    assert list(found) == [2, 3, 4, 5, 6, 7]
+    for group_id, made in found.items():
+        assert_same(made, group(group_id, version=group_id >= 6))
+    asyncio.run(WorkerEnd(again, "b").inside({}))
+    assert get(again.forfeit("b", "killed")) == list(found), "it dies before it has scored them"
+    assert list(asyncio.run(leased())) == list(found)
+    get(again.close())
+    found_in = audit(journal)
+    assert found_in.problems == [] and (found_in.jobs, found_in.adopted) == (2, 6)
+
+
+def test_groups_of_another_run_are_not_taken_back(
+    new_queue: Callable[..., GroupQueue], tmp_path: Path
+) -> None:
+    queue = new_queue(run_id="one")
+    deliver(queue, 4)
+    wait_until_kept(tmp_path / "ledger.jsonl", 4)
+    kill(queue.actor)
+    other = new_queue(run_id="another")
+    assert get(other.status()).pending == []
+    assert not list((tmp_path / "groups").iterdir())
+
+
+def test_a_disk_that_takes_nothing_costs_no_more_than_before(
+    new_queue: Callable[..., GroupQueue], tmp_path: Path
+) -> None:
+    (tmp_path / "groups").write_text("in the way")
+    queue = new_queue(on_ray=True)
+    deliver(queue, 4)
+    until = time.monotonic() + DEADLINE_S
+    while not (said := get(queue.status()).unkept):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "groups" in said
+    assert queue.take(TrainedGroups()).group_ids == [0, 1]
+    kill_queue(queue)
+    assert get(queue.status()).pending == [0, 1, 2, 3]
+    (tmp_path / "groups").unlink()  # there is room again
+    deliver(queue, 4)
+    wait_until_kept(tmp_path / "ledger.jsonl", 4)
+
+
+def test_a_disk_that_takes_nothing_is_a_finding_and_the_run_goes_on(
+    tmp_path: Path,
+    tiny_pair: TinyPair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with simulated_time(monkeypatch) as loop:
+        run = SimulatedRun(
+            loop,
+            tmp_path / "run",
+            tiny_pair.student,
+            prompts_per_step=2,
+            group_size=2,
+            steps=8,
+            max_new_tokens=8,
+        )
+        (tmp_path / "run" / "out" / "groups").write_text("in the way")
+        for _ in range(3):
+            assert len(run.step()) == 2
+            loop.let_pass(2.0)
+            run.fleet.poll()
+    assert capsys.readouterr().out.count("groups_not_kept") == 1
+
+
+# what a job takes back
+
+
+def settings(**changes: Any) -> LedgerSettings:
+    given = {"groups_per_step": 2, "max_staleness": 2, "total_groups": 100, "lease_s": 1.0}
+    return LedgerSettings(**given | changes)
+
+
+def test_groups_that_would_be_too_old_begin_anew() -> None:
+    """In steps of two from version 3: the oldest two now, at the age of 2 versions."""
+    kept = {10: Kept(1, 1, 1), 11: Kept(1, 1, 1), 12: Kept(1, 1, 1), 13: Kept(1, 1, 2)}
+    trained = TrainedGroups(6)
+    assert list(adopted(kept, trained, settings())) == [10, 11, 13]
+    assert list(adopted(kept, trained, settings(max_staleness=1, on_stale="train_late"))) == [
+        10, 11, 12, 13,
+    ]  # fmt: skip
+    assert list(adopted(kept, trained, settings(max_staleness=0))) == []
+    assert list(adopted(kept, trained, settings(groups_in_flight=2))) == [10, 11]
+    assert list(adopted(kept, TrainedGroups(6, above=[11]), settings(max_staleness=4))) == [
+        10, 12, 13,
+    ]  # fmt: skip
+    newer = {7: Kept(1, 1, 4), 8: Kept(1, 1, 3)}
+    assert list(adopted(newer, trained, settings())) == [8]
