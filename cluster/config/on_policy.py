@@ -16,7 +16,13 @@ from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
-from cluster.config.pools import PolicySettings, PoolSettings, QueueSettings, VerifySettings
+from cluster.config.pools import (
+    PolicySettings,
+    PoolSettings,
+    QueueSettings,
+    RolloutSettings,
+    VerifySettings,
+)
 from cluster.config.rows import ROWS
 from cluster.config.teachers import (
     TeacherConfig,
@@ -42,7 +48,7 @@ from distill.objective.settings import (
     require_teacher,
 )
 from distill.rewards.length import LengthRules
-from distill.rules import above, at_least, needs, not_with, setting
+from distill.rules import above, at_least, get, needs, not_with, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field, values_of, with_default
 from distill.stops import StopSettings, StopTokens
@@ -95,12 +101,6 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         above(0, "leave sft_data out to train on rollouts alone"),
         default=None,
         doc="weight of the cross-entropy of sft_data, of which an update has 8 rows; default: 0.1",
-    )
-    smoke_test: bool = chz.field(
-        default=True,
-        doc="try a custom environment or reward on the first problem before anything starts, with "
-        "the `answer` (or nothing) as the response, in a separate process",
-        metadata=MAY_CHANGE,
     )
 
     @chz.validate
@@ -198,6 +198,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    rollout: RolloutSettings = section_field(RolloutSettings)
     verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
         default="sample",
@@ -232,11 +233,12 @@ class RolloutConfig(
 
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for settings that need Ray, in a run with local=True."""
-        for name in ("policy_engines", "teacher_engines", "rollout_workers"):
-            size = self.pool(name) if hasattr(self, name) else None
-            if size is not None and size.largest > size.smallest:
+        engines = [name for name in ("policy_engines", "teacher_engines") if hasattr(self, name)]
+        sizes = {name: self.pool(name) for name in engines} | {"rollout.workers": self.rollout.size}
+        for name, size in sizes.items():
+            if size.largest > size.smallest:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} with local=True: pools grow on a Ray cluster "
+                    f"{name}={get(self, name)} with local=True: pools grow on a Ray cluster "
                     f"only; use {name}={size.smallest}",
                     field=name,
                 )

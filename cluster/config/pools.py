@@ -93,7 +93,7 @@ class PoolSize(NamedTuple):
 
 @chz.chz
 class PoolSettings:
-    """Number of actors of each kind, and their place."""
+    """Number of policy engines, and their place."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -101,18 +101,6 @@ class PoolSettings:
         default=1,
         doc="policy engines (actors): a number, or 2..8 for a pool that begins with 2 and grows up "
         "to 8 while rollouts are too slow",
-        metadata=MAY_CHANGE,
-    )
-    rollout_workers: int | str = chz.field(
-        default=1,
-        doc="rollout workers (actors): a number, or 2..8 for a pool that begins with 2 and grows "
-        "up to 8 while environments and rewards are too slow",
-        metadata=MAY_CHANGE,
-    )
-    rollout_cpus: float = setting(
-        at_least(0),
-        default=0.0,
-        doc="CPUs that each rollout worker reserves; 0: none reserved",
         metadata=MAY_CHANGE,
     )
     colocate: Colocation = chz.field(
@@ -126,11 +114,46 @@ class PoolSettings:
     @chz.validate
     def _pools_have_a_size(self) -> None:
         self.pool("policy_engines")
-        self.pool("rollout_workers")
 
     def pool(self, name: str) -> PoolSize:
         """Size of the pool that the setting `name` describes. Raises as `PoolSize.parse`."""
         return PoolSize.parse(name, getattr(self, name))
+
+
+@chz.chz
+class RolloutSettings:
+    """Rollout workers, which run environments and rewards."""
+
+    section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str] = "rollout."
+
+    workers: int | str = chz.field(
+        default=1,
+        doc="rollout workers (actors): a number, or 2..8 for a pool that begins with 2 and grows "
+        "up to 8 while environments and rewards are too slow",
+        metadata=MAY_CHANGE,
+    )
+    cpus: float = setting(
+        at_least(0),
+        default=0.0,
+        doc="CPUs that each rollout worker reserves; 0: none reserved",
+        metadata=MAY_CHANGE,
+    )
+    smoke_test: bool = chz.field(
+        default=True,
+        doc="try a custom environment or reward on the first problem before anything starts, with "
+        "the `answer` (or nothing) as the response, in a separate process",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _workers_are_some(self) -> None:
+        _ = self.size
+
+    @property
+    def size(self) -> PoolSize:
+        """Number of workers. Raises as `PoolSize.parse`."""
+        return PoolSize.parse("rollout.workers", self.workers)
 
 
 @chz.chz

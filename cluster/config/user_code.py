@@ -39,7 +39,7 @@ _ENOUGH_S = 10.0
 # For the child to start, on top of what a reward may take.
 START_S = 30.0
 _OURS = ("distill.", "actors.")
-_WAY_OUT = "Correct it, or start without this trial: smoke_test=False"
+_WAY_OUT = "Correct it, or start without this trial: rollout.smoke_test=False"
 
 
 def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
         ConfigError: the environment or the reward fails on two problems (or on the only one), or
             does not end; with its error, file and line, the problem, and the response.
     """
-    if not config.smoke_test or not _has_user_code(config):
+    if not config.rollout.smoke_test or not _has_user_code(config):
         return
     timeout_s = config.reward_timeout_s + START_S
     plays = [
@@ -137,7 +137,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
         own_divergence(objective.divergence)
         trial = DivergenceTrial(name=objective.divergence)
         trials.append((f"divergence={objective.divergence}", trial))
-    for setting, trial in trials if config.smoke_test else ():
+    for setting, trial in trials if config.rollout.smoke_test else ():
         try:
             wrong = tried(trial, START_S)
         except NotTried as error:

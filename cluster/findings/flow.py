@@ -42,9 +42,9 @@ def learner_starves(history: History, setup: Setup) -> Finding | None:
         name="learner_starves",
         step=history.step,
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
-        remedy="give it more policy_engines and rollout_workers (2..8: they are added as needed), "
+        remedy="give it more policy_engines and rollout.workers (2..8: they are added as needed), "
         "or let more groups be under way (groups_in_flight)",
-        settings=("policy_engines", "rollout_workers", "groups_in_flight"),
+        settings=("policy_engines", "rollout.workers", "groups_in_flight"),
     )
 
 

@@ -180,12 +180,12 @@ class RolloutCast:
                 max_groups=max_groups(),
                 runs_user_code=config.runs_user_code,
             )
-            placed = config.rollout_cpus > 0
+            placed = config.rollout.cpus > 0
             options = self._placement.options(ROLLOUT, index) if placed else self._here()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
             return self._make(RolloutActor, options, build, dataset, config.no_progress_s)
 
-        placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
+        placed = partial(self._placement.ready, ROLLOUT) if config.rollout.cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
     @property

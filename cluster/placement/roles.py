@@ -72,8 +72,8 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
         )
     if config.reward_model is not None:
         roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
-    if config.rollout_cpus:
-        resources = {"CPU": config.rollout_cpus}
+    if config.rollout.cpus:
+        resources = {"CPU": config.rollout.cpus}
         roles.append(ResourceDemand(name=ROLLOUT, count=bounds[ROLLOUT][0], resources=resources))
     return roles
 
@@ -102,7 +102,7 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
     """Smallest and largest size of each pool, by role."""
     bounds: dict[str, tuple[int, int]] = {
         POLICY: config.pool("policy_engines"),
-        ROLLOUT: config.pool("rollout_workers"),
+        ROLLOUT: config.rollout.size,
     }
     if isinstance(config, OpdConfig):
         for role in served_teachers(config).values():

@@ -156,7 +156,7 @@ def _plan(
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
         f"engine    {config.engine} (dtype={config.dtype}); "
-        f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers"
+        f"{config.policy_engines} policy, {evaluation}{config.rollout.workers} rollout workers"
     )
     if config.train_from is not None:
         made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"

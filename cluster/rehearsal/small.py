@@ -11,6 +11,7 @@ import chz
 
 from actors.sglang.address import is_url
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.pools import PoolSize
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
 from distill.rules import get
@@ -23,13 +24,13 @@ _MOST = {
     "lora_rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
     "sft_steps": 1, "teacher_lag": 2,
 }  # fmt: skip
-_POOLS = ("policy_engines", "teacher_engines", "rollout_workers")
+_POOLS = ("policy_engines", "teacher_engines", "rollout.workers")
 _MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
-    "rollout_cpus",
+    "rollout.cpus",
     "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora_adapter",
     "trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
@@ -82,7 +83,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
             changes[name] = min(value, most)
     for name in _POOLS:
         if name in defaults:
-            changes[name] = min(config.pool(name).smallest, _MOST_ACTORS)
+            changes[name] = min(PoolSize.parse(name, get(config, name)).smallest, _MOST_ACTORS)
     if 0 < config.eval_size < 1:  # a share, of which the small run does not know the size
         changes["eval_size"] = _MOST["eval_size"]
     if config.lora_adapter is not None:

@@ -335,7 +335,7 @@ class Fleet:
             self._placement.remove(role, index)
 
     def _has_place(self, role: str) -> bool:
-        return role != ROLLOUT or self._config.rollout_cpus > 0
+        return role != ROLLOUT or self._config.rollout.cpus > 0
 
     def _buried(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:

@@ -48,7 +48,7 @@ class SingleTurnEnv(Env):
     reward judges the part that `distill.rewards.registry.judged_text` selects.
 
     A process computes one reward at a time (`distill.rewards.registry.judge`), so n rollout workers
-    check n responses at a time. Checks that occupy a core need `rollout_cpus=1` and as many workers
+    check n responses at a time. Checks that occupy a core need `rollout.cpus=1` and as many workers
     as there are cores for them. Checks that wait (for a sandbox, a server) need more workers
     without CPUs, or a custom environment whose `step` awaits.
     """

@@ -84,7 +84,7 @@ def test_a_rate_is_a_number_above_zero(opd: NewOpd, name: str, value: float) -> 
         opd(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["policy_engines", "teacher_engines", "rollout_workers"])
+@pytest.mark.parametrize("name", ["policy_engines", "teacher_engines", "rollout.workers"])
 def test_a_pool_is_not_empty(opd: NewOpd, name: str) -> None:
     with refuses(ConfigError, name):
         opd(**{name: 0})

@@ -140,7 +140,7 @@ def test_pools_and_their_bounds(opd: Opd, tiny_pair) -> None:
     assert cpus_at_most(config) == 1 + 3 + 2 + 2 * 2
 
 
-@pytest.mark.parametrize("pool", ["policy_engines", "rollout_workers", "teacher_engines"])
+@pytest.mark.parametrize("pool", ["policy_engines", "rollout.workers", "teacher_engines"])
 @pytest.mark.parametrize("size", ["2..1", "0..2", "2...3", "..2", "2..x", "many", -1, 0])
 def test_a_pool_is_a_number_or_a_range(opd: Opd, pool: str, size: int | str) -> None:
     with refuses(ConfigError, pool):
@@ -157,7 +157,7 @@ def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
     assert rows["placed"] == "placed   learner and policy on one node"
     assert "to 2 policy engines after each step" in rows["push"]
     assert rows["needs"] == "needs    4 CPU to start; grown to the most, 7 CPU"
-    assert opd(device="cpu").rollout_cpus == 0 and "rollout" not in rows
+    assert opd(device="cpu").rollout.cpus == 0 and "rollout" not in rows
 
 
 @pytest.mark.parametrize(
