@@ -16,7 +16,7 @@ from distill.engine import CollectiveBroadcast
 from distill.errors import EngineError
 from distill.weight_group import NOT_RECEIVED, announce, learner_store
 from distill.weights.model_weights import plan_buckets
-from distill.weights.tensors import TensorLayout, layout_digest
+from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +32,12 @@ class AdminRequest(Protocol):
 
 
 class ServerGroup:
-    """The weight group of a server, if any, and the layout of the tensors that it receives."""
+    """The weight group of a server, if any."""
 
     def __init__(self, order: AdminRequest) -> None:
         self._order = order
         self._name: str | None = None
-        self._layout: tuple[TensorLayout, ...] = ()  # set when a group is formed
         self._store: TCPStore | None = None
-
-    def expect(self, layout: Sequence[TensorLayout]) -> None:
-        """Set the layout of the tensors that the next group will send."""
-        self._layout = tuple(layout)
-
-    def check(self, weights: CollectiveBroadcast) -> None:
-        """Raise EngineError if the broadcast has another layout than the expected one."""
-        if layout_digest(self._layout) != weights.layout:
-            raise EngineError(
-                "the group sends other tensors than this engine was told of when it was formed"
-            )
 
     async def join(self, weights: CollectiveBroadcast) -> None:
         """Make the server's ranks join the group, unless they are already in it."""
@@ -98,9 +86,11 @@ class ServerGroup:
         except RuntimeError as error:
             raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
 
-    def orders(self, weights: CollectiveBroadcast) -> Iterator[tuple[dict[str, Any], bool]]:
+    def orders(
+        self, weights: CollectiveBroadcast, layouts: Sequence[TensorLayout]
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
         """Iterate over the request bodies that receive the buckets; True marks the last one."""
-        buckets = plan_buckets(self._layout, weights.bucket_bytes)
+        buckets = plan_buckets(layouts, weights.bucket_bytes)
         for i, bucket in enumerate(buckets, start=1):
             body = {
                 "names": [tensor.name for tensor in bucket],

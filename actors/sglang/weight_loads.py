@@ -108,7 +108,7 @@ class WeightLoads:
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
         self._group = ServerGroup(order)
-        self._told: tuple[TensorLayout, ...] = ()  # layout of the lent buckets
+        self._told: tuple[TensorLayout, ...] = ()  # layout of what a group sends, or what is lent
         self._lendings = Lendings()
         self.torn: str | None = None
 
@@ -121,7 +121,6 @@ class WeightLoads:
             EngineError: the tensors do not match the model's.
         """
         _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
-        self._group.expect(layout)
         self._told = tuple(layout)
         return (await self._facts()).ranks
 
@@ -167,11 +166,9 @@ class WeightLoads:
 
         A server would load the tensors that it knows, and keep its old values of the others.
         """
-        if isinstance(weights, CollectiveBroadcast):
-            self._group.check(weights)
-        elif isinstance(weights, LentWeights):
+        if isinstance(weights, CollectiveBroadcast | LentWeights):
             if layout_digest(self._told) != weights.layout:
-                raise EngineError("the learner lends other tensors than this engine was told of")
+                raise EngineError("the learner sends other tensors than this engine was told of")
         elif isinstance(weights, CheckpointDirectory):
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
@@ -265,7 +262,7 @@ class WeightLoads:
         async with self._session(version) as (facts, written):
             try:
                 await asyncio.to_thread(self._group.announce, weights, version)
-                for bucket, last in self._group.orders(weights):
+                for bucket, last in self._group.orders(weights, self._told):
                     body = bucket | facts.selector | self._ending(version, last=last)
                     await self._order("/update_weights_from_distributed", body)
                     written.append(len(written))
