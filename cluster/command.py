@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from cluster.base.outcomes import complaint, exit_code
-from cluster.config.arguments import HELP, Arguments, HelpAsked, built
+from cluster.config.arguments import Arguments, HelpAsked, built, help_asked
 from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
 from cluster.console import discard_lost_outputs, make_console
@@ -40,8 +40,8 @@ def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
         HelpAsked: --help or --version is among the arguments.
     """
     given = Arguments.of(argv).settings(config_class)
-    if HELP in argv:
-        raise HelpAsked(help_text(config_class, given))
+    if (word := help_asked(argv)) is not None:
+        raise HelpAsked(help_text(config_class, given, word))
     return built(config_class, given)
 
 

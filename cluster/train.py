@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.collector import collector_off
 from cluster.command import run_and_report
-from cluster.config.arguments import HELP, Arguments, HelpAsked, built
+from cluster.config.arguments import HELP, Arguments, HelpAsked, built, help_asked
 from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import check_early
@@ -119,16 +119,16 @@ def main(argv: list[str] | None = None) -> int:
         if not arguments or arguments == [HELP]:
             console.print(_usage(), markup=False, highlight=False)
         else:
-            run_recipe(given, console, explain=HELP in arguments)
+            run_recipe(given, console, explain=help_asked(arguments))
 
     return run_and_report(run)
 
 
-def run_recipe(arguments: Arguments, console: Console, *, explain: bool = False) -> None:
+def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = None) -> None:
     """Run the recipe that the arguments name.
 
     Args:
-        explain: only print the recipe's settings.
+        explain: only print settings of the recipe: those of this word (`help_text`).
 
     Raises:
         HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
@@ -141,8 +141,8 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: bool = False)
     _refuse_truncation(given.given)
     _refuse_others_settings(name, given.given)
     settings = given.settings(kind)
-    if explain:
-        raise HelpAsked(help_text(kind, settings))
+    if explain is not None:
+        raise HelpAsked(help_text(kind, settings, explain))
     settings, said = with_suggested_lr(settings, recipe.stage)
     config = with_chat_date(built(kind, settings))
     missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
@@ -190,7 +190,7 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
                 f"{key}={text_of(value)}: recipe={recipe} has no such setting; "
-                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} lists all"
+                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them"
             )
 
 

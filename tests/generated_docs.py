@@ -27,8 +27,8 @@ _SETTINGS_HEAD = """\
 # Settings
 
 This page lists every setting of `python -m cluster.train`, by section and by the class that
-declares it. It is generated from the code (`make docs-generated`). `--help` of a recipe shows the
-same texts. [commands.md](commands.md#settings-worth-knowing) has those that most runs change.
+declares it. It is generated from the code (`make docs-generated`). `--help all` of a recipe shows
+the same texts. [commands.md](commands.md#settings-worth-knowing) has those that most runs change.
 
 - Settings in **bold** matter first.
 - An empty type is a class. An empty default means that the setting is unset; the last column says

@@ -61,7 +61,7 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
         _check_encoding(argument)
         if argument == VERSION:
             raise HelpAsked(f"isotherm {importlib.metadata.version('isotherm')}")
-        if argument == HELP:
+        if argument == HELP or (i and argv[i - 1] == HELP and "=" not in argument):
             continue
         following = next(iter(argv[i + 1 :]), HELP)
         key, equals, value = argument.partition("=")
@@ -69,13 +69,21 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
         loose = following != HELP and "=" not in following.removeprefix("=")
         meant = value.strip() or (following.removeprefix("=") if loose else "VALUE")
         if argument == "-h":
-            raise ConfigError(f"-h is not key=value; {HELP} lists all settings")
+            raise ConfigError(f"-h is not key=value; {HELP} lists settings")
         if not equals or key != name:
             raise ConfigError(f"{argument!r} is not key=value; write {name}={meant}")
         if not value and loose and "=" not in following:
             raise ConfigError(f"{argument} has no value; write {key}={meant}, without a space")
         given[key] = value
     return given
+
+
+def help_asked(argv: Sequence[str]) -> str | None:
+    """The word after --help, or "" without one; None without --help."""
+    if HELP not in argv:
+        return None
+    word = next(iter(argv[argv.index(HELP) + 1 :]), "")
+    return "" if "=" in word or word == VERSION else word
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     if not near:  # search the docs for a name that other libraries use: learning_rate
         words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
-    return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} all lists them"
 
 
 def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:

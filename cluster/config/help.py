@@ -1,9 +1,9 @@
-"""`--help`: the settings of a command in sections, those that matter first on top."""
+"""`--help`: the settings that matter first. `--help WORD`: those of a section, or with a name."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -22,33 +22,61 @@ _ABOVE_ALL = [
     "Settings are key=value. config=FILE takes them from YAML, TOML or JSON, or from another run",
     "by its directory; the command line is above it.",
 ]
+# Settings of a command that --help explains without a word.
+_FEW = 40
+_ALL = "all"
 _OF_SECTIONS = [
     "checkpoint.every is checkpoint_every, too, and checkpoint.keep_last is keep_last: a last name",
     "that no other setting ends in.",
 ]
 
+_MORE = [
+    "--help WORD explains those of a section, or with the word in their name: --help sampling,",
+    "--help checkpoint. --help all explains all of them.",
+]
 
-def help_text(kind: type, given: Mapping[str, Any]) -> str:
+
+def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
     """The --help of the settings class `kind`.
 
     Args:
         given: values by name, of which env= brings its fields.
+        word: explain the settings with this word in their path or in the title of their section;
+            all: every setting; "": those that matter first, and every one of a command with few.
     """
     fields, essential = fields_of(kind), flagged(kind, ESSENTIAL)
-    sections: dict[str | None, list[str]] = {section: [] for section in (*Section, None)}
+    if not word and len(fields) <= _FEW:
+        word = _ALL
+    sections: dict[str, list[str]] = {section: [] for section in Section}
     for name in fields:
-        sections[section_of(kind, name)].append(name)
-    first = [name for names in sections.values() for name in names if name in essential]
-    parts = {"the settings that matter first": sorted(first, key=lambda n: _optional(fields[n]))}
-    for section, names in sections.items():
-        parts[section or "settings"] = [name for name in names if name not in essential]
+        sections.setdefault(section_of(kind, name) or "settings", []).append(name)
+    parts: dict[str, list[str]] = {}
+    if word in ("", _ALL):
+        first = [name for names in sections.values() for name in names if name in essential]
+        first.sort(key=lambda name: _optional(fields[name]))
+        parts["the settings that matter first"] = first
+    if word:
+        parts |= {title: _found(word, title, names, essential) for title, names in sections.items()}
     lines = [(kind.__doc__ or kind.__name__).strip(), "", *_ABOVE_ALL]
     lines += _OF_SECTIONS if any(map(is_section, chz.chz_fields(kind).values())) else []
+    if not any(parts.values()):
+        lines += ["", f"No setting and no section has {word!r} in its name."]
     for title, names in parts.items():
         if names:
             lines += ["", f"{title}:"]
             lines += [line for name in names for line in _explained(name, fields[name], given)]
+    if word != _ALL:
+        titles = [f"  {title} ({len(names)})" for title, names in sections.items() if names]
+        lines += ["", f"all {len(fields)} settings, by section:", *titles, "", *_MORE]
     return "\n".join(lines)
+
+
+def _found(word: str, title: str, names: Sequence[str], essential: Collection[str]) -> list[str]:
+    """Settings of a section that a word after --help asks for."""
+    if word == _ALL:
+        return [name for name in names if name not in essential]
+    word = word.lower()
+    return [name for name in names if word in title or word in name]
 
 
 def settings_within(field: Field, given: Any) -> dict[str, Field]:

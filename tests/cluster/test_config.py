@@ -396,7 +396,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["steps", "5"], "'steps' is not key=value; write steps=5"),
         (["steps", "=5"], "'steps' is not key=value; write steps=5"),
         (["steps", "lr=1"], "'steps' is not key=value; write steps=VALUE"),
-        (["-h"], "-h is not key=value; --help lists all settings"),
+        (["-h"], "-h is not key=value; --help lists settings"),
         (["temperature=", "0.7"], "temperature= has no value; write temperature=0.7, without a sp"),
         (["temperature="], "temperature= is not a number"),
         (["lr=abc"], "lr=abc is not a number"),
@@ -430,7 +430,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["checkpoint_evry=3"], "checkpoint_evry=3: no such setting; did you mean 'checkpoint_ev"),
         (["keep_lst=3"], "keep_lst=3: no such setting; did you mean 'keep_last'"),
         (["checkpoint=3"], "checkpoint=3: no such setting; did you mean 'checkpoint.every'"),
-        (["...lr=abc"], "...lr=abc: no such setting; --help lists all"),
+        (["...lr=abc"], "...lr=abc: no such setting; --help all lists them"),
     ],
 )
 def test_a_slip_is_refused_in_one_line(opd: NewOpd, written: list[str], message: str) -> None:
@@ -468,7 +468,7 @@ def test_a_missing_setting_is_named(capsys) -> None:
     ],
 )
 def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
-    assert main([f"recipe={recipe}", "--help"]) == 0
+    assert main([f"recipe={recipe}", "--help", "all"]) == 0
     shown = "".join(capsys.readouterr().out.split())
     for name, field in fields_of(config).items():
         assert field._doc, f"{name} has no doc"
@@ -476,8 +476,44 @@ def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
         assert section_of(config, name) is not None, name
 
 
-def test_help_begins_with_what_matters_and_has_the_rest_in_sections(capsys) -> None:
-    assert main(["recipe=opd", "env=ToolUse", "--help"]) == 0
+def named(shown: str) -> set[str]:
+    """Settings that a help text explains."""
+    return set(re.findall(r"^  ([\w.]+)(?: {2}|$)", shown, re.MULTILINE))
+
+
+def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None:
+    assert main(["recipe=opd", "--help"]) == 0
+    shown, _, more = capsys.readouterr().out.partition("settings, by section:")
+    assert named(shown) == flagged(OpdConfig, ESSENTIAL)
+    counts = dict(re.findall(r"^  (.+) \((\d+)\)$", more, re.MULTILINE))
+    assert list(counts) == list(Section)
+    assert sum(map(int, counts.values())) == len(fields_of(OpdConfig))
+
+
+@pytest.mark.parametrize(
+    ("word", "there", "not_there"),
+    [
+        ("checkpoint", {"checkpoint.every", "checkpoint.keep_best"}, {"student", "lr"}),
+        ("supervision", {"no_progress_s"}, {"student", "lr"}),
+        ("lora", {"lora_rank", "lora_targets"}, {"student", "steps"}),
+    ],
+)
+def test_help_explains_a_section_or_a_name(
+    capsys, word: str, there: set[str], not_there: set[str]
+) -> None:
+    assert main(["recipe=opd", "--help", word]) == 0
+    found = named(capsys.readouterr().out)
+    assert there <= found and not not_there & found
+
+
+def test_help_says_that_nothing_has_a_name(capsys) -> None:
+    assert main(["recipe=opd", "--help", "nonsense"]) == 0
+    shown = capsys.readouterr().out
+    assert "'nonsense'" in shown and not named(shown) and all(title in shown for title in Section)
+
+
+def test_help_of_all_has_what_matters_first_and_the_rest_in_sections(capsys) -> None:
+    assert main(["recipe=opd", "env=ToolUse", "--help", "all"]) == 0
     shown = capsys.readouterr().out
     titles = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
     assert titles == ["the settings that matter first", *Section]
