@@ -47,7 +47,7 @@ _TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _ScoreCall:
     """Requests that go with the next scoring of their engine, and whoever waits for them."""
 
     requests: list[ScoreRequest]
@@ -74,8 +74,8 @@ class _Member:
     sent: int = 0
     requests: int = 0
     rests_until: float = 0.0
-    asked: list[_Asked] = field(default_factory=list)
-    riders: list[_Asked] = field(default_factory=list)
+    asked: list[_ScoreCall] = field(default_factory=list)
+    riders: list[_ScoreCall] = field(default_factory=list)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
     telling: asyncio.Task[tuple[int | None, int]] | None = None
 
@@ -109,7 +109,7 @@ class _Member:
 
     async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
         loop = asyncio.get_running_loop()
-        asked = _Asked(requests, loop.create_future())
+        asked = _ScoreCall(requests, loop.create_future())
         self.asked.append(asked)
         loop.call_soon(self._call)  # after others of this turn have asked
         scores = await asked.answer
@@ -129,7 +129,7 @@ class _Member:
             self.calls.add(call)
             call.add_done_callback(self.calls.discard)
 
-    async def _answer(self, together: Sequence[_Asked], riders: Sequence[_Asked]) -> None:
+    async def _answer(self, together: Sequence[_ScoreCall], riders: Sequence[_ScoreCall]) -> None:
         """Gives all of them their scores, or the error."""
         everyone = [*together, *riders]
         try:
@@ -243,7 +243,7 @@ class EnginePool:
         """
         if (member := self._members.get(name)) is None:
             raise EngineLost(f"{name} is not among the {self._name} engines here")
-        rider = _Asked(list(requests), asyncio.get_running_loop().create_future())
+        rider = _ScoreCall(list(requests), asyncio.get_running_loop().create_future())
         member.riders.append(rider)
         await asyncio.wait([rider.answer], timeout=patience_s)
         if rider not in member.riders:
@@ -351,7 +351,7 @@ class EnginePool:
             await asyncio.sleep(_POLL_S)
 
 
-def _fail(everyone: Sequence[_Asked], error: Exception) -> None:
+def _fail(everyone: Sequence[_ScoreCall], error: Exception) -> None:
     for each in everyone:
         if not each.answer.done():  # cancelled
             each.answer.set_exception(error)

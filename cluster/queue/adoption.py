@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.store.kept_groups import Place
+from cluster.store.group_store import StorePlace
 from distill.records import TrainedGroups
 
 
@@ -22,8 +22,8 @@ class Kept(NamedTuple):
     started: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.epoch, self.attempt)
+    def place(self) -> StorePlace:
+        return StorePlace(self.epoch, self.attempt)
 
 
 def adopted(

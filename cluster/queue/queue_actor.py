@@ -31,7 +31,7 @@ from cluster.queue.payload import (
     whole_columns,
 )
 from cluster.store.group_format import GroupRow
-from cluster.store.kept_groups import GROUPS, KeptGroups
+from cluster.store.group_store import GROUPS, GroupStore
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 from distill.types import TrajectoryGroup
 from learner.digests import disk_remedy
@@ -86,7 +86,7 @@ class GroupQueueActor:
         """
         before = replay(journal)
         self._journal = Journal(journal)
-        self._store = KeptGroups(Path(journal).with_name(GROUPS))
+        self._store = GroupStore(Path(journal).with_name(GROUPS))
         self._closed = False
         self._delivered: dict[int, Delivery] = {}
         self._to_score: dict[int, Delivery] = {}  # groups to be scored again, leased or pending

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.run_files.run_lock import RunLock
-from cluster.store.kept_groups import GROUPS
+from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError
 
 # Of a run that only keeps, the folder that marks what it has kept.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.run_files.out_directory import KEPT
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
-from cluster.store.kept_groups import GROUPS
+from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId

@@ -33,7 +33,7 @@ from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
 from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
-from cluster.store.kept_groups import GROUPS
+from cluster.store.group_store import GROUPS
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, fields_of, flagged, identity_of
 from distill.stops import StopTokens

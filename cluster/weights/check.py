@@ -56,7 +56,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _ProbeRows:
     """Fixed rows, as the learner and as engines score them, and the looser of both dtypes."""
 
     rows: Sequence[TrainingRow]
@@ -65,7 +65,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Questions:
     """Expected answers and the pending ones, by engine."""
 
     expected: Expected
@@ -90,10 +90,10 @@ class PushCheck:
     ) -> None:
         self._engines, self._settings, self._progress = engines, settings, progress
         self._learner_logprobs = learner_logprobs
-        self._rows: _Rows | None = None  # made with the first engine's vocabulary
+        self._rows: _ProbeRows | None = None  # made with the first engine's vocabulary
         self._recipes: dict[str, Recipe] | None = None  # found with the first engine's digests
         self._ranks = 0
-        self._asked: _Asked | None = None
+        self._asked: _Questions | None = None
 
     def is_ready(self, version: int) -> bool:
         """True if `expect` asks no engine, so that it may precede the acknowledgements."""
@@ -128,7 +128,7 @@ class PushCheck:
             scores = {name: engine.score.remote(requests) for name, engine in self._engines.items()}
         if expected.digests is not None:
             digests = _ask_digests(self._engines)
-        self._asked = _Asked(expected, scores, digests)
+        self._asked = _Questions(expected, scores, digests)
 
     def settle(self) -> dict[str, float]:
         """Collect the answers; call before the next push and at the end of a run.
@@ -167,7 +167,7 @@ class PushCheck:
             logger.warning("%s did not %s: %s", name, what, why)
         return {name: answer for name, answer in answers.values.items() if answer}
 
-    def _new_rows(self) -> _Rows | None:
+    def _new_rows(self) -> _ProbeRows | None:
         """Rows for the engines' vocabulary. None if the engine that was asked has just died."""
         name, engine = next(iter(self._engines.items()))
         if (info := self._collect({name: engine.info.remote()}, "answer").get(name)) is None:
@@ -183,7 +183,7 @@ class PushCheck:
             for row in rows
         ]
         dtype = looser(info.dtype, self._settings.learner_dtype)
-        return _Rows(rows=rows, requests=requests, dtype=dtype)
+        return _ProbeRows(rows=rows, requests=requests, dtype=dtype)
 
     def _gap(self, expected: Expected, name: str, scores: Sequence[Score]) -> float:
         assert self._rows is not None and expected.logprobs_N is not None

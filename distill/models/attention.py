@@ -38,7 +38,7 @@ NOWHERE = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AttentionRule:
     """Attention parameters of one layer: score scale, sliding window in tokens, tanh soft cap."""
 
     scale: float
@@ -49,7 +49,9 @@ class Rule:
 class Pass(Protocol):
     """Attention of one forward pass: from the new tokens to all that they may see."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
         ...
 
@@ -70,7 +72,7 @@ def _attention(
     if unknown:
         raise EngineError(f"attention with {unknown[0]} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = Rule(scale, sliding_window, softcap)
+    rule = AttentionRule(scale, sliding_window, softcap)
     layer: Any = module.layer_idx
     current: Pass = kwargs[PASS_KEYWORD]
     if torch.is_autocast_enabled(query.device.type):
@@ -142,7 +144,9 @@ def takes_grouped_heads(
     return not masked and dtype.itemsize == 2 and key_dim == value_dim <= 256
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: AttentionRule
+) -> Tensor:
     grouped = query.shape[1] // key.shape[1]
     if rule.softcap is None:
         if grouped > 1 and not takes_grouped_heads(
@@ -176,7 +180,9 @@ class CausalPass:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         if self._keep:
             self.keys[layer], self.values[layer] = key, value
         bias = None
@@ -250,7 +256,9 @@ class SuffixPass:
         self._visibility = _Visibility(query_positions_NS, key_positions_NK)
         self._append = append
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         if self._append is not None:
             key, value = self._append(layer, key, value)
         bias = self._visibility.bias(rule.window, query)
@@ -270,7 +278,7 @@ class SuffixPass:
         key: Tensor,
         value: Tensor,
         bias: Tensor,
-        rule: Rule,
+        rule: AttentionRule,
     ) -> Tensor:
         prefix_length, slots = prefix_key.shape[2], self._slots
         query = (query * rule.scale).reshape(len(query), key.shape[1], -1, query.shape[3])
@@ -312,7 +320,9 @@ class JointPass:
             None,
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         (query_U, query_N), (key_U, key_N), (value_U, value_N) = (
             self._apart(tensor) for tensor in (query, key, value)
         )

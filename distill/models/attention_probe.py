@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
-from distill.models.attention import CausalPass, Rule
+from distill.models.attention import AttentionRule, CausalPass
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.types import TokenArray
 
@@ -29,7 +29,9 @@ class _WindowRecorder(CausalPass):
         super().__init__(length, keep=False)
         self.windows: dict[int, int | None] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         self.windows[layer] = rule.window
         return super().attend(layer, query, key, value, rule)
 

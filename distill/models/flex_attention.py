@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from distill.models.attention import Rule
+from distill.models.attention import AttentionRule
 from distill.models.packed_attention import PackedJointPass
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,9 @@ class FlexPass:
         )
         self._masks: dict[int | None, BlockMask] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         kernel = _compiled() if query.device.type == "cuda" else flex_attention
         out = kernel(
             query,
@@ -237,7 +239,7 @@ def probe_kernel(heads: Heads, dtype: torch.dtype, device: torch.device) -> floa
         torch.randn(1, n, length, heads.dim, generator=draw, device=device).to(dtype)
         for n in (heads.queries, heads.keys, heads.keys, heads.queries)
     ]
-    rule = Rule(heads.dim**-0.5, None, heads.softcap)
+    rule = AttentionRule(heads.dim**-0.5, None, heads.softcap)
     found = []
     with torch.autocast(device.type, enabled=False):
         for current in passes:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.models.attention import NOWHERE, CausalPass, Rule, SlotMap, SuffixPass
+from distill.models.attention import NOWHERE, AttentionRule, CausalPass, SlotMap, SuffixPass
 
 # Rows attend together if each of them is padded by at most so many tokens, or this share of them.
 _LIKE_TOKENS, _LIKE_SHARE = 16, 0.25
@@ -37,7 +37,9 @@ class PackedPass:
         ]
         self._place_L = rows.places()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         outs = []
         for token_NW, causal in self._together:
             query_N, key_N, value_N = (_rows_of(each, token_NW) for each in (query, key, value))
@@ -81,7 +83,9 @@ class PackedJointPass:
                 self._together.append(_Continued(*grids, slots, query_NS, key_NK))
         self._place_L = suffixes.places()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         (query_P, query_S), (key_P, key_S), (value_P, value_S) = (
             (each[:, :, : self._cut], each[:, :, self._cut :]) for each in (query, key, value)
         )
@@ -117,7 +121,7 @@ class _Continued:
         query: Tensor,
         keys: tuple[Tensor, Tensor],
         values: tuple[Tensor, Tensor],
-        rule: Rule,
+        rule: AttentionRule,
     ) -> Tensor:
         """(heads, N S, D); keys and values of all prefixes, and of all suffixes."""
         self._keys[layer], self._values[layer] = (

@@ -172,7 +172,7 @@ def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
     return Verdict(reward=earned) if expected is None else against(earned, expected.format(answer))
 
 
-class _Asked(NamedTuple):
+class _RewardCall(NamedTuple):
     """A requested verdict."""
 
     reward: RewardFunction
@@ -187,13 +187,13 @@ class _RewardThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
         # By event loop: with local=True each actor of this process has its own.
-        self._batches: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = (
+        self._batches: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_RewardCall]] = (
             WeakKeyDictionary()
         )
 
     async def verdict(self, reward: RewardFunction, response: str, answer: str) -> Verdict:
         loop = asyncio.get_running_loop()
-        asked = _Asked(reward, response, answer, loop.create_future())
+        asked = _RewardCall(reward, response, answer, loop.create_future())
         batch = self._batches.setdefault(loop, [])
         batch.append(asked)
         if len(batch) == 1:
@@ -203,8 +203,8 @@ class _RewardThread:
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         self._executor.submit(self._compute, loop, self._batches.pop(loop))
 
-    def _compute(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Asked]) -> None:
-        results: list[tuple[_Asked, Verdict | BaseException]] = []
+    def _compute(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_RewardCall]) -> None:
+        results: list[tuple[_RewardCall, Verdict | BaseException]] = []
         returned = time.monotonic()
         for asked in batch:
             if asked.future.cancelled():
@@ -220,7 +220,7 @@ class _RewardThread:
         loop.call_soon_threadsafe(_return, results)
 
 
-def _return(results: Sequence[tuple[_Asked, Verdict | BaseException]]) -> None:
+def _return(results: Sequence[tuple[_RewardCall, Verdict | BaseException]]) -> None:
     for asked, result in results:
         if asked.future.done():
             continue  # cancelled

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.models import flex_attention
-from distill.models.attention import Pass, Rule
+from distill.models.attention import AttentionRule, Pass
 from distill.models.flex_attention import BLOCK, FlexPass, Heads, flex_serves
 from distill.models.packed_attention import PackedJointPass, PackedPass
 from tests.flex_twin import dense_flex, visible
@@ -71,7 +71,7 @@ def heads(length: int, count: int, seed: int) -> Tensor:
     return torch.randn(1, count, length, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def results(length: int, current: Pass, rule: Rule, *, gradients: bool) -> list[Tensor]:
+def results(length: int, current: Pass, rule: AttentionRule, *, gradients: bool) -> list[Tensor]:
     """The output, and what it gives back to queries, keys and values."""
     inputs = [heads(length, n, seed).requires_grad_(gradients) for seed, n in enumerate((4, 2, 2))]
     query, key, value = inputs
@@ -80,7 +80,11 @@ def results(length: int, current: Pass, rule: Rule, *, gradients: bool) -> list[
     return [out, *back]
 
 
-RULES = [Rule(0.25, None, None), Rule(0.25, 33, None), Rule(0.3, 150, 5.0)]
+RULES = [
+    AttentionRule(0.25, None, None),
+    AttentionRule(0.25, 33, None),
+    AttentionRule(0.3, 150, 5.0),
+]
 
 
 def passes(case: int) -> list[tuple[int, Pass, Pass]]:
@@ -98,7 +102,7 @@ def passes(case: int) -> list[tuple[int, Pass, Pass]]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", range(len(JOINT)))
 def test_it_is_what_padded_attention_gives(
-    rule: Rule, case: int, monkeypatch: pytest.MonkeyPatch
+    rule: AttentionRule, case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
     for length, *ways in passes(case):

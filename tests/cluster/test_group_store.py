@@ -18,7 +18,7 @@ from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.store.group_format import GroupRow
-from cluster.store.kept_groups import KeptGroups, Place
+from cluster.store.group_store import GroupStore, StorePlace
 from distill.columns import pack
 from distill.objective.whole_groups import opened
 from distill.records import Lease, TrainedGroups
@@ -44,47 +44,47 @@ def rows(*made: TrajectoryGroup, attempt: int = 1) -> list[GroupRow]:
 
 
 def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_path: Path) -> None:
-    store = KeptGroups(tmp_path)
+    store = GroupStore(tmp_path)
     path, sizes = tmp_path / "e0002-0001.arrow", list[int]()
     for group_id in range(3):
         store.append(2, rows(group(group_id)))
         assert list(tmp_path.iterdir()) == [path]
         sizes.append(path.stat().st_size)
     written = path.read_bytes()
-    places = {group_id: Place(2, 1) for group_id in range(3)}
+    places = {group_id: StorePlace(2, 1) for group_id in range(3)}
     assert_same(tuple(store.read(places).values()), tuple(map(group, range(3))))
     for end in [*range(0, len(written), 211), *sizes]:
         path.write_bytes(written[:end])
-        read = KeptGroups(tmp_path).read(places)
+        read = GroupStore(tmp_path).read(places)
         assert list(read) == [i for i, size in enumerate(sizes) if size <= end]
         assert_same(tuple(read.values()), tuple(map(group, read)))
-    after = KeptGroups(tmp_path)
+    after = GroupStore(tmp_path)
     after.append(2, rows(group(7)))
     assert len(list(tmp_path.iterdir())) == 2, "a file that may be cut is not continued"
-    assert list(after.read({7: Place(2, 1)})) == [7]
+    assert list(after.read({7: StorePlace(2, 1)})) == [7]
 
 
 def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> None:
-    store = KeptGroups(tmp_path)
+    store = GroupStore(tmp_path)
     for epoch, attempt in ((1, 1), (1, 2), (2, 1)):
         store.append(epoch, rows(group(5, version=10 * epoch + attempt), attempt=attempt))
-    for known in (store, KeptGroups(tmp_path)):
-        for place in (Place(1, 1), Place(1, 2), Place(2, 1)):
+    for known in (store, GroupStore(tmp_path)):
+        for place in (StorePlace(1, 1), StorePlace(1, 2), StorePlace(2, 1)):
             expected = group(5, version=10 * place.epoch + place.attempt)
             assert_same(known.read({5: place})[5], expected)
-        assert known.read({5: Place(2, 2), 6: Place(1, 1)}) == {}
+        assert known.read({5: StorePlace(2, 2), 6: StorePlace(1, 1)}) == {}
 
 
 def test_files_without_a_needed_group_are_deleted(tmp_path: Path) -> None:
-    store = KeptGroups(tmp_path)
+    store = GroupStore(tmp_path)
     (tmp_path / "step-000001.arrow").write_bytes(b"of another reader")
     store.append(1, rows(group(1), group(2)))
     store.retain([2])
     store.append(1, rows(group(3)))
     assert len(list(tmp_path.glob("e*"))) == 2
     store.retain([3])
-    assert list(store.read({i: Place(1, 1) for i in (1, 2, 3)})) == [3]
-    KeptGroups(tmp_path).retain([])
+    assert list(store.read({i: StorePlace(1, 1) for i in (1, 2, 3)})) == [3]
+    GroupStore(tmp_path).retain([])
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001.arrow"]
 
 

@@ -31,20 +31,20 @@ _FILE_BYTES = 64 << 20
 _NAME = re.compile(r"e(\d{4,})-(\d{4,})\.arrow$")
 
 
-class Place(NamedTuple):
+class StorePlace(NamedTuple):
     """Identifies a kept delivery of a group: its epoch, and the attempt of its lease."""
 
     epoch: int
     attempt: int
 
 
-class KeptGroups:
+class GroupStore:
     """The files of delivered groups in a folder. Not for several threads at once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         # Places of the groups in each file, by id.
-        self._files: dict[Path, dict[int, set[Place]]] = {}
+        self._files: dict[Path, dict[int, set[StorePlace]]] = {}
         self._open: int | None = None  # descriptor of the newest file
         self._newest, self._epoch, self._size = root, 0, 0
         for path in sorted(root.glob("e*.arrow")):
@@ -58,7 +58,7 @@ class KeptGroups:
     ) -> None:
         for group_id, attempt in zip(ids, attempts, strict=True):
             if attempt is not None:
-                self._files[path].setdefault(group_id, set()).add(Place(epoch, attempt))
+                self._files[path].setdefault(group_id, set()).add(StorePlace(epoch, attempt))
 
     def append(self, epoch: int, rows: Sequence[GroupRow]) -> None:
         """Write groups, and return once they are on disk.
@@ -103,7 +103,7 @@ class KeptGroups:
         while rest:
             rest = rest[os.write(self._open, rest) :]
 
-    def read(self, places: Mapping[int, Place]) -> dict[int, TrajectoryGroup]:
+    def read(self, places: Mapping[int, StorePlace]) -> dict[int, TrajectoryGroup]:
         """Groups at these places, by id; without those that are not there, or cannot be read."""
         found: dict[int, TrajectoryGroup] = {}
         for path, held in self._files.items():
