@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
     """Starts runs on the tiny pair, by name; what is left of them ends with the test."""
     runs: list[TorturedRun] = []
 
-    def start(name: str, **settings: object) -> TorturedRun:
+    def start(name: str, hang_after_s: float = 8, **settings: object) -> TorturedRun:
         arguments = opd_arguments(tiny_pair, tmp_path / name, **settings)
         given = dict(argument.split("=", 1) for argument in arguments)
         given.pop("out")
-        numbers = {"hang_after_s": 8, "max_restarts": 50}
+        numbers = {"hang_after_s": hang_after_s, "max_restarts": 50}
         run = TorturedRun(tmp_path / name, {"recipe": "opd", **given}, numbers=numbers)
         runs.append(run)
         run.start()
@@ -65,22 +66,34 @@ def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> 
 def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) -> None:
     """By the queue's deaths, and by a resume, each while the learner is slow and groups wait."""
     run = tortured(
-        "run", steps=1_000_000, max_staleness=4, lr=1e-4, no_progress_s=300, checkpoint_every=5,
+        "run", hang_after_s=300, steps=1_000_000, max_staleness=4, lr=1e-4, no_progress_s=300,
+        checkpoint_every=5,
     )  # fmt: skip
     journal = run.out / "ledger.jsonl"
     run.wait(lambda: run.step >= 2, "the first steps")
 
-    def when_groups_wait(strike: Callable[[], None]) -> None:
-        learner = run.pids()[LEARNER]
-        os.kill(learner, signal.SIGSTOP)
-        try:
-            run.wait(lambda: bool(KeptInJournal(journal).waiting), "groups to wait on disk")
-            strike()
-        finally:
-            os.kill(learner, signal.SIGCONT)
-
     def events(kind: str) -> list[dict[str, Any]]:
         return [event for event in read_journal(journal) if event["event"] == kind]
+
+    def groups_wait() -> bool:
+        """There are groups on disk that no step has taken."""
+        taken = {group_id for event in events("take") for group_id in event["ids"]}
+        return bool(KeptInJournal(journal).waiting - taken)
+
+    def when_groups_wait(strike: Callable[[], None]) -> None:
+        for _ in range(20):
+            run.wait(lambda: {LEARNER, QUEUE} <= run.pids().keys(), "learner and queue")
+            learner = run.pids()[LEARNER]
+            os.kill(learner, signal.SIGSTOP)
+            try:
+                for _ in range(50):
+                    if groups_wait():
+                        return strike()
+                    time.sleep(0.1)
+            finally:
+                os.kill(learner, signal.SIGCONT)
+            run.wait_for_steps(1)  # it had taken all groups for which there are slots
+        pytest.fail("no groups waited whenever the learner was stopped")
 
     for deaths in range(1, 4):
         when_groups_wait(lambda: os.kill(run.pids()[QUEUE], signal.SIGKILL))
