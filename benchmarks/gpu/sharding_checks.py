@@ -251,7 +251,6 @@ class _NoRanks:
 
 def weight_group(setting: Setting) -> Numbers:
     """Seconds of pushes by a weight group of one: forming it, and its broadcasts."""
-
     from cluster.handles.local_actor import LocalActor
     from cluster.weights.collective import CollectiveTransport
     from cluster.weights.publisher import Attempt

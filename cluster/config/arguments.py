@@ -56,12 +56,12 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
         ConfigError: an argument is not key=value, or is not UTF-8.
         HelpAsked: --version is among the arguments.
     """
-    given = {}
+    given, word = {}, help_asked(argv)
     for i, argument in enumerate(argv):
         _check_encoding(argument)
         if argument == VERSION:
             raise HelpAsked(f"isotherm {importlib.metadata.version('isotherm')}")
-        if argument == HELP or (i and argv[i - 1] == HELP and "=" not in argument):
+        if argument == HELP or (i and argv[i - 1] == HELP and argument == word):
             continue
         following = next(iter(argv[i + 1 :]), HELP)
         key, equals, value = argument.partition("=")

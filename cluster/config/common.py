@@ -21,13 +21,7 @@ from actors.sglang.installed import require_sglang
 from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
-from distill.rules import (
-    WithSections,
-    above,
-    at_least,
-    not_with,
-    setting,
-)
+from distill.rules import WithSections, above, at_least, not_with, setting
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,

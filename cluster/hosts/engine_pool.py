@@ -64,7 +64,9 @@ class _Member:
         life: its number, for `Score.scored_by` and `Sample.sampled_by`; None: nobody counts.
         load: samples under way, as far as they were sent from here; `sent`: since the beginning.
         requests: the same in requests.
+        mailbox: carries its `generate` requests; None: each is a call.
         asked: what the next calls are made for; `riders` go with the first of them.
+        telling: a call for the length of its queue.
     """
 
     handle: Any
@@ -97,15 +99,22 @@ class _Member:
             return None, sent
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        if method == "score":
-            return await self._score(*arguments)
-        if method == "generate" and self.mailbox is not None:
-            answer = await self.mailbox.generate(*arguments)
+        match method:
+            case "generate":
+                return await self._generate(*arguments)
+            case "score":
+                return await self._score(*arguments)
+            case _:
+                return await getattr(self.handle, method).remote(*arguments)
+
+    async def _generate(self, request: GenerateRequest) -> list[Sample]:
+        if self.mailbox is None:
+            samples = await self.handle.generate.remote(request)
         else:
-            answer = await getattr(self.handle, method).remote(*arguments)
-        if method == "generate" and self.life is not None:
-            return [replace(sample, sampled_by=self.life) for sample in answer]
-        return answer
+            samples = await self.mailbox.generate(request)
+        if self.life is None:
+            return samples
+        return [replace(sample, sampled_by=self.life) for sample in samples]
 
     async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
         loop = asyncio.get_running_loop()

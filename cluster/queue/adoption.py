@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.store.group_store import StorePlace
-from distill.records import TrainedGroups
+from distill.records import Lease, TrainedGroups
 
 
 class Kept(NamedTuple):
@@ -21,9 +20,9 @@ class Kept(NamedTuple):
     attempt: int
     started: int
 
-    @property
-    def place(self) -> StorePlace:
-        return StorePlace(self.epoch, self.attempt)
+    def lease(self, group_id: int) -> Lease:
+        """The lease that delivered it."""
+        return Lease(group_id=group_id, attempt=self.attempt, epoch=self.epoch)
 
 
 def adopted(

@@ -113,17 +113,13 @@ class GroupQueueActor:
     def _recover(self) -> None:
         """Go on after the death of this queue's process, with the groups that are on disk."""
         ledger = self._ledger
-        kept = {i: each for i, each in ledger.kept.items() if ledger.is_under_way(i)}
-        groups = self._store.read({i: each.place for i, each in kept.items()})
+        leases = {i: each.lease(i) for i, each in ledger.kept.items() if ledger.is_under_way(i)}
+        groups = self._store.read(leases.values())
         ledger.recover(groups)
         for group_id, group in groups.items():
-            if not ledger.is_under_way(group_id):
-                continue
-            into = self._delivered if ledger.holds(group_id) else self._to_score
-            lease = Lease(
-                group_id=group_id, attempt=kept[group_id].attempt, epoch=kept[group_id].epoch
-            )
-            into[group_id] = restored(lease, group)
+            if ledger.is_under_way(group_id):  # it was not set aside just now
+                into = self._delivered if ledger.holds(group_id) else self._to_score
+                into[group_id] = restored(leases[group_id], group)
 
     def _start(
         self,
@@ -138,7 +134,7 @@ class GroupQueueActor:
         back: dict[int, TrajectoryGroup] = {}
         taken: dict[int, Kept] = {}
         if earlier is not None:
-            back = self._store.read({i: each.place for i, each in earlier.kept.items()})
+            back = self._store.read([each.lease(i) for i, each in earlier.kept.items()])
             version = len(trained) // settings.groups_per_step
             usable = {i for i, group in back.items() if _is_usable(group, version, earlier)}
             kept = {i: each for i, each in earlier.kept.items() if i in usable}
@@ -154,8 +150,7 @@ class GroupQueueActor:
             settings, trained, epoch=epoch, record=self._journal.record, adopted=taken
         )
         for group_id, kept in taken.items():
-            lease = Lease(group_id=group_id, attempt=kept.attempt, epoch=kept.epoch)
-            self._to_score[group_id] = restored(lease, back[group_id])
+            self._to_score[group_id] = restored(kept.lease(group_id), back[group_id])
         self._delete_unneeded(frozenset(taken))
 
     # the workers' end
@@ -231,11 +226,13 @@ class GroupQueueActor:
             if not self._closed and _size(self._to_keep) < _BATCH_BYTES:
                 await asyncio.sleep(_KEEP_EVERY_S)
             batch: dict[int, Delivery] = {}
+            size = 0
             for group_id, delivery in list(self._to_keep.items()):
                 if not self._ledger.holds(group_id):  # it was trained meanwhile
                     del self._to_keep[group_id]
-                elif _size(batch) < _BATCH_BYTES:
+                elif size < _BATCH_BYTES:
                     batch[group_id] = delivery
+                    size += delivery.payload.nbytes
             if not batch:
                 continue
             async with self._storing:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cluster.store.group_format import UNREADABLE, GroupRow, batch_of, groups_of, schema
+from distill.records import Lease
 from distill.types import TrajectoryGroup
 from learner.digests import sync_directory
 
@@ -31,34 +32,21 @@ _FILE_BYTES = 64 << 20
 _NAME = re.compile(r"e(\d{4,})-(\d{4,})\.arrow$")
 
 
-class StorePlace(NamedTuple):
-    """Identifies a kept delivery of a group: its epoch, and the attempt of its lease."""
-
-    epoch: int
-    attempt: int
-
-
 class GroupStore:
     """The files of delivered groups in a folder. Not for several threads at once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        # Places of the groups in each file, by id.
-        self._files: dict[Path, dict[int, set[StorePlace]]] = {}
+        # Leases of the deliveries in each file.
+        self._files: dict[Path, set[Lease]] = {}
         self._open: int | None = None  # descriptor of the newest file
         self._newest, self._epoch, self._size = root, 0, 0
         for path in sorted(root.glob("e*.arrow")):
             if match := _NAME.match(path.name):
-                self._files[path] = {}
-                for batch in _batches(path):
-                    self._note(path, int(match[1]), *_leases_of(batch))
-
-    def _note(
-        self, path: Path, epoch: int, ids: Sequence[int], attempts: Sequence[int | None]
-    ) -> None:
-        for group_id, attempt in zip(ids, attempts, strict=True):
-            if attempt is not None:
-                self._files[path].setdefault(group_id, set()).add(StorePlace(epoch, attempt))
+                batches = _batches(path)
+                self._files[path] = {
+                    lease for batch in batches for lease in _leases_of(batch, int(match[1]))
+                }
 
     def append(self, epoch: int, rows: Sequence[GroupRow]) -> None:
         """Write groups, and return once they are on disk.
@@ -72,7 +60,7 @@ class GroupStore:
         except OSError:
             self.close()
             raise
-        self._note(self._newest, epoch, *_leases_of(batch))
+        self._files[self._newest].update(_leases_of(batch, epoch))
         if self._size >= _FILE_BYTES:
             self.close()
 
@@ -92,7 +80,7 @@ class GroupStore:
         path = self._root / f"e{epoch:04d}-{max(numbers, default=0) + 1:04d}.arrow"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._open = os.open(path, flags, 0o644)
-        self._files[path] = {}
+        self._files[path] = set()
         self._newest, self._epoch, self._size = path, epoch, 0
         self._write_all(schema({}).serialize())
         sync_directory(self._root)
@@ -103,26 +91,13 @@ class GroupStore:
         while rest:
             rest = rest[os.write(self._open, rest) :]
 
-    def read(self, places: Mapping[int, StorePlace]) -> dict[int, TrajectoryGroup]:
-        """Groups at these places, by id; without those that are not there, or cannot be read."""
+    def read(self, leases: Collection[Lease]) -> dict[int, TrajectoryGroup]:
+        """Groups of these deliveries, by id; without those that are not there, or unreadable."""
         found: dict[int, TrajectoryGroup] = {}
         for path, held in self._files.items():
-            wanted = {i: at for i, at in places.items() if at in held.get(i, ())}
-            if not wanted:
-                continue
-            for batch in _batches(path):
-                ids, attempts = _leases_of(batch)
-                rows = [
-                    row
-                    for row, (i, attempt) in enumerate(zip(ids, attempts, strict=True))
-                    if i in wanted and attempt == wanted[i].attempt
-                ]
-                try:
-                    groups = groups_of(batch, rows) if rows else []
-                except UNREADABLE as error:
-                    logger.warning("groups in %s cannot be read: %s", path, error)
-                    continue
-                found |= {group.group_id: group for group in groups}
+            if wanted := held.intersection(leases):
+                [epoch] = {lease.epoch for lease in wanted}  # of the file
+                found |= _read(path, epoch, wanted)
         return found
 
     def retain(self, needed: Collection[int]) -> None:
@@ -132,9 +107,10 @@ class GroupStore:
             OSError: a file cannot be deleted.
         """
         self.close()
-        for path in [p for p, held in self._files.items() if not held.keys() & set(needed)]:
-            path.unlink(missing_ok=True)
-            del self._files[path]
+        for path, held in list(self._files.items()):
+            if not any(lease.group_id in needed for lease in held):
+                path.unlink(missing_ok=True)
+                del self._files[path]
 
     def close(self) -> None:
         """The next `append` begins a new file."""
@@ -143,9 +119,26 @@ class GroupStore:
             self._open = None
 
 
-def _leases_of(batch: pyarrow.RecordBatch) -> tuple[list[int], list[int | None]]:
-    """Group ids and attempts of a batch's rows."""
-    return batch.column("group_id").to_pylist(), batch.column("attempt").to_pylist()
+def _read(path: Path, epoch: int, wanted: Collection[Lease]) -> dict[int, TrajectoryGroup]:
+    found: dict[int, TrajectoryGroup] = {}
+    for batch in _batches(path):
+        rows = [row for row, lease in enumerate(_leases_of(batch, epoch)) if lease in wanted]
+        try:
+            groups = groups_of(batch, rows) if rows else []
+        except UNREADABLE as error:
+            logger.warning("groups in %s cannot be read: %s", path, error)
+            continue
+        found |= {group.group_id: group for group in groups}
+    return found
+
+
+def _leases_of(batch: pyarrow.RecordBatch, epoch: int) -> list[Lease]:
+    """Lease of each row of a batch, in a file of this epoch."""
+    columns = (batch.column(name).to_pylist() for name in ("group_id", "attempt"))
+    return [
+        Lease(group_id=group_id, attempt=attempt, epoch=epoch)
+        for group_id, attempt in zip(*columns, strict=True)
+    ]
 
 
 def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:

@@ -18,7 +18,7 @@ from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.store.group_format import GroupRow
-from cluster.store.group_store import GroupStore, StorePlace
+from cluster.store.group_store import GroupStore
 from distill.columns import pack
 from distill.objective.whole_groups import opened
 from distill.records import Lease, TrainedGroups
@@ -40,6 +40,10 @@ def rows(*made: TrajectoryGroup, attempt: int = 1) -> list[GroupRow]:
     return [GroupRow(each, pack(each.trajectories_G), attempt) for each in made]
 
 
+def lease(group_id: int, attempt: int = 1, epoch: int = 1) -> Lease:
+    return Lease(group_id=group_id, attempt=attempt, epoch=epoch)
+
+
 # files
 
 
@@ -51,17 +55,17 @@ def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_p
         assert list(tmp_path.iterdir()) == [path]
         sizes.append(path.stat().st_size)
     written = path.read_bytes()
-    places = {group_id: StorePlace(2, 1) for group_id in range(3)}
-    assert_same(tuple(store.read(places).values()), tuple(map(group, range(3))))
+    leases = [lease(group_id, epoch=2) for group_id in range(3)]
+    assert_same(tuple(store.read(leases).values()), tuple(map(group, range(3))))
     for end in [*range(0, len(written), 211), *sizes]:
         path.write_bytes(written[:end])
-        read = GroupStore(tmp_path).read(places)
+        read = GroupStore(tmp_path).read(leases)
         assert list(read) == [i for i, size in enumerate(sizes) if size <= end]
         assert_same(tuple(read.values()), tuple(map(group, read)))
     after = GroupStore(tmp_path)
     after.append(2, rows(group(7)))
     assert len(list(tmp_path.iterdir())) == 2, "a file that may be cut is not continued"
-    assert list(after.read({7: StorePlace(2, 1)})) == [7]
+    assert list(after.read([lease(7, epoch=2)])) == [7]
 
 
 def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> None:
@@ -69,10 +73,10 @@ def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> Non
     for epoch, attempt in ((1, 1), (1, 2), (2, 1)):
         store.append(epoch, rows(group(5, version=10 * epoch + attempt), attempt=attempt))
     for known in (store, GroupStore(tmp_path)):
-        for place in (StorePlace(1, 1), StorePlace(1, 2), StorePlace(2, 1)):
-            expected = group(5, version=10 * place.epoch + place.attempt)
-            assert_same(known.read({5: place})[5], expected)
-        assert known.read({5: StorePlace(2, 2), 6: StorePlace(1, 1)}) == {}
+        for kept in (lease(5), lease(5, 2), lease(5, epoch=2)):
+            expected = group(5, version=10 * kept.epoch + kept.attempt)
+            assert_same(known.read([kept])[5], expected)
+        assert known.read([lease(5, 2, epoch=2), lease(6)]) == {}
 
 
 def test_files_without_a_needed_group_are_deleted(tmp_path: Path) -> None:
@@ -83,7 +87,7 @@ def test_files_without_a_needed_group_are_deleted(tmp_path: Path) -> None:
     store.append(1, rows(group(3)))
     assert len(list(tmp_path.glob("e*"))) == 2
     store.retain([3])
-    assert list(store.read({i: StorePlace(1, 1) for i in (1, 2, 3)})) == [3]
+    assert list(store.read([lease(i) for i in (1, 2, 3)])) == [3]
     GroupStore(tmp_path).retain([])
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001.arrow"]
 
