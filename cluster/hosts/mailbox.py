@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _GATHERED_PART, _GATHERED_S = 0.05, 0.01
 # A `collect` without an answer returns after this; a caller that is dead by then asks no more.
 _ASKED_AGAIN_S = 20.0
-# Answers that nobody has collected for so long are forgotten: their caller is dead.
-_FORGOTTEN_S = 60.0
 
 _Numbered = tuple[int, GenerateRequest]
 _Answer = tuple[int, "list[Sample] | RayTaskError"]
@@ -51,21 +49,28 @@ class _Box:
     collecting: int = 0
     collected_at: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_forgotten(self) -> bool:
+    def is_left(self, for_s: float) -> bool:
+        """True if nothing is under way, and nobody has collected for so long."""
         idle_s = time.monotonic() - self.collected_at
-        return not self.under_way and not self.collecting and idle_s > _FORGOTTEN_S
+        return not self.under_way and not self.collecting and idle_s >= for_s
 
 
 class Mailbox:
-    """The engine's end: answers requests of all callers side by side."""
+    """The engine's end: answers requests of all callers side by side.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    Args:
+        forget_after_s: answers that nobody has collected for so long are dropped: their caller is
+            dead.
+    """
+
+    def __init__(self, engine: Any, forget_after_s: float = 60.0) -> None:
+        self._engine, self._forget_after_s = engine, forget_after_s
         self._boxes: dict[str, _Box] = {}
 
     def post(self, client: str, requests: Sequence[_Numbered]) -> None:
-        self._boxes = {name: box for name, box in self._boxes.items() if not box.is_forgotten}
+        self._boxes = {
+            name: box for name, box in self._boxes.items() if not box.is_left(self._forget_after_s)
+        }
         box = self._boxes.setdefault(client, _Box())
         for number, request in requests:
             task = asyncio.create_task(self._answer(box, number, request))

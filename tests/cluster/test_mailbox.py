@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import ray
 
 from cluster.handles import errors
 from cluster.hosts.engine_pool import EnginePool
-from cluster.hosts.mailbox import MailboxEnd, mailbox_of, with_mailbox
+from cluster.hosts.mailbox import Mailbox, MailboxEnd, mailbox_of, with_mailbox
 from distill.engine import GenerateRequest
 from distill.errors import DataError, EngineError, EngineLost
 from distill.sampling import TrainSampling
@@ -163,6 +165,35 @@ def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
 
     assert asyncio.run(ask()) == [[("second", token)] for token in range(20)]
     ray.kill(second)
+
+
+def test_answers_for_a_dead_caller_are_dropped() -> None:
+    class Answer:
+        """An answer that nobody but the mailbox holds."""
+
+    class Memory:
+        """Remembers its answers, weakly."""
+
+        def __init__(self) -> None:
+            self.made: list[weakref.ref[Answer]] = []
+
+        async def generate(self, _request: GenerateRequest) -> list[Answer]:
+            answer = Answer()
+            self.made.append(weakref.ref(answer))
+            return [answer]
+
+    async def post() -> None:
+        engine = Memory()
+        mailbox = Mailbox(engine, forget_after_s=0)
+        mailbox.post("dead", [(0, request(1))])
+        await asyncio.sleep(0.01)
+        assert engine.made[0]() is not None
+        mailbox.post("alive", [(0, request(2))])
+        assert len(await mailbox.collect("alive")) == 1
+        gc.collect()
+        assert engine.made[0]() is None
+
+    asyncio.run(post())
 
 
 def test_an_actor_without_one_is_called_by_itself() -> None:
