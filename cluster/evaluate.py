@@ -20,7 +20,7 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
-from cluster.config.evaluation import DecoderSettings
+from cluster.config.evaluation import DecoderSettings, LengthSettings
 from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
@@ -32,7 +32,7 @@ from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rules import at_least, setting
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL, Section, section_field
 from distill.stops import StopSettings, StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -43,7 +43,7 @@ class EvaluateConfig(
     EnvSettings,
     ChatTemplateSettings,
     StopSettings,
-    DecoderSettings,
+    LengthSettings,
     LocalEngineConfig,
 ):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
@@ -62,6 +62,7 @@ class EvaluateConfig(
         "its name",
         metadata=ESSENTIAL | ROWS,
     )
+    eval: DecoderSettings = section_field(DecoderSettings)
     limit: int | None = setting(
         at_least(1),
         default=None,
@@ -153,7 +154,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     if config.out is not None:
         report = {
             "model": config.model,
-            "serving decoder": asdict(config.eval_sampling()),
+            "serving decoder": asdict(config.eval.sampling(config.max_new_tokens)),
             "data sets": {
                 name: {"metrics": metrics, "responses": [asdict(each) for each in responses]}
                 for name, (metrics, responses) in results.items()
@@ -178,10 +179,11 @@ async def _measure(
     models = [config.model] if config.teacher is None else [config.model, config.teacher]
     results: Results = {}
     asked = _models_to_ask(config)
+    decoder = config.eval.sampling(config.max_new_tokens)
     engines = [config.engine_config(model, stops) for model in models]
     async with running_engines(*engines) as (engine, *teachers):
         for name, evaluator in evaluators.items():
-            responses = await evaluator.respond(engine, config.eval_sampling(), asked)
+            responses = await evaluator.respond(engine, decoder, asked)
             metrics = evaluator.summarise(responses)
             for teacher in teachers:
                 metrics |= await evaluator.reverse_kl(
@@ -207,7 +209,7 @@ def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
 
 def _table(config: EvaluateConfig, results: Results) -> Table:
     """Table with a row per metric and a column per data set."""
-    decoder = config.eval_sampling()
+    decoder = config.eval.sampling(config.max_new_tokens)
     how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
     table = Table(
         title=f"{config.model}, {how}", caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval"

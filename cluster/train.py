@@ -176,7 +176,7 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples of "
                 "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
-                f"{name} out (the serving decoder of evaluation has eval_top_p and eval_top_k)"
+                f"{name} out (the serving decoder of evaluation has eval.top_p and eval.top_k)"
             )
 
 

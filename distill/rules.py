@@ -1,7 +1,7 @@
 """Declaration of a setting together with the rules that its value must meet.
 
     keep_last: int = setting(at_least(1), default=2, doc="number of newest checkpoints")
-    eval_engines: int = setting(at_least(0), needs("eval_every"), default=0, doc="engines for ...")
+    engines: int = setting(at_least(0), needs("eval.every"), default=0, doc="engines for ...")
 
 A rule refuses a value with a ConfigError that names the setting, the value and the reason. Rules
 refer to other settings by their path in a run's settings (`checkpoint.every`), in an environment by

@@ -25,7 +25,7 @@ def check_temperature(temperature: float, field: str) -> None:
     if temperature <= 0:
         raise ConfigError(
             f"{field}={temperature} cannot be trained at: rollouts are sampled from softmax(z/T), "
-            "so T must be above 0. Greedy decoding (0) is for evaluation: eval_temperature=0",
+            "so T must be above 0. Greedy decoding (0) is for evaluation: eval.temperature=0",
             field=field,
         )
 
@@ -75,28 +75,28 @@ class EvalSampling:
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ConfigError(
-                f"eval_temperature={self.temperature} must be 0 (greedy) or above",
-                field="eval_temperature",
+                f"eval.temperature={self.temperature} must be 0 (greedy) or above",
+                field="eval.temperature",
             )
         _check_max_new_tokens(self.max_new_tokens)
         if not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"eval_top_p={self.top_p} must be in (0, 1]; 1 truncates nothing",
-                field="eval_top_p",
+                f"eval.top_p={self.top_p} must be in (0, 1]; 1 truncates nothing",
+                field="eval.top_p",
             )
         if self.top_k < 0:
             raise ConfigError(
-                f"eval_top_k={self.top_k} must be 0 (off) or above", field="eval_top_k"
+                f"eval.top_k={self.top_k} must be 0 (off) or above", field="eval.top_k"
             )
         if self.num_samples < 1:
             raise ConfigError(
-                f"eval_samples={self.num_samples} must be at least 1", field="eval_samples"
+                f"eval.samples={self.num_samples} must be at least 1", field="eval.samples"
             )
         if self.num_samples > 1 and self.temperature == 0:
             raise ConfigError(
-                f"eval_samples={self.num_samples} with eval_temperature=0: greedy decoding gives "
-                "the same response again; set eval_temperature above 0, or eval_samples=1",
-                field="eval_samples",
+                f"eval.samples={self.num_samples} with eval.temperature=0: greedy decoding gives "
+                "the same response again; set eval.temperature above 0, or eval.samples=1",
+                field="eval.samples",
             )
 
 

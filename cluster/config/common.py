@@ -52,7 +52,7 @@ class DeviceSettings:
 
 
 @chz.chz
-class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettings):
+class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettings, WithSections):
     """Settings of a command that runs its engines in its own process."""
 
     threads: int = with_default(ThreadSettings, "threads", 2)

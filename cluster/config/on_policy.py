@@ -15,7 +15,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
-from cluster.config.evaluation import EvaluationSettings, LengthSettings
+from cluster.config.evaluation import EvalSettings, LengthSettings
 from cluster.config.pools import (
     PolicySettings,
     PoolSettings,
@@ -188,7 +188,6 @@ class SamplingSettings(LengthSettings):
 class RolloutConfig(
     DataSettings,
     SamplingSettings,
-    EvaluationSettings,
     PolicySettings,
     PoolSettings,
     CommonConfig,
@@ -198,6 +197,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    eval: EvalSettings = section_field(EvalSettings)
     rollout: RolloutSettings = section_field(RolloutSettings)
     verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
@@ -351,10 +351,10 @@ class RolloutConfig(
                     f"env.{field}={getattr(self.env, field)} changes nothing with bonus_coef=0; "
                     "give a coefficient, or leave it out"
                 )
-        if self.eval_source is not None and not self.env.reads_prompts:
+        if self.eval.source is not None and not self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(
-                f"eval_source={self.eval_source} changes nothing: env={name} reads no file"
+                f"eval.source={self.eval.source} changes nothing: env={name} reads no file"
             )
 
     @property

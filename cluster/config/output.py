@@ -43,9 +43,9 @@ class CheckpointSettings:
         metadata=MAY_CHANGE,
     )
     keep_best: str | None = setting(
-        needs("eval_every", remedy="give eval_every="),
+        needs("eval.every", remedy="give eval.every="),
         default=None,
-        doc="also keep the checkpoint of the best evaluation (eval_every=) by this metric, for "
+        doc="also keep the checkpoint of the best evaluation (eval.every=) by this metric, for "
         "example eval/accuracy; it is saved at that step. Smaller is better for kl, nll and loss, "
         "larger for all others",
         metadata=MAY_CHANGE,

@@ -158,10 +158,10 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
     read.require_columns()
-    if config.eval_engines and not len(held_out):
+    if config.eval.engines and not len(held_out):
         raise ConfigError(
-            f"eval_engines={config.eval_engines} have nothing to evaluate: no problem is held out; "
-            "give eval_source=, or leave it out"
+            f"eval.engines={config.eval.engines} have nothing to evaluate: no problem is held out; "
+            "give eval.source=, or leave it out"
         )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
@@ -177,7 +177,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 read=read_sft,
             ),
         )
-    readers = {"prompts": read, "eval_source": read, "sft_data": read_sft}
+    readers = {"prompts": read, "eval.source": read, "sft_data": read_sft}
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocab_size(student),
@@ -283,20 +283,20 @@ def _load_problems(
         places = [source.place for source in sources] or [None]
         return [problems_of(env, place, setting) for place in places]
 
-    longest = max(config.max_new_tokens, config.longest_evaluation())
+    longest = max(config.max_new_tokens, config.eval.sampling(config.max_new_tokens).max_new_tokens)
     evaluation = config.env.evaluation()
     sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
-    if config.eval_source is None:
+    if config.eval.source is None:
         train = load(config.env, sources, longest)
         same = evaluation is config.env
         return _hold_out(
             train, train if same else load(evaluation, sources, longest), sources, config
         )
     train = load(config.env, sources, config.max_new_tokens)
-    apart = unweighted_sources("eval_source", config.eval_source)
+    apart = unweighted_sources("eval.source", config.eval.source)
     held_out = load(evaluation, apart, longest)
     sizes = [len(problems) for problems in held_out]
-    counts = shares(sizes, _held_out_number(config.eval_size, sum(sizes), sum(sizes)))
+    counts = shares(sizes, _held_out_number(config.eval.size, sum(sizes), sum(sizes)))
     taken = [each.subset(range(count)) for each, count in zip(held_out, counts, strict=True)]
     return mixture(train, sources), mixture(taken, apart)
 
@@ -424,7 +424,7 @@ def _hold_out(
 ) -> tuple[EnvDataset, EnvDataset]:
     """Split problems into (train, held out) by a seeded choice.
 
-    Holds out `eval_size` problems, a number of them at most a tenth of all, from each source in
+    Holds out `eval.size` problems, a number of them at most a tenth of all, from each source in
     proportion to its size. Problems with the same prompt stay on the same side.
 
     Args:
@@ -432,7 +432,7 @@ def _hold_out(
         evaluated: the same problems, as evaluations use them.
     """
     sizes = [len(each) for each in problems]
-    counts = shares(sizes, _held_out_number(config.eval_size, sum(sizes), sum(sizes) // 10))
+    counts = shares(sizes, _held_out_number(config.eval.size, sum(sizes), sum(sizes) // 10))
     chosen = choose_held_out(
         [_prompt_keys(i, each, config.group_size) for i, each in enumerate(problems)],
         [min(count, size - 1) for count, size in zip(counts, sizes, strict=True)],
@@ -446,7 +446,7 @@ def _hold_out(
 
 
 def _held_out_number(size: float, total: int, most: int) -> int:
-    """Number of problems that `eval_size` stands for: below 1 a share of `total`."""
+    """Number of problems that `eval.size` stands for: below 1 a share of `total`."""
     return round(size * total) if size < 1 else min(int(size), most)
 
 

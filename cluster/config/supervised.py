@@ -10,14 +10,14 @@ from chz.mungers import default_munger
 
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import model_field
-from cluster.config.evaluation import HeldOutSettings
+from cluster.config.evaluation import RowEvaluationSettings
 from cluster.config.rows import ROWS
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import Columns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.rules import above, at_least, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, with_default
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
 from distill.stops import StopSettings
 
 _STEPS = 100
@@ -42,7 +42,7 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
 
 
 @chz.chz
-class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, CommonConfig):
+class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     """Settings that sft, dpo and reward_model share."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -78,26 +78,7 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
         at_least(2), default=None, doc="longest row, in tokens; default: the model's context"
     )
 
-    eval_size: float = with_default(HeldOutSettings, "eval_size", 0)
-
-    @property
-    def evaluates(self) -> bool:
-        return self.eval_source is not None or self.eval_size > 0
-
-    @chz.validate
-    def _evaluation_in_range(self) -> None:
-        if self.eval_size and self.eval_source is not None:
-            raise ConfigError(
-                f"eval_size={self.eval_size:g} and eval_source={self.eval_source}: rows are held "
-                "out of data=, or come from a source of their own; leave one of them out",
-                field="eval_size",
-            )
-        if self.eval_every and not self.evaluates:
-            raise ConfigError(
-                f"eval_every={self.eval_every} changes nothing without held-out rows; give "
-                "eval_source=FILE or eval_size=0.05",
-                field="eval_every",
-            )
+    eval: RowEvaluationSettings = section_field(RowEvaluationSettings)
 
     @chz.validate
     def _work_for_all(self) -> None:

@@ -148,11 +148,11 @@ def _supervised_inputs(
     held_out: list[HeldOut] = []
     sources = parse_sources("data", config.data)
     units_by_source = [load(source.place) for source in sources]
-    if config.eval_size:
+    if config.eval.size:
         units_by_source, held_out = _hold_out_rows(config, sources, units_by_source)
     overlap = 0
-    if config.eval_source is not None:
-        held_out, overlap = _rows_apart(config, config.eval_source, load, units_by_source)
+    if config.eval.source is not None:
+        held_out, overlap = _rows_apart(config, config.eval.source, load, units_by_source)
     for source, units in zip(sources, units_by_source, strict=True):
         ours = list(chain.from_iterable(units))
         rows_D += ours
@@ -165,7 +165,7 @@ def _supervised_inputs(
         parts=parts,
         held_out=held_out,
         overlap=overlap,
-        digests=digests_of(config, {"data": read, "eval_source": read}),
+        digests=digests_of(config, {"data": read, "eval.source": read}),
         stops=stops,
     )
 
@@ -182,13 +182,13 @@ def _hold_out_rows(
     """
     trained: list[Sequence[Unit]] = []
     held_out = []
-    split = hold_out(units_by_source, config.eval_size, seed=config.seed)
+    split = hold_out(units_by_source, config.eval.size, seed=config.seed)
     for source, (ours, apart) in zip(sources, split, strict=True):
         if not apart:
             raise ConfigError(
-                f"eval_size={config.eval_size:g} of the {len(ours)} rows of {source.place} is less "
+                f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is less "
                 "than its prompt with the fewest rows has, and a prompt's rows stay together (one "
-                "in several sources is not held out); give a larger one, or eval_source=FILE"
+                "in several sources is not held out); give a larger one, or eval.source=FILE"
             )
         trained.append(ours)
         held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
@@ -201,7 +201,7 @@ def _rows_apart(
     load: Callable[[str], Sequence[Unit]],
     trained_units: Sequence[Sequence[Unit]],
 ) -> tuple[list[HeldOut], int]:
-    """The rows of each source of `eval_source`, and how many units have a prompt that is trained.
+    """The rows of each source of `eval.source`, and how many units have a prompt that is trained.
 
     Raises:
         ConfigError: a source is trained on as well.
@@ -209,11 +209,11 @@ def _rows_apart(
     trained = {source.place for source in parse_sources("data", config.data)}
     keys = {key for units in trained_units for key in unit_keys(units)}
     held_out, overlap = [], 0
-    for source in unweighted_sources("eval_source", place):
+    for source in unweighted_sources("eval.source", place):
         if source.place in trained:
             raise ConfigError(
-                f"eval_source={place}: {source.place} is in data= as well, and what is trained "
-                "on is not held out; give another file, or eval_size=0.05"
+                f"eval.source={place}: {source.place} is in data= as well, and what is trained "
+                "on is not held out; give another file, or eval.size=0.05"
             )
         units = load(source.place)
         overlap += sum(key in keys for key in unit_keys(units))

@@ -127,7 +127,7 @@ class RolloutCast:
     def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
-        title = config.problems_title(config.eval_source or config.prompts)
+        title = config.problems_title(config.eval.source or config.prompts)
 
         def create(_index: int, attempt: int) -> Any:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}

@@ -86,7 +86,7 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
             engines[role] = config.teacher_engine(name, device, "")
     if config.reference is not None:
         engines[REFERENCE] = config.reference_engine(device, "")
-    if config.eval_engines:
+    if config.eval.engines:
         engines[EVALUATION] = config.evaluation_engine(config.student, device, "")
     return engines
 
@@ -107,8 +107,8 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
     if isinstance(config, OpdConfig):
         for role in served_teachers(config).values():
             bounds[role] = config.pool("teacher_engines")
-    if config.eval_engines:
-        bounds[EVALUATION] = (config.eval_engines, config.eval_engines)
+    if config.eval.engines:
+        bounds[EVALUATION] = (config.eval.engines, config.eval.engines)
     return bounds
 
 
@@ -181,6 +181,6 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         return {LEARNER: learner}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
-    evaluation = {EVALUATION: student} if config.eval_engines else {}
+    evaluation = {EVALUATION: student} if config.eval.engines else {}
     trained = {} if config.only_keeps else {LEARNER: learner}
     return trained | {POLICY: student} | teachers | reference | reward | evaluation

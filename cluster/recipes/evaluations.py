@@ -1,4 +1,4 @@
-"""Evaluations of an opd or rl run: before, between, during (eval_engines=) and after its steps.
+"""Evaluations of an opd or rl run: before, between, during (eval.engines=) and after its steps.
 
 between   the driver waits; the metrics are in the step's own line
 during    the weights of the step are pushed to separate engines, which hold them until the
@@ -50,7 +50,7 @@ class Evaluations:
     ) -> None:
         self._config, self._running, self._fleet = config, running, fleet
         self._has_problems = problems > 0
-        self._schedule = EvaluationSchedule(config.eval_every if problems else 0, config.steps)
+        self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
         self._began_now = False
         self._learner_lost = False
 
@@ -113,7 +113,7 @@ class Evaluations:
     def after_step(self, step: int) -> dict[str, float]:
         """Evaluates the weights of a step if that is due; returns metrics for the step's line."""
         self._began_now = False
-        if not self._config.eval_engines:
+        if not self._config.eval.engines:
             return self._evaluate(f"step {step}", step) if self._schedule.due(step) else {}
         self.collect()
         if not self._schedule.wanted(step):
@@ -277,7 +277,7 @@ class Evaluations:
 
     def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
         """Metrics of the engines' responses, and the responses that are kept."""
-        sampling = self._config.eval_sampling()
+        sampling = self._config.eval.sampling(self._config.max_new_tokens)
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
         evaluation = yield Ask(
             f"evaluation, {when}",

@@ -140,7 +140,7 @@ def _measured(config: RolloutConfig, inputs: RolloutInputs) -> set[str]:
     """Names of an evaluation's metrics that do not depend on what an environment measures."""
     names = {"eval/response_length", "eval/eos_share"}
     if inputs.judged:
-        samples = config.eval_samples
+        samples = config.eval.samples
         names |= {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"}
         names |= {f"eval/pass@{2**n}" for n in range(1, samples.bit_length()) if 2**n <= samples}
         names |= {f"eval/majority@{samples}"} if samples > 1 else set()
@@ -152,7 +152,7 @@ def _plan(
 ) -> str:
     objective = config.objective()
     again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
-    evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
+    evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
         f"engine    {config.engine} (dtype={config.dtype}); "
@@ -182,7 +182,7 @@ def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
     """Line of the plan: epochs over the problems, and evaluations."""
     size = len(inputs.train)
     through = f"{config.steps * config.prompts_per_step / size:.3g} times through" if size else ""
-    evaluated = f"every {config.eval_every} steps" if config.eval_every else "before and after"
+    evaluated = f"every {config.eval.every} steps" if config.eval.every else "before and after"
     if not len(inputs.held_out):
         evaluated = "none: no held-out problems"
     return f"  epochs    {through} the problems; evaluations: {evaluated}\n"

@@ -79,7 +79,7 @@ class RunHandshake:
         for role in parties.scorers:
             scorers |= parties.pool(role).each()
         policies = parties.pool(POLICY).each()
-        if self._config.eval_engines:
+        if self._config.eval.engines:
             policies |= parties.pool(EVALUATION).each()
         report = parties.driver.run("the handshake", self.examine(policies, scorers))
         directory.write_json(

@@ -138,17 +138,17 @@ class _MeasuredRun(LearnerAlone):
     _config: SupervisedConfig
 
     def before_steps(self) -> None:
-        if self._config.evaluates and self._running.first_step == 0:
+        if self._config.eval.runs and self._running.first_step == 0:
             self._validate_apart("before", step=0)
-        elif self._config.evaluates:
+        elif self._config.eval.runs:
             self._recall_before()
 
     def after_steps(self, checkpoint: Checkpoint) -> None:
-        if self._config.evaluates:
+        if self._config.eval.runs:
             self._validate_apart("after", step=checkpoint.step)
 
     def on_step(self, metrics: dict[str, float]) -> None:
-        step, every = int(metrics["step"]), self._config.eval_every
+        step, every = int(metrics["step"]), self._config.eval.every
         due = every > 0 and step % every == 0 and step < self._config.steps
         try:
             if due and self._running.signals.received is None:

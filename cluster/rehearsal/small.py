@@ -19,8 +19,8 @@ from distill.settings import changed, fields_of
 
 # Upper limits of sizes in the small run.
 _MOST = {
-    "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval_max_new_tokens": 24,
-    "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "eval_engines": 1, "num_substeps": 4,
+    "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval.max_new_tokens": 24,
+    "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1, "num_substeps": 4,
     "lora_rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
     "sft_steps": 1, "teacher_lag": 2,
 }  # fmt: skip
@@ -84,17 +84,17 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     for name in _POOLS:
         if name in defaults:
             changes[name] = min(PoolSize.parse(name, get(config, name)).smallest, _MOST_ACTORS)
-    if 0 < config.eval_size < 1:  # a share, of which the small run does not know the size
-        changes["eval_size"] = _MOST["eval_size"]
+    if 0 < config.eval.size < 1:  # a share, of which the small run does not know the size
+        changes["eval.size"] = _MOST["eval.size"]
     if config.lora_adapter is not None:
         changes["lora_rank"] = _MOST["lora_rank"]
     changes |= {
         "out": str(out / "run"), "device": "cpu", "dry_run": False,
-        "steps": STEPS_AT_MOST, "checkpoint.every": 1, "eval_every": 0, "keep": "all",
+        "steps": STEPS_AT_MOST, "checkpoint.every": 1, "eval.every": 0, "keep": "all",
         "student": twins["student"].path,
     }  # fmt: skip
-    if config.eval_engines:
-        changes["eval_every"] = 1
+    if config.eval.engines:
+        changes["eval.every"] = 1
     return SmallRun(
         config=changed(config, **changes, **_named(config, twins)),
         twins=twins,

@@ -301,7 +301,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "eval/accuracy",
             "reward",
-            "mean reward on held-out prompts with the decoder of `eval_temperature=`",
+            "mean reward on held-out prompts with the decoder of `eval.temperature=`",
         ),
         Metric(
             "eval/accuracy/source=NAME", "reward", "`eval/accuracy` on the prompts of one source"
@@ -315,7 +315,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "eval/reverse_kl_high", "nats", "upper end of the 95 % interval of `eval/reverse_kl`"
         ),
-        Metric("eval/pass@K", "reward", "expected best reward of K responses (`eval_samples=`)"),
+        Metric("eval/pass@K", "reward", "expected best reward of K responses (`eval.samples=`)"),
         Metric(
             "eval/majority@N",
             "reward",

@@ -149,7 +149,7 @@ class Fleet:
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
         if cast.evaluates:
             self._specs[EVALUATOR] = cast.evaluator_spec()
-        if config.eval_engines:
+        if config.eval.engines:
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(

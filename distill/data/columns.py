@@ -114,7 +114,7 @@ def _parsed_chat(value: Any) -> Any:
 
 @chz.chz
 class PromptColumns(Columns):
-    """Columns of `prompts` and `eval_source`, and the answers within one."""
+    """Columns of `prompts` and `eval.source`, and the answers within one."""
 
     section: ClassVar[Section] = Section.MODEL
 

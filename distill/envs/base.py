@@ -323,7 +323,7 @@ class EnvConfig(ABC):
     """Settings of an environment: `env=package.module:Class env.field=value`.
 
     `reads_prompts` and `judges` declare which settings of the run it uses: the files `prompts` and
-    `eval_source`, and `reward`. A setting that it does not use is rejected.
+    `eval.source`, and `reward`. A setting that it does not use is rejected.
     """
 
     # What precedes the names of its fields on the command line.

@@ -385,7 +385,7 @@ class ChatEnvConfig(ChatConfig):
 
     @abstractmethod
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        """The problems to play; `path` is the run's `prompts`, or `eval_source`."""
+        """The problems to play; `path` is the run's `prompts`, or `eval.source`."""
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         """Function that extracts a last turn's answer, so that several can vote; None: none can."""

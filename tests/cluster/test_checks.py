@@ -149,7 +149,7 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
 
 def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(ConfigError, match=r"eval_engines=1 have nothing .* give eval_source="):
+    with pytest.raises(ConfigError, match=r"eval.engines=1 have nothing .* give eval.source="):
         check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
 
 
@@ -214,7 +214,7 @@ def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> Non
         ({"prompt": "x" * 121}, "has 121 tokens, and max_new_tokens=8 more exceed the model's"),
     ],
 )
-@pytest.mark.parametrize("setting", ["prompts", "eval_source"])
+@pytest.mark.parametrize("setting", ["prompts", "eval.source"])
 def test_bad_prompts_by_file_and_line(opd: NewOpd, prompts, setting: str, line, message) -> None:
     path = prompts({"prompt": "good"}, "", line)
     with pytest.raises(DataError, match=f"{path}:3: .*{message}"):
@@ -235,7 +235,7 @@ def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> Non
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
-@pytest.mark.parametrize("setting", ["prompts", "eval_source"])
+@pytest.mark.parametrize("setting", ["prompts", "eval.source"])
 def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> None:
     with pytest.raises(DataError, match=r"prompts\.jsonl holds no rows"):
         check_rollout(opd(**{setting: prompts("", "  ")}))
@@ -527,7 +527,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
 
 def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
     same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
-    with pytest.raises(ConfigError, match=r"eval_size=0.5 of the 4 rows of .*prompts.jsonl"):
+    with pytest.raises(ConfigError, match=r"eval.size=0.5 of the 4 rows of .*prompts.jsonl"):
         check_sft(sft(data=same, eval_size=0.5))
 
 
@@ -535,7 +535,7 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     apart = prompts({"prompt": "a", "completion": "b"})
     inputs = check_sft(sft(eval_source=apart))
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
-    assert inputs.digests.keys() == {"data", "eval_source"}
+    assert inputs.digests.keys() == {"data", "eval.source"}
     with pytest.raises(ConfigError, match=r"is in data= as well"):
         check_sft(sft(eval_source=sft().data))
     long = prompts({"prompt": "a", "completion": "b" * 127})
@@ -646,7 +646,7 @@ def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
     held_out = check_rollout(opd(eval_source=both, eval_size=8)).held_out
     assert isinstance(held_out, Mixture)
     assert [(part.name, part.size) for part in held_out.parts] == [("c", 6), ("d", 2)]
-    with pytest.raises(ConfigError, match=r"eval_source=.*: weights change nothing"):
+    with pytest.raises(ConfigError, match=r"eval.source=.*: weights change nothing"):
         opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
@@ -691,7 +691,7 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
-@pytest.mark.parametrize("name", ["prompts", "eval_source", "sft_data"])
+@pytest.mark.parametrize("name", ["prompts", "eval.source", "sft_data"])
 def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}[=:]"):
         opd(**{name: value})

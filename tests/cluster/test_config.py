@@ -49,7 +49,16 @@ from distill.errors import (
 from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section, changed, fields_of, flagged, meant_by, section_of
+from distill.settings import (
+    ESSENTIAL,
+    Section,
+    changed,
+    declarer_of,
+    fields_of,
+    flagged,
+    meant_by,
+    section_of,
+)
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from tests.refusals import refuses
@@ -133,10 +142,10 @@ def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored
     assert sum(i in groups for i in range(first, first + config.prompts_per_step)) == scored
 
 
-@pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_source": "p"}])
+@pytest.mark.parametrize("changes", [{"eval.every": 3}, {"eval.source": "p"}])
 def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
     [[name, value]] = changes.items()
-    with pytest.raises(ConfigError, match=f"{name}={value} changes nothing with eval_size=0"):
+    with pytest.raises(ConfigError, match=f"{name}={value} changes nothing with eval.size=0"):
         opd(eval_size=0, **changes)
 
 
@@ -161,11 +170,11 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval_source": "v", "eval_size": 0.1}, "leave one of them out"),
-        ({"eval_size": 2.5}, "eval_size=2.5 must be a whole number"),
-        ({"eval_size": math.nan}, "eval_size=nan must be a whole number"),
-        ({"eval_source": "v:2,w"}, "eval_source=v:2,w: weights change nothing"),
-        ({"eval_every": 5}, "eval_every=5 changes nothing without held-out rows"),
+        ({"eval.source": "v", "eval.size": 0.1}, "leave one of them out"),
+        ({"eval.size": 2.5}, "eval.size=2.5 must be a whole number"),
+        ({"eval.size": math.nan}, "eval.size=nan must be a whole number"),
+        ({"eval.source": "v:2,w"}, "eval.source=v:2,w: weights change nothing"),
+        ({"eval.every": 5}, "eval.every=5 changes nothing without held-out rows"),
     ],
 )
 def test_held_out_rows_are_named_once(
@@ -192,10 +201,10 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
         token_budget=77, seed=4, threads=2, dtype="bfloat16",
     )  # fmt: skip
     assert config.train_sampling() == TrainSampling(temperature=0.3, max_new_tokens=5)
-    evaluation = config.eval_sampling()
+    evaluation = config.eval.sampling(config.max_new_tokens)
     assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
     assert (evaluation.max_new_tokens, evaluation.num_samples) == (6, 3)
-    assert opd(max_new_tokens=5).eval_sampling().max_new_tokens == 5
+    assert opd(max_new_tokens=5).eval.sampling(5).max_new_tokens == 5
     objective = config.objective()
     assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)
     assert objective.reward_coef == 0.6 and type(objective) is ObjectiveConfig
@@ -231,9 +240,8 @@ def test_a_setting_is_declared_in_one_class() -> None:
     """Name, type, default and doc; a class that inherits it may change the default."""
     homes: dict[str, set[type]] = {}
     for kind in SETTINGS:
-        for name in chz.chz_fields(kind):
-            declaring = [c for c in kind.__mro__ if name in getattr(c, "__chz_fields__", {})]
-            homes.setdefault(name, set()).add(declaring[-1])
+        for name in fields_of(kind):
+            homes.setdefault(name, set()).add(declarer_of(kind, name))
     assert {name for name, classes in homes.items() if len(classes) > 1} == HOMONYMS
 
 
@@ -248,8 +256,8 @@ def test_temperature_has_one_home() -> None:
     homes = {
         config.__name__: name
         for config in (OpdConfig, RlConfig, SftConfig, DpoConfig, EngineConfig)
-        for name in chz.chz_fields(config)
-        if "temperature" in name and not name.startswith("eval_")
+        for name in fields_of(config)
+        if "temperature" in name and not name.startswith("eval.")
     }
     assert homes == {"OpdConfig": "temperature", "RlConfig": "temperature"}
 
@@ -362,7 +370,7 @@ def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["temperature=0"], "temperature=0.* eval_temperature=0"),
+        (["temperature=0"], "temperature=0.* eval.temperature=0"),
         (["temperature=-1"], "temperature=-1"),
         (["top_p=0.9"], "top_p=0.9: training does not truncate"),
         (["top_k=5"], "top_k=5: training does not truncate"),
@@ -532,7 +540,7 @@ def test_help_of_all_has_what_matters_first_and_the_rest_in_sections(capsys) -> 
 FIXED = (
     *("student", "teacher", "prompts", "out", "temperature", "steps", "prompts_per_step"),
     *("group_size", "max_new_tokens", "lr", "seed", "engine", "max_staleness", "kl_coef"),
-    *("eval_every", "eval_temperature", "wandb"),
+    *("eval.every", "eval.temperature", "wandb"),
 )
 
 
@@ -564,7 +572,7 @@ def test_a_setting_is_given_once(opd: NewOpd) -> None:
 
 
 def test_an_ambiguous_name_is_refused(opd: NewOpd) -> None:
-    with refuses(ConfigError, "every", match="checkpoint.every or verify.every"):
+    with refuses(ConfigError, "every", match="checkpoint.every or eval.every or verify.every"):
         opd(every=3)
 
 
@@ -599,7 +607,7 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
         config.learner("m", "cpu"),
         config.objective(),
         config.train_sampling(),
-        config.eval_sampling(),
+        config.eval.sampling(config.max_new_tokens),
         checkpoint,
         EngineInfo(
             kind="k",
@@ -713,7 +721,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
     ("settings", "message"),
     [
         ({"prompts": "p"}, "prompts=p changes nothing: env=TicTacToeGames reads no file"),
-        ({"eval_source": "p"}, "eval_source=p changes nothing"),
+        ({"eval.source": "p"}, "eval.source=p changes nothing"),
         ({"reward": "contains"}, "reward=contains changes nothing: env=TicTacToeGames has rewards"),
         ({"group_size": 3}, "group_size=3 must be even"),
         (

@@ -168,7 +168,7 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     "changes",
     [
         {},
-        {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval_size": 0},
+        {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval.size": 0},
         {"checkpoint_every": 3, "lr": 1e-3},
         {"teacher": None, "teachers": {"a": {"model": "m", "weight": 0.5}}},
         {"chat_template_kwargs": '{"enable_thinking": false}', "stop_tokens": "<eos>,7"},
@@ -248,7 +248,7 @@ def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
     file = written(tmp_path / "dpo.yaml", "model: m\ndata: d.jsonl\nout: o\nbeta: 0.2\n")
     assert parse(DpoConfig, [f"config={file}"]).beta == 0.2
     file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_top_p = 0.9\n')
-    assert parse(EvaluateConfig, [f"config={file}"]).eval_top_p == 0.9
+    assert parse(EvaluateConfig, [f"config={file}"]).eval.top_p == 0.9
 
 
 def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:

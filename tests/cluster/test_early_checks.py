@@ -62,7 +62,7 @@ def test_the_moving_teacher_is_no_directory(
     [
         (["student=/no/where", "teacher=a/b"], CheckpointError, "student"),
         (["student=a/b", "teachers.x.model=/no/where"], CheckpointError, "teachers.x.model"),
-        (["student=a/b", "teacher=a/c", "eval_source=no-*.jsonl"], DataError, "eval_source"),
+        (["student=a/b", "teacher=a/c", "eval.source=no-*.jsonl"], DataError, "eval.source"),
         (["student=a/b", "teacher=a/c", "chat_template=no.jinja"], ConfigError, "chat_template"),
         (["student=RUN/..", "teacher=a/c"], CheckpointError, "student"),
     ],

@@ -33,7 +33,7 @@ def test_data_sets_are_told_apart_and_every_response_is_kept(
     out = tmp_path / "report.json"
     code = evaluate(
         tiny_pair, f"prompts={sums},{open_ended}", f"out={out}", f"reward={__name__}:even",
-        "eval_temperature=1.5", "eval_samples=4", f"teacher={tiny_pair.teacher}", "temperature=0.7",
+        "eval.temperature=1.5", "eval.samples=4", f"teacher={tiny_pair.teacher}", "temperature=0.7",
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -69,7 +69,7 @@ def test_the_serving_decoder_changes_no_log_probability(
 ) -> None:
     prompts = write(tmp_path / "p.jsonl", {"prompt": "1 +", "answer": "e"})
     kls = []
-    for decoder in (["eval_temperature=0"], ["eval_temperature=2", "eval_top_k=3"]):
+    for decoder in (["eval.temperature=0"], ["eval.temperature=2", "eval.top_k=3"]):
         out = tmp_path / "report.json"
         code = evaluate(
             tiny_pair, f"prompts={prompts}", f"out={out}", f"teacher={tiny_pair.teacher}",

@@ -39,7 +39,7 @@ def test_an_example_is_checked_and_planned(
     ours = {
         "student": student, "teacher": teacher, "model": student, "prompts": problems,
         "data": sft().data, "out": tmp_path / "out", "max_new_tokens": 8, "max_length": 64,
-        "eval_size": 0.5,
+        "eval.size": 0.5,
     }  # fmt: skip
     replaced = [f"{setting}={value}" for setting, value in ours.items() if setting in given]
     assert main([f"config={file}", *replaced, "dry_run=True", "device=cpu"]) == 0

@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import chz
 import pytest
 from rich.console import Console
 
 from cluster.config.on_policy import RolloutConfig
+from distill.rules import get
+from distill.settings import fields_of
 from examples.opd_vs_rl import race
 from examples.opd_vs_rl.__main__ import main
 from examples.opd_vs_rl.config import OpdVsRlConfig
@@ -108,9 +109,9 @@ def test_methods_share_all_but_what_is_compared(tmp_path: Path) -> None:
         for seed in (0, 1)
     ]
     assert len({config.out for config in configs}) == len(configs)
-    own = {"out", "lr", "seed", "env", "eval_every", "eval_size", "max_new_tokens"}
+    own = {"out", "lr", "seed", "env", "eval.every", "eval.size", "max_new_tokens"}
     first, *others = [
-        {name: getattr(config, name) for name in chz.chz_fields(RolloutConfig) if name not in own}
+        {name: get(config, name) for name in fields_of(RolloutConfig) if name not in own}
         for config in configs
     ]
     assert first["temperature"] == 0.6

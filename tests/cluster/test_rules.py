@@ -10,7 +10,9 @@ import pytest
 from chz.field import Field
 
 from actors.envs.judge_env import Judged
+from cluster.config.arguments import built
 from cluster.config.env import BUILT_IN
+from cluster.config.files import by_name
 from cluster.config.recipes import CONFIGS, make
 from cluster.evaluate import EvaluateConfig
 from cluster.inspect.forecast.command import ForecastConfig
@@ -58,9 +60,9 @@ WITH: dict[str, dict[str, Any]] = {
     "teacher_lag": {"teacher": "policy"},
     "teacher_top_k": _TOP_K,
     "top_k_from": _TOP_K,
-    "eval_engines": {"eval_every": 1},
+    "eval.engines": {"eval.every": 1},
     "keep_last": {"condenser": "keywords"},
-    "checkpoint.keep_best": {"eval_every": 1},
+    "checkpoint.keep_best": {"eval.every": 1},
     "lora_alpha": {"lora_rank": 4},
     "lora_targets": {"lora_rank": 4},
     "sft_coef": {"sft_data": "f"},
@@ -91,7 +93,11 @@ def fits(field: Field, value: Any) -> bool:
 
 
 def build(owner: str, settings: dict[str, Any]) -> Any:
-    return make(owner, **settings) if owner in CONFIGS else KINDS[owner](**settings)
+    return make(owner, **settings) if owner in CONFIGS else made_of(KINDS[owner], settings)
+
+
+def made_of(kind: type, settings: dict[str, Any]) -> Any:
+    return built(kind, by_name(kind, settings))
 
 
 def path(owner: str, name: str) -> str:

@@ -38,7 +38,7 @@ MAY_CHANGE = {
     "steps": 7, "checkpoint.every": 3, "checkpoint.keep_last": 5, "tracking.wandb": "offline",
     "device": "cpu",
     "tracking.notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
-    "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval_every": 3,
+    "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval.every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout.workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
     "weights": "group", "verify.every": 0,
@@ -48,7 +48,7 @@ MAY_CHANGE = {
     "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
     "tracking.track": "tensorboard", "reward_timeout_s": 9.0,
     "checkpoint.keep_every": 6, "checkpoint.keep_best": "eval/accuracy",
-    "eval_engines": 1, "rollout.smoke_test": False,
+    "eval.engines": 1, "rollout.smoke_test": False,
     "verify.canary_every": 3,
     "packing": True,
     "routing_replay": True,
@@ -217,7 +217,7 @@ def test_an_endpoint_may_move(opd: NewOpd) -> None:
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
-    evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval_")}
+    evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval.")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
     # where nothing is rehearsed.

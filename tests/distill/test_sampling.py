@@ -46,14 +46,14 @@ def test_greedy_evaluation_truncates_nothing_by_default() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "field"),
     [
-        ("temperature", -0.1, "eval_temperature"),
-        ("temperature", math.nan, "eval_temperature"),
-        ("temperature", math.inf, "eval_temperature"),
-        ("top_p", 0.0, "eval_top_p"),
-        ("top_p", 1.01, "eval_top_p"),
-        ("top_p", math.nan, "eval_top_p"),
-        ("top_k", -1, "eval_top_k"),
-        ("num_samples", 0, "eval_samples"),
+        ("temperature", -0.1, "eval.temperature"),
+        ("temperature", math.nan, "eval.temperature"),
+        ("temperature", math.inf, "eval.temperature"),
+        ("top_p", 0.0, "eval.top_p"),
+        ("top_p", 1.01, "eval.top_p"),
+        ("top_p", math.nan, "eval.top_p"),
+        ("top_k", -1, "eval.top_k"),
+        ("num_samples", 0, "eval.samples"),
     ],
 )
 def test_evaluation_ranges(name: str, value: float, field: str) -> None:
