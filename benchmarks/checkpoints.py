@@ -41,7 +41,7 @@ def measure(directory: Path) -> dict[str, float]:
     parameters = sum(p.numel() for p in model.parameters())
     del model
     learner = Learner(
-        LearnerConfig(model=str(directory / "model"), total_steps=1000, device="cpu", lr=1e-5),
+        LearnerConfig.of(model=str(directory / "model"), total_steps=1000, device="cpu", lr=1e-5),
         str(directory / "failed"),
     )
     rows = Part(rows_D=[demonstration(64, 64)], loss=cross_entropy_loss)

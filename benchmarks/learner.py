@@ -132,7 +132,7 @@ class _Subject:
     """A learner, set up as the variant says, and what its steps took."""
 
     def __init__(self, case: Case, variant: Variant) -> None:
-        config = LearnerConfig(
+        config = LearnerConfig.of(
             model=case.model, total_steps=WARMUP + case.repeats, threads=case.threads, device="cpu",
             dtype=variant.dtype, gradient_checkpointing=variant.gradient_checkpointing,
             compile=variant.compiled,

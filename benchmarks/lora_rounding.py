@@ -29,7 +29,7 @@ UPDATES = (1, 2, 4, 8)
 
 def measure(model: str, lr: float) -> dict[int, tuple[float, float]]:
     """(lost share, share of unchanged weights) after so many updates."""
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=model,
         lora_rank=RANK,
         lr=lr,

@@ -64,7 +64,7 @@ def measure(model: str, rows: list[TrainingRow], loss: LossFunction) -> tuple[fl
     """Padding share without packing; CPU seconds of a step without and with it."""
     learners = [
         Learner(
-            LearnerConfig(
+            LearnerConfig.of(
                 model=model, total_steps=STEPS + 1, device="cpu", threads=1, packing=packs
             ),
             str(Path(model).parent / "failed"),

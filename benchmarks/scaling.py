@@ -110,7 +110,7 @@ def measure_scaling(scratch: Path, temperature: float, repeats: int = STEPS) -> 
         AssertionError: a worker did not answer, or two workers have another loss than one.
     """
     model, total_steps = new_checkpoint(scratch, *SIZE), 1 + repeats * len(KINDS)
-    config = LearnerConfig(model=model, total_steps=total_steps, threads=1, device="cpu")
+    config = LearnerConfig.of(model=model, total_steps=total_steps, threads=1, device="cpu")
     with ExitStack() as stack:
         teams = [stack.enter_context(_Team(config, size, scratch)) for size in SIZES]
 

@@ -99,7 +99,7 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
 @contextmanager
 def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
     """A learner that leads, from this process, a worker in another."""
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=model, total_steps=1, device="cpu", threads=torch.get_num_threads()
     )
     store, members = meet(2)

@@ -97,7 +97,7 @@ async def _handshake(
     from learner.learner import Learner  # torch, which settings do without
 
     with tempfile.TemporaryDirectory() as scratch:
-        learner_config = LearnerConfig(
+        learner_config = LearnerConfig.of(
             model=config.student,
             total_steps=1,
             device=config.device,

@@ -145,6 +145,12 @@ def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
     return found
 
 
+def by_names(kind: type[Settings], /, **values: Any) -> Settings:
+    """Make settings of the class `kind` from values by name; a mapping gives those within one."""
+    given = {path_of(kind, name): value for name, value in by_path(values).items()}
+    return chz.Blueprint(kind).apply(given).make()
+
+
 def changed(settings: Settings, /, **changes: Any) -> Settings:
     """Copy settings with some changed. A default that depends on a changed setting follows it.
 

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.config.arguments import built
+from cluster.config.files import by_name
 from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
 from distill.data.example_encoder import ExampleEncoder
@@ -84,7 +86,7 @@ class Policy(Samples):
         self.version = self.steps = 0
         self._accumulated: dict[Unit, int] = defaultdict(int)
         self._teachers: dict[str, LocalTeachers] = {}
-        if self._config.lora_adapter is not None:
+        if self._config.lora.adapter is not None:
             self.push()  # the sampler's checkpoint lacks the adapter
 
     # rollouts
@@ -328,8 +330,5 @@ def _learner_config(model: str, device: str, settings: dict[str, Any]) -> Learne
             f"lr_schedule={settings['lr_schedule']} ends at total_steps=; give that, too",
             field="lr_schedule",
         )
-    all_settings: dict[str, Any] = {"total_steps": 1} | settings
-    try:
-        return LearnerConfig(model=model, device=device, **all_settings)
-    except TypeError as error:  # chz: an unknown name
-        raise ConfigError(f"{error}; learner.config.LearnerConfig has all settings") from error
+    all_settings = {"total_steps": 1, "model": model, "device": device} | settings
+    return built(LearnerConfig, by_name(LearnerConfig, all_settings))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import chz
 from chz.mungers import if_none
 
 from distill.errors import ConfigError
 from distill.rules import above, at_least, below, needs, not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings, by_names, section_field
 from distill.stops import StopTokens
 
 if TYPE_CHECKING:  # settings must not import torch
@@ -25,7 +25,7 @@ TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
 # A step of AdamW changes every trained number by about lr. An adapter's change is a product of two
 # small numbers, which bfloat16 engines round away until it exceeds half of their spacing.
 FULL_LR, LORA_LR = 1e-5, 1e-4
-# lora_targets: every Linear but the vocabulary projection.
+# lora.targets: every Linear but the vocabulary projection.
 ALL_LINEAR = "all-linear"
 
 
@@ -33,66 +33,68 @@ ALL_LINEAR = "all-linear"
 class LoraSettings:
     """Settings of a LoRA adapter: a new one, or an existing one with its own rank, alpha, targets.
 
-    An adapter is trained if lora_rank or lora_adapter is set.
+    An adapter is trained if lora.rank or lora.adapter is set.
     """
 
     section: ClassVar[Section] = Section.OPTIMIZER
+    within: ClassVar[str] = "lora."
 
-    lora_rank: int | None = setting(
+    rank: int | None = setting(
         at_least(1),
-        not_with("lora_adapter", why="an adapter brings its own rank"),
+        not_with("lora.adapter", why="an adapter brings its own rank"),
         default=None,
         doc="train a low-rank adapter of this rank (for example 16), and freeze the model",
         metadata=ESSENTIAL,
     )
-    lora_alpha: float | None = setting(
+    alpha: float | None = setting(
         above(0),
-        not_with("lora_adapter", why="an adapter brings its own alpha"),
-        needs("lora_rank"),
+        not_with("lora.adapter", why="an adapter brings its own alpha"),
+        needs("lora.rank"),
         default=None,
-        doc="scale of the adapter: its output is multiplied by lora_alpha / rank; default: 2 * "
-        "lora_rank",
+        doc="scale of the adapter: its output is multiplied by lora.alpha / rank; default: 2 * "
+        "lora.rank",
     )
-    lora_targets: str | None = setting(
-        not_with("lora_adapter", why="an adapter brings its own targets"),
-        needs("lora_rank"),
+    targets: str | None = setting(
+        not_with("lora.adapter", why="an adapter brings its own targets"),
+        needs("lora.rank"),
         default=None,
         doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
         "vocabulary projection",
     )
-    lora_adapter: str | None = setting(
+    adapter: str | None = setting(
         not_with(
             "rollout_only",
             why="nobody pushes an adapter to the engines; give a student with it merged, the "
-            "final/ of a run with lora_rank",
+            "final/ of a run with lora.rank",
         ),
         default=None,
-        doc="peft adapter (safetensors) to start from, instead of lora_rank",
+        doc="peft adapter (safetensors) to start from, instead of lora.rank",
     )
 
     @chz.validate
     def _targets_are_named(self) -> None:
-        if self.lora_targets is not None and not all(map(str.strip, self.lora_targets.split(","))):
+        if self.targets is not None and not all(map(str.strip, self.targets.split(","))):
             raise ConfigError(
-                f"lora_targets={self.lora_targets!r} holds an empty name; write q_proj,v_proj or "
+                f"lora.targets={self.targets!r} holds an empty name; write q_proj,v_proj or "
                 f"{ALL_LINEAR}",
-                field="lora_targets",
+                field="lora.targets",
             )
 
     @property
     def trains_adapter(self) -> bool:
-        return self.lora_rank is not None or self.lora_adapter is not None
+        return self.rank is not None or self.adapter is not None
 
 
 @chz.chz
-class OptimizerSettings(LoraSettings):
+class OptimizerSettings:
     """AdamW with a warm-up and a schedule."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
+    lora: LoraSettings = section_field(LoraSettings)
     lr: float = chz.field(
         default=None,
-        munger=if_none(lambda config: LORA_LR if config.trains_adapter else FULL_LR),
+        munger=if_none(lambda config: LORA_LR if config.lora.trains_adapter else FULL_LR),
         x_type=float | Literal["auto"] | None,
         doc=f"peak learning rate; auto: by the model's width, what is trained, and the recipe; "
         f"default: {FULL_LR:g}, and {LORA_LR:g} for an adapter",
@@ -254,15 +256,14 @@ class LearnerConfig(LearnerSettings, OptimizerConfig):
         doc="padding token of a reward model in training; None: a language model is trained",
     )
 
+    @classmethod
+    def of(cls, **settings: Any) -> LearnerConfig:
+        """Make a configuration from values by name, those of sections too: `lora.rank=8`."""
+        return by_names(cls, **settings)
+
     def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
         """The configuration to resume from a checkpoint. With an adapter, the base is unchanged."""
-        if not self.trains_adapter:
+        if not self.lora.trains_adapter:
             # `origin` is a run's first model: checkpoints are deleted as newer ones are written.
             return chz.replace(self, model=checkpoint.model_dir, origin=self.origin or self.model)
-        return chz.replace(
-            self,
-            lora_adapter=checkpoint.adapter_dir,
-            lora_rank=None,
-            lora_alpha=None,
-            lora_targets=None,
-        )
+        return chz.replace(self, lora=LoraSettings(adapter=checkpoint.adapter_dir))

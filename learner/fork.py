@@ -68,15 +68,15 @@ def check_fork(
     if lora.trains_adapter and not adapter.is_dir():
         raise ConfigError(
             f"{checkpoint.path} holds a model of which all weights were trained, and "
-            f"lora_rank={lora.lora_rank} would train an adapter on {title}={model}, without them. "
+            f"lora.rank={lora.rank} would train an adapter on {title}={model}, without them. "
             f"Leave out the adapter, or give {title}={saved} in place of fork_from=",
-            field="lora_rank",
+            field="lora.rank",
         )
     if adapter.is_dir() and not lora.trains_adapter:
         raise ConfigError(
-            f"{checkpoint.path} holds an adapter, and no lora_rank= is given: give that run's, or, "
+            f"{checkpoint.path} holds an adapter, and no lora.rank= is given: give that run's, or, "
             f"to train all weights, {title}={saved} (the adapter merged) in place of fork_from=",
-            field="lora_rank",
+            field="lora.rank",
         )
     if lora.trains_adapter:
         check_goes_on(lora, model, str(adapter))

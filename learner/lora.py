@@ -100,8 +100,8 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
     saved, _ = _adapter_fields(adapter)
     lora = _inject(meta_causal_lm(base), settings)
     ours: Any = lora.peft_config[_ADAPTER]
-    of = f"lora_adapter={settings.lora_adapter}" if settings.lora_adapter else "this run"
-    for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+    of = f"lora.adapter={settings.adapter}" if settings.adapter else "this run"
+    for setting, field in (("lora.rank", "r"), ("lora.alpha", "lora_alpha")):
         if (there := saved.get(field)) != (here := getattr(ours, field)):
             raise ConfigError(
                 f"{setting} is {here:g} in {of}, and {there:g} in the adapter of {adapter}; give "
@@ -113,10 +113,10 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
     for name in sorted(shapes.keys() | made.keys()):
         if shapes.get(name) != made.get(name):
             raise ConfigError(
-                f"lora_targets={settings.lora_targets}: {name} has shape {made.get(name, 'none')} "
+                f"lora.targets={settings.targets}: {name} has shape {made.get(name, 'none')} "
                 f"in {of}, and {shapes.get(name, 'none')} in the adapter of {adapter}; give the "
-                f"lora_targets= it was made with ({', '.join(sorted(saved['target_modules']))})",
-                field="lora_targets",
+                f"lora.targets= it was made with ({', '.join(sorted(saved['target_modules']))})",
+                field="lora.targets",
             )
 
 
@@ -131,8 +131,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         ConfigError: it, or the settings, do not fit the model.
     """
     lora = _inject(model, settings)
-    if settings.lora_adapter is not None:
-        file = Path(settings.lora_adapter) / SAFETENSORS_WEIGHTS_NAME
+    if settings.adapter is not None:
+        file = Path(settings.adapter) / SAFETENSORS_WEIGHTS_NAME
         with reading(file):
             tensors = load_file(file)
         set_peft_model_state_dict(lora, tensors)
@@ -256,12 +256,12 @@ def _layers(lora: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """`add_lora` without the values of an adapter to start from; the model may have none either."""
-    if settings.lora_adapter is None:
-        source, made_for = f"lora_targets={settings.lora_targets or ALL_LINEAR}", None
+    if settings.adapter is None:
+        source, made_for = f"lora.targets={settings.targets or ALL_LINEAR}", None
         fields = _fresh(settings, model)
     else:
-        source = f"lora_adapter={settings.lora_adapter}"
-        fields, made_for = _adapter_fields(settings.lora_adapter)
+        source = f"lora.adapter={settings.adapter}"
+        fields, made_for = _adapter_fields(settings.adapter)
     try:
         config = LoraConfig(lora_dropout=0.0, task_type="CAUSAL_LM", **fields)
         lora = get_peft_model(
@@ -270,31 +270,31 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         hint = f" It was made for {made_for!r}" if made_for else ""
         raise ConfigError(
-            f"{source} does not fit {model.name_or_path!r}: {error}.{hint}", field="lora_targets"
+            f"{source} does not fit {model.name_or_path!r}: {error}.{hint}", field="lora.targets"
         ) from error
     owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
     for name, layer in _layers(lora):
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
                 f"{source} names what peft takes for the experts of {name}, whose weights are no "
-                "Linears; only Linears are adapted here. Leave those names out, or lora_targets "
+                "Linears; only Linears are adapted here. Leave those names out, or lora.targets "
                 "itself",
-                field="lora_targets",
+                field="lora.targets",
             )
         if not isinstance(layer.base_layer, nn.Linear):
             raise ConfigError(
                 f"{source} adapts {name}, which is of type {type(layer.base_layer).__name__}; "
                 "only Linears are adapted here",
-                field="lora_targets",
+                field="lora.targets",
             )
         if owners[id(layer.base_layer.weight)] > 1:
             raise ConfigError(
                 f"{source} adapts {name}, whose weight is tied to another's: what is merged into "
                 "one would be merged into both. Leave it out of the targets",
-                field="lora_targets",
+                field="lora.targets",
             )
-    if settings.lora_adapter is not None:
-        _check_shapes(lora, settings.lora_adapter, made_for)
+    if settings.adapter is not None:
+        _check_shapes(lora, settings.adapter, made_for)
     return lora
 
 
@@ -307,20 +307,20 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
     # Servers know modules by their last names.
     known = sorted({name.rpartition(".")[2] for name in adaptable})
-    if settings.lora_targets in (None, ALL_LINEAR):
+    if settings.targets in (None, ALL_LINEAR):
         targets = _but_for_experts(known, model)
     else:
-        targets = [target.strip() for target in settings.lora_targets.split(",")]
+        targets = [target.strip() for target in settings.targets.split(",")]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
-                f"lora_targets={settings.lora_targets}: no Linear of {model.name_or_path!r} is "
+                f"lora.targets={settings.targets}: no Linear of {model.name_or_path!r} is "
                 f"named {target!r}; it has {', '.join(known)}",
-                field="lora_targets",
+                field="lora.targets",
             )
-    assert settings.lora_rank is not None
-    alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
-    return {"r": settings.lora_rank, "lora_alpha": alpha, "target_modules": targets}
+    assert settings.rank is not None
+    alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
+    return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
 
 
 def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
@@ -348,7 +348,7 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
         kind = saved.get("peft_type")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"cannot read {file}: {error}. lora_adapter= is a directory in which peft saved an "
+            f"cannot read {file}: {error}. lora.adapter= is a directory in which peft saved an "
             "adapter"
         ) from error
     if kind != "LORA":
@@ -370,18 +370,18 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     """Raises ConfigError if the adapter's tensors are not those that the injected model has."""
     if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise CheckpointError(
-            f"lora_adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
+            f"lora.adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
             "Load it with peft and save it again (safe_serialization=True)",
-            field="lora_adapter",
+            field="lora.adapter",
         )
     saved = tensor_shapes(path)
     taken = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
     for name in [*taken, *saved]:
         if saved.get(name) != taken.get(name):
             raise ConfigError(
-                f"lora_adapter={path} does not fit {lora.get_base_model().name_or_path!r}: "
+                f"lora.adapter={path} does not fit {lora.get_base_model().name_or_path!r}: "
                 f"{name} has shape {saved.get(name, 'none')} in the adapter and "
                 f"{taken.get(name, 'none')} in the model. It was made for {made_for!r}; train it "
                 "on that, or start afresh",
-                field="lora_adapter",
+                field="lora.adapter",
             )

@@ -27,7 +27,7 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         config.model,
         dtype=config.dtype,
         device=device,
-        holding=holding_of(adapter=config.trains_adapter, followed=config.shadow is not None),
+        holding=holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None),
     )
     sharers = 1 if device.startswith("cuda") else group.workers_here()
     plan = None

@@ -109,7 +109,7 @@ class LearnerWorker:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
         share = _share(group, self.device)
-        holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
+        holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
         if config.offload_optimizer and self.device.startswith("cuda"):
             check_offload_fits(config.model, group.size, group.workers_here())
@@ -123,7 +123,7 @@ class LearnerWorker:
         shares = group.agree(probe() if group.rank == 0 else None)
         if config.liger:
             use_liger(self.model)
-        self.lora = add_lora(self.model, config) if config.trains_adapter else None
+        self.lora = add_lora(self.model, config.lora) if config.lora.trains_adapter else None
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None
         if config.compile:

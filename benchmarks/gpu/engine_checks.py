@@ -98,7 +98,7 @@ def server_start(setting: Setting) -> Numbers:
 def handshake(setting: Setting) -> Numbers:
     """The handshake of a run: the shared server, an embedded teacher, the learner, tokenizers."""
     student, teacher = setting.pair()
-    config = LearnerConfig(model=student, total_steps=1, device=setting.device)
+    config = LearnerConfig.of(model=student, total_steps=1, device=setting.device)
     learner = Learner(config, setting.scratch)
 
     async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:

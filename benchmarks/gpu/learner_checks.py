@@ -33,7 +33,7 @@ _LEAST_MFU = 0.15
 def new_learner(
     setting: Setting, dtype: Precision, shape: str = "1.1B", **settings: object
 ) -> Learner:
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=setting.model(shape), total_steps=100, device=setting.device, dtype=dtype, **settings
     )
     return Learner(config, setting.scratch)
@@ -70,7 +70,7 @@ def full_divergence(setting: Setting) -> Numbers:
     rows_D = rows_of(load_config(student), count=4, length=64, seed=1, teacher_coef=1.0)
     teachers = LocalTeachers({"": teacher}, dtype=torch.float32, device=setting.device)
     loss = PolicyObjectiveLoss(objective=ObjectiveConfig(estimator="full"), teachers=teachers)
-    config = LearnerConfig(model=student, total_steps=9, device=setting.device)
+    config = LearnerConfig.of(model=student, total_steps=9, device=setting.device)
     metrics = Learner(config, setting.scratch).step(Part(rows_D=rows_D, loss=loss))
     truth = _plain_reverse_kl(student, teacher, rows_D, setting.device)
     gap = abs(metrics["opd/divergence"] - truth) / truth

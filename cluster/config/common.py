@@ -192,7 +192,7 @@ class CommonConfig(
         """Bytes per parameter of the learner."""
         from learner.memory import holding_of  # imports torch
 
-        return holding_of(adapter=self.trains_adapter, followed=self.teacher_rule is not None)
+        return holding_of(adapter=self.lora.trains_adapter, followed=self.teacher_rule is not None)
 
     def learner(
         self,

@@ -29,7 +29,9 @@ class DiskPlan:
         estimate = estimate_memory(model)
         if estimate is None or config.only_keeps:
             return None
-        held = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
+        held = holding_of(
+            adapter=config.lora.trains_adapter, followed=config.teacher_rule is not None
+        )
         kept = config.checkpoint
         apart = config.steps // kept.keep_every if kept.keep_every else 0
         written = 1  # the newest is complete before the oldest goes
@@ -54,7 +56,7 @@ class DiskPlan:
         if self.bytes > free + mine:
             raise ConfigError(
                 f"out={out} needs {self} and has {readable(free)} free; keep fewer "
-                "(keep_last=1, keep_every=, keep_best=), train an adapter (lora_rank=), or "
+                "(keep_last=1, keep_every=, keep_best=), train an adapter (lora.rank=), or "
                 "give an out= on a larger disk"
             )
 

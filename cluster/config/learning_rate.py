@@ -23,7 +23,7 @@ def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str,
     from distill.models.loading import load_config  # transformers: seconds of imports
 
     width = load_config(text_of(model)).get_text_config().hidden_size
-    adapter = "lora_rank" in given or "lora_adapter" in given
+    adapter = "lora.rank" in given or "lora.adapter" in given
     lr = suggested_lr(stage, width, adapter=adapter)
     trained = "an adapter" if adapter else "all weights"
     return (

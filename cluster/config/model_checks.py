@@ -169,5 +169,5 @@ def check_routers(
 
 def check_adapter(config: CommonConfig, base: str) -> None:
     """Raises ConfigError or CheckpointError if the run's adapter does not fit its base."""
-    if config.trains_adapter:
-        check_lora(config, base)
+    if config.lora.trains_adapter:
+        check_lora(config.lora, base)

@@ -89,7 +89,7 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
     reference: str | None = model_field(
         default=None,
         doc="checkpoint of the reference model, to which reference_kl_coef keeps the policy near; "
-        "default with lora_rank: the student without its adapter, in the learner",
+        "default with lora.rank: the student without its adapter, in the learner",
     )
     sft_data: str | None = chz.field(
         default=None,
@@ -746,11 +746,15 @@ class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
 
 
 def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:
-    if objective.reference_kl_coef > 0 and config.reference is None and not config.trains_adapter:
+    if (
+        objective.reference_kl_coef > 0
+        and config.reference is None
+        and not config.lora.trains_adapter
+    ):
         raise ConfigError(
             f"reference_kl_coef={objective.reference_kl_coef} needs a reference model; give "
             "reference=DIR, the student's own checkpoint for example, or train an adapter "
-            "(lora_rank), whose base is a reference"
+            "(lora.rank), whose base is a reference"
         )
     asked = "reference" in config.env.asks
     if config.reference is not None and objective.reference_kl_coef == 0 and not asked:

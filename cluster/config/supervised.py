@@ -16,7 +16,7 @@ from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import Columns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
-from distill.rules import above, at_least, setting
+from distill.rules import above, at_least, get, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
 from distill.stops import StopSettings
 
@@ -167,8 +167,8 @@ class RewardModelConfig(Columns, SupervisedConfig):
     @chz.validate
     def _reward_model_in_range(self) -> None:
         parse_sources("data", self.data)
-        for name in ("lora_rank", "lora_adapter"):
-            if (value := getattr(self, name)) is not None:
+        for name in ("lora.rank", "lora.adapter"):
+            if (value := get(self, name)) is not None:
                 raise ConfigError(
                     f"{name}={value}: recipe=reward_model trains the whole model and its new head, "
                     "which an adapter would leave frozen; leave it out"

@@ -377,7 +377,7 @@ def reference_logprobs(
     The learner's own model runs on all workers. A copy is loaded at the first call, and only on the
     leader.
     """
-    if config.reference is None and learner_config.trains_adapter:
+    if config.reference is None and learner_config.lora.trains_adapter:
         return learner.base_logprobs
     if config.reference is None and not resumed:  # before its first step
         return learner.logprobs

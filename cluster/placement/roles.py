@@ -164,10 +164,10 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     if not isinstance(config, RolloutConfig):
         assert isinstance(config, SupervisedConfig)
         reference = config.reference if isinstance(config, DpoConfig) else None
-        named = {"model": config.model, "reference": reference, "lora_adapter": config.lora_adapter}
+        named = {"model": config.model, "reference": reference, "lora.adapter": config.lora.adapter}
         return {LEARNER: {name: path for name, path in named.items() if path is not None}}
     student = {"student": config.student}
-    adapter = {"lora_adapter": config.lora_adapter} if config.lora_adapter else {}
+    adapter = {"lora.adapter": config.lora.adapter} if config.lora.adapter else {}
     models = config.teacher_models()
     teachers = {
         role: {f"teachers.{name}" if name else "teacher": models[name].model}

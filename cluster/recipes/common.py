@@ -349,10 +349,10 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
     rate = f"lr {config.lr:g}"
     if (updates := config.steps * updates_per_step) < config.warmup_steps:
         rate += f", never reached: warmup_steps={config.warmup_steps} of {updates} updates"
-    if not config.trains_adapter:
+    if not config.lora.trains_adapter:
         return f"{estimate}, {rate}"
-    share = check_lora(config, model)
-    adapter = f"LoRA rank {config.lora_rank}"
-    if config.lora_adapter is not None:
-        adapter = f"adapter {config.lora_adapter}"
+    share = check_lora(config.lora, model)
+    adapter = f"LoRA rank {config.lora.rank}"
+    if config.lora.adapter is not None:
+        adapter = f"adapter {config.lora.adapter}"
     return f"{estimate}; {adapter} on {share:.0%} of the weights, {rate}"

@@ -345,7 +345,7 @@ class _Run:
     def to_the_end(self) -> None:
         fleet, running, config = self.fleet, self._running, self._config
         fleet.start(running.resume_from)
-        adapter = config.lora_adapter is not None and running.resume_from is None
+        adapter = config.lora.adapter is not None and running.resume_from is None
         if adapter or config.teacher_rule is not None:
             self._publish()  # the engines' own checkpoint does not hold these weights
             fleet.pin()

@@ -21,7 +21,7 @@ from distill.settings import changed, fields_of
 _MOST = {
     "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval.max_new_tokens": 24,
     "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1, "num_substeps": 4,
-    "lora_rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
+    "lora.rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
     "sft_steps": 1, "teacher_lag": 2,
 }  # fmt: skip
 _POOLS = ("policy_engines", "teacher_engines", "rollout.workers")
@@ -31,7 +31,7 @@ _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
     "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
     "rollout.cpus",
-    "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora_adapter",
+    "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora.adapter",
     "trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
     "queue.groups_in_flight", "start_deadline_s",
@@ -86,8 +86,8 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
             changes[name] = min(PoolSize.parse(name, get(config, name)).smallest, _MOST_ACTORS)
     if 0 < config.eval.size < 1:  # a share, of which the small run does not know the size
         changes["eval.size"] = _MOST["eval.size"]
-    if config.lora_adapter is not None:
-        changes["lora_rank"] = _MOST["lora_rank"]
+    if config.lora.adapter is not None:
+        changes["lora.rank"] = _MOST["lora.rank"]
     changes |= {
         "out": str(out / "run"), "device": "cpu", "dry_run": False,
         "steps": STEPS_AT_MOST, "checkpoint.every": 1, "eval.every": 0, "keep": "all",

@@ -101,8 +101,8 @@ def find_fork(
             f"recipe={recipe}: only one of them has a reward model's head. "
             + ("Choose another run" if theirs == "reward_model" else remedy)
         )
-    check_fork(checkpoint, title=title, model=model, tokenizer=tokenizer, lora=config)
-    if config.trains_adapter:
+    check_fork(checkpoint, title=title, model=model, tokenizer=tokenizer, lora=config.lora)
+    if config.lora.trains_adapter:
         _check_base(settings, config.fork_from, title, model)
     moments = recipe == theirs and has_moments(checkpoint)
     return Fork(run=run, run_id=run_id, recipe=theirs, checkpoint=checkpoint, moments=moments)

@@ -105,7 +105,7 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
 
 
 async def story(path: str, tmp_path: Path) -> None:
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9, lr=1e-2
     )
     learner = Learner(config, str(tmp_path / "failed"))

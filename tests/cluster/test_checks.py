@@ -73,7 +73,7 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
     )
     save_file(tensors, file, metadata={"format": "pt"})
     named = r"OlmoeForCausalLM would be saved with model\.\S*experts\.1\.up_proj"
-    for lora in ({}, {"lora_rank": 2}):
+    for lora in ({}, {"lora.rank": 2}):
         with pytest.raises(ConfigError, match=named):
             check_rollout(opd(student=mixture, **lora))
         with pytest.raises(ConfigError, match=named):

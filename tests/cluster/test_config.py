@@ -72,9 +72,9 @@ WRITTEN = {"samples_from": "m@http://h:1/v1"}
     ("changes", "lr"),
     [
         ({}, 1e-5),
-        ({"lora_rank": 8}, 1e-4),
-        ({"lora_adapter": "directory"}, 1e-4),
-        ({"lora_rank": 8, "lr": 2e-6}, 2e-6),
+        ({"lora.rank": 8}, 1e-4),
+        ({"lora.adapter": "directory"}, 1e-4),
+        ({"lora.rank": 8, "lr": 2e-6}, 2e-6),
     ],
 )
 def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
@@ -184,7 +184,7 @@ def test_held_out_rows_are_named_once(
         sft(**changes)
 
 
-@pytest.mark.parametrize("lora", [{"lora_rank": 4}, {"lora_adapter": "a"}])
+@pytest.mark.parametrize("lora", [{"lora.rank": 4}, {"lora.adapter": "a"}])
 def test_a_reward_model_is_no_adapter(lora: dict) -> None:
     [[name, value]] = lora.items()
     with pytest.raises(ConfigError, match=f"{name}={value}: recipe=reward_model trains the whole"):
@@ -408,7 +408,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["temperature=", "0.7"], "temperature= has no value; write temperature=0.7, without a sp"),
         (["temperature="], "temperature= is not a number"),
         (["lr=abc"], "lr=abc is not a number"),
-        (["lora_rank=1.5"], "lora_rank=1.5 is not a whole number"),
+        (["lora.rank=1.5"], "lora.rank=1.5 is not a whole number"),
         (["steps=1e-3"], "steps=1e-3 is not a whole number"),
         (["dry_run=maybe"], "dry_run=maybe is not True or False"),
         (
@@ -503,7 +503,7 @@ def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None
     [
         ("checkpoint", {"checkpoint.every", "checkpoint.keep_best"}, {"student", "lr"}),
         ("supervision", {"no_progress_s"}, {"student", "lr"}),
-        ("lora", {"lora_rank", "lora_targets"}, {"student", "steps"}),
+        ("lora", {"lora.rank", "lora.targets"}, {"student", "steps"}),
     ],
 )
 def test_help_explains_a_section_or_a_name(
@@ -753,7 +753,7 @@ def test_settings_that_the_environment_does_not_look_at(settings: dict, message:
     ("settings", "message"),
     [
         ({"learner_workers": 9}, "some workers would have nothing to do; use at most 8 workers"),
-        ({"lora_rank": 4, "lora_targets": "q_proj,"}, "lora_targets='q_proj,' holds an empty name"),
+        ({"lora.rank": 4, "lora.targets": "q_proj,"}, "lora.targets='q_proj,' holds an empty name"),
     ],
 )
 def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> None:

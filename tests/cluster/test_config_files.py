@@ -168,7 +168,7 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     "changes",
     [
         {},
-        {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval.size": 0},
+        {"env": ToolUse(max_turns=3, tools="calculator"), "lora.rank": 4, "eval.size": 0},
         {"checkpoint_every": 3, "lr": 1e-3},
         {"teacher": None, "teachers": {"a": {"model": "m", "weight": 0.5}}},
         {"chat_template_kwargs": '{"enable_thinking": false}', "stop_tokens": "<eos>,7"},
@@ -264,7 +264,7 @@ def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["lora_rank=4"]])
+@pytest.mark.parametrize("more", [[], ["lora.rank=4"]])
 def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) -> None:
     config = opd()
     names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")

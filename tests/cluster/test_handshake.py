@@ -137,7 +137,7 @@ def embedded(model: str, **settings: Any) -> EmbeddedEngine:
 
 
 def new_learner(model: str, scratch: Path) -> Learner:
-    return Learner(LearnerConfig(model=model, total_steps=1, device="cpu"), str(scratch))
+    return Learner(LearnerConfig.of(model=model, total_steps=1, device="cpu"), str(scratch))
 
 
 @pytest.fixture(scope="module")
@@ -553,7 +553,7 @@ STOPS = StopTokens(ids=(EOS, 20, 90), one_event=True)
 @pytest.fixture(scope="module")
 def stopping(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Parties to which three stop tokens are one event."""
-    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu", stops=STOPS)
+    config = LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu", stops=STOPS)
     learner = Learner(config, str(tmp_path_factory.mktemp("stops")))
 
     async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:

@@ -94,7 +94,7 @@ class Run:
 
 @pytest.fixture
 def run(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Run]:
-    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu")
+    config = LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu")
     learner = Learner(config, str(tmp_path))
     engines: dict[str, Any] = {
         name: LocalActor(Engine, model_path=tiny_pair.student, device="cpu", threads=1)

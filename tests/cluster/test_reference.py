@@ -12,6 +12,7 @@ import learner.memory
 from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
 from cluster.hosts.learner_actor import reference_logprobs
+from distill.settings import changed
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
 from learner.memory import FROZEN, TRAINED, estimate_memory
@@ -24,7 +25,7 @@ ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(5)]
 
 @pytest.fixture
 def config(tiny_pair: TinyPair) -> LearnerConfig:
-    return LearnerConfig(
+    return LearnerConfig.of(
         model=tiny_pair.student, lr=1e-2, total_steps=2, token_budget=40, device="cpu"
     )
 
@@ -40,7 +41,7 @@ def test_the_learner_is_the_reference_before_its_first_step(
     made = Learner(config, str(tmp_path))
     run = dpo(tiny_pair.student, tmp_path)
     assert reference_logprobs(run, made, config, resumed=False) == made.logprobs
-    adapted = chz.replace(config, lora_rank=2)
+    adapted = changed(config, lora_rank=2)
     other = Learner(adapted, str(tmp_path))
     for resumed in (False, True):
         assert reference_logprobs(run, other, adapted, resumed=resumed) == other.base_logprobs

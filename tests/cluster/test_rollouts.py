@@ -220,7 +220,8 @@ def test_the_loop_shows_what_it_trained_on(
     world = World(groups, per_step=4)
     loop = PolicyLoop(
         learner=Learner(
-            LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu"), str(tmp_path / "f")
+            LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu"),
+            str(tmp_path / "f"),
         ),
         tokenizer=tokenizer,
         source=world,

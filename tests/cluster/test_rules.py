@@ -63,8 +63,8 @@ WITH: dict[str, dict[str, Any]] = {
     "eval.engines": {"eval.every": 1},
     "keep_last": {"condenser": "keywords"},
     "checkpoint.keep_best": {"eval.every": 1},
-    "lora_alpha": {"lora_rank": 4},
-    "lora_targets": {"lora_rank": 4},
+    "lora.alpha": {"lora.rank": 4},
+    "lora.targets": {"lora.rank": 4},
     "sft_coef": {"sft_data": "f"},
 }
 

@@ -64,7 +64,7 @@ MUST_STAY = {
     "reward_coef": 0.5, "on_weight_update": "finish", "verify.handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
-    "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
+    "lora.rank": 4, "lora.adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
     "fork_from": "other", "train_from": "other", "rollout_only": True,
     "teacher_feedback": "{prompt}!",
@@ -91,8 +91,8 @@ MUST_STAY_BESIDE = {
         {"teacher": None, "teachers": {"a": {"model": "m"}}},
         {"a": {"model": "m", "weight": 2.0}},
     ),
-    "lora_alpha": ({"lora_rank": 4}, 3.0),
-    "lora_targets": ({"lora_rank": 4}, "q_proj"),
+    "lora.alpha": ({"lora.rank": 4}, 3.0),
+    "lora.targets": ({"lora.rank": 4}, "q_proj"),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
     "queue.on_stale": ({}, "train_late"),
     "correct_reward_threshold": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
@@ -171,7 +171,7 @@ def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) ->
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
 
 
-@pytest.mark.parametrize(("beside", "default"), [({}, 1e-5), ({"lora_rank": 4}, 1e-4)])
+@pytest.mark.parametrize(("beside", "default"), [({}, 1e-5), ({"lora.rank": 4}, 1e-4)])
 def test_the_rate_that_is_meant_by_default_is_written_down(
     opd: NewOpd, beside: dict, default: float
 ) -> None:

@@ -115,7 +115,7 @@ def actor(kind: type, *arguments: Any, **named: Any) -> Any:
 
 @pytest.fixture
 def learner(tiny_pair: TinyPair, tmp_path: Path) -> Learner:
-    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu")
+    config = LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu")
     return Learner(config, str(tmp_path))
 
 

@@ -62,7 +62,7 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     before = logits(base)
     torch.manual_seed(0)
-    adapter = add_lora(base, LoraSettings(lora_rank=4))
+    adapter = add_lora(base, LoraSettings(rank=4))
     with torch.no_grad():
         for name, parameter in adapter.named_parameters():
             if ".lora_B." in name:

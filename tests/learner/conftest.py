@@ -53,7 +53,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         **learner: object,
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | learner
-        config = LearnerConfig(
+        config = LearnerConfig.of(
             model=model,
             total_steps=total_steps,
             token_budget=token_budget,

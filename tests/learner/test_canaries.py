@@ -119,7 +119,7 @@ def _story(leader: Learner, _given: dict[str, Any]) -> Any:
 def test_of_a_base_that_is_sharded_each_worker_watches_its_share(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu", lora_rank=2)
+    config = LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu", lora_rank=2)
     (again, moved), [[(name, mine)], [(_, theirs)]] = tell(_story, config, tmp_path, (), {})
     assert name is None and mine != theirs
     assert again == [[()], [()]]

@@ -80,7 +80,7 @@ def noisy(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def learner_of(model: str, **changes: object) -> Learner:
-    config = LearnerConfig(model=model, lr=1e-3, total_steps=3, device="cpu", **changes)
+    config = LearnerConfig.of(model=model, lr=1e-3, total_steps=3, device="cpu", **changes)
     return Learner(config, model)
 
 

@@ -64,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
 
 def config(path: str, **settings: Any) -> LearnerConfig:
-    return LearnerConfig(
+    return LearnerConfig.of(
         model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9,
         **{"lr": 1e-2} | settings,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from tests.samples import training_row
 from tests.tiny import save_tokenizer
 
 ROWS = [training_row(3, 4, seed=i) for i in range(2)]
-FULL, LORA = LoraSettings(), {"lora_rank": 4, "lora_targets": "q_proj,v_proj"}
+FULL, LORA = LoraSettings(), {"rank": 4, "targets": "q_proj,v_proj"}
 
 
 @pytest.fixture
@@ -93,16 +93,16 @@ def test_another_model_or_tokenizer_is_refused(
             tokenizer=load_tokenizer(str(tmp_path / "other")),
             lora=FULL,
         )
-    with refuses(ConfigError, "lora_rank"):
+    with refuses(ConfigError, "lora.rank"):
         checked(checkpoint, **LORA)
 
 
 def test_an_adapter_of_another_form_is_refused(trained, checked) -> None:
-    checkpoint = trained(**LORA)
+    checkpoint = trained(lora=LoraSettings(**LORA))
     checked(checkpoint, **LORA)
-    checked(checkpoint, lora_adapter=checkpoint.adapter_dir)  # as that run may have begun
-    for name, other in {"lora_rank": 8, "lora_alpha": 3.0, "lora_targets": "q_proj"}.items():
-        with refuses(ConfigError, name):
+    checked(checkpoint, adapter=checkpoint.adapter_dir)  # as that run may have begun
+    for name, other in {"rank": 8, "alpha": 3.0, "targets": "q_proj"}.items():
+        with refuses(ConfigError, f"lora.{name}"):
             checked(checkpoint, **LORA | {name: other})
-    with refuses(ConfigError, "lora_rank"):
+    with refuses(ConfigError, "lora.rank"):
         checked(checkpoint)

@@ -52,7 +52,7 @@ from tests.learner.conftest import NewLoop, World, naive_logprobs
 from tests.refusals import refuses
 from tests.samples import group, training_row
 
-SETTINGS = LoraSettings(lora_rank=3, lora_alpha=7.0)
+SETTINGS = LoraSettings(rank=3, alpha=7.0)
 
 
 def row(context_T: np.ndarray, trained: int, temperature: float = 0.6) -> TrainingRow:
@@ -160,7 +160,7 @@ def test_checkpointing_leaves_the_gradients_as_they_are(lora: PeftModel, base: s
 def test_a_fresh_adapter_changes_no_value_and_is_drawn_by_the_seed(base: str) -> None:
     def fresh(seed: int) -> PeftModel:
         torch.manual_seed(seed)
-        return add_lora(load(base), LoraSettings(lora_rank=3))
+        return add_lora(load(base), LoraSettings(rank=3))
 
     lora = fresh(3)
     assert torch.equal(logprobs(plain(lora)), logprobs(load(base)))
@@ -191,7 +191,7 @@ def test_the_comparison_sees_the_adapter_its_scale_and_the_temperature(
 ) -> None:
     values_N = logprobs(merged_model(lora, base))
     at_another = [replace(row, temperature=0.9) for row in SHARED]
-    another_alpha = trained_lora(base, LoraSettings(lora_rank=3))
+    another_alpha = trained_lora(base, LoraSettings(rank=3))
     others = {
         "no adapter": logprobs(load(base)),
         "another alpha": logprobs(merged_model(another_alpha, base)),
@@ -277,7 +277,7 @@ def test_peft_reads_what_is_saved(lora: PeftModel, base: str, saved: str) -> Non
 
 
 def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, saved: str) -> None:
-    settings = LoraSettings(lora_adapter=saved)
+    settings = LoraSettings(adapter=saved)
     check_lora(settings, base)
     continued = add_lora(load(base), settings)
     assert torch.equal(logprobs(plain(continued).eval()), logprobs(plain(lora)))
@@ -302,7 +302,7 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
             if ".lora_B." in name:
                 parameter.normal_(0, 0.05)
     theirs.save_pretrained(str(tmp_path))
-    settings = LoraSettings(lora_adapter=str(tmp_path))
+    settings = LoraSettings(adapter=str(tmp_path))
     check_lora(settings, base)
     ours = add_lora(load(base), settings)
     assert torch.equal(logprobs(plain(ours)), logprobs(plain(theirs).eval()))
@@ -311,15 +311,15 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
 
 
 def test_a_target_without_a_name_is_refused() -> None:
-    with refuses(ConfigError, "lora_targets"):
-        LoraSettings(lora_rank=4, lora_targets="q_proj,,v_proj")
+    with refuses(ConfigError, "lora.targets"):
+        LoraSettings(rank=4, targets="q_proj,,v_proj")
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("targets", ["q_proj,qproj", "embed_tokens", "_proj", "q_proj,lm_head"])
 def test_targets_that_the_model_cannot_have(base: str, targets: str) -> None:
-    with refuses(ConfigError, "lora_targets"):
-        check_lora(LoraSettings(lora_rank=2, lora_targets=targets), base)
+    with refuses(ConfigError, "lora.targets"):
+        check_lora(LoraSettings(rank=2, targets=targets), base)
 
 
 def test_a_model_without_linears(tmp_path: Path) -> None:
@@ -341,10 +341,10 @@ def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
     monkeypatch.setattr("learner.lora.load_file", fail)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    check_lora(LoraSettings(lora_adapter=saved), base)
+    check_lora(LoraSettings(adapter=saved), base)
     assert torch.equal(torch.get_rng_state(), state)
-    with refuses(ConfigError, "lora_adapter", names="layers.0.self_attn.q_proj.lora_A"):
-        check_lora(LoraSettings(lora_adapter=saved), tiny_pair.student)
+    with refuses(ConfigError, "lora.adapter", names="layers.0.self_attn.q_proj.lora_A"):
+        check_lora(LoraSettings(adapter=saved), tiny_pair.student)
 
 
 def edit_config(saved: str, **changes: object) -> None:
@@ -398,7 +398,7 @@ def test_adapters_that_are_refused(
     saved: str, base: str, spoil: Spoil, error: type[Exception]
 ) -> None:
     spoil(saved)
-    settings = LoraSettings(lora_adapter=saved)
+    settings = LoraSettings(adapter=saved)
     for attempt in (lambda: check_lora(settings, base), lambda: add_lora(load(base), settings)):
         with pytest.raises(error):
             attempt()
@@ -471,7 +471,7 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
     config: PreTrainedConfig, adapted: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config.save_pretrained(tmp_path)
-    share = check_lora(LoraSettings(lora_rank=2), str(tmp_path))
+    share = check_lora(LoraSettings(rank=2), str(tmp_path))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -481,8 +481,8 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
     assert f"changes {100 * share:.1f} % of the weights" in warning.getMessage()
     assert "experts of a mixture" in warning.getMessage()
     if isinstance(config, Qwen3NextConfig):
-        with refuses(ConfigError, "lora_targets"):
-            check_lora(LoraSettings(lora_rank=2, lora_targets="up_proj,gate_proj"), str(tmp_path))
+        with refuses(ConfigError, "lora.targets"):
+            check_lora(LoraSettings(rank=2, targets="up_proj,gate_proj"), str(tmp_path))
 
 
 # What rounding takes
@@ -508,7 +508,7 @@ def naive_lost_share(before: dict[str, Tensor], merged: dict[str, Tensor]) -> fl
 @pytest.mark.parametrize("std", [1e-5, 3e-4, 0.05])
 def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, std: float) -> None:
     start = on_the_grid(base, tmp_path / "grid")
-    lora, rounded = trained_lora(start, LoraSettings(lora_rank=4)), RoundedUpdate()
+    lora, rounded = trained_lora(start, LoraSettings(rank=4)), RoundedUpdate()
     with torch.no_grad():
         for name, parameter in lora.named_parameters():
             if ".lora_B." in name:

@@ -297,7 +297,7 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [training_row(5, 40, seed=seed) for seed in range(4)]
-    config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
+    config = LearnerConfig.of(model=tiny_pair.teacher, total_steps=1, device="cpu")
     plenty = Learner(config, str(tmp_path))
     passes = plenty.worker.passes
     assert passes == PassPlan(4096, gradient_checkpointing=False)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 
-import chz
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import learner.memory
 from distill.errors import ConfigError
 from distill.objective.batching import Batch, TrainingRow, collate
+from distill.settings import changed
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part
@@ -124,14 +124,14 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes)
     check_fits(tiny_pair.teacher, "cpu")
     monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes - 1)
-    config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
+    config = LearnerConfig.of(model=tiny_pair.teacher, total_steps=1, device="cpu")
     with pytest.raises(ConfigError):
         Learner(config, str(tmp_path))
     check_fits(tiny_pair.teacher, "cpu", share=0.5)  # one of two workers on two machines
     check_fits(tiny_pair.teacher, "cpu", FROZEN)
     monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes // 4 - 1)
     with pytest.raises(ConfigError):
-        Learner(chz.replace(config, lora_rank=2), str(tmp_path))
+        Learner(changed(config, lora_rank=2), str(tmp_path))
     with pytest.raises(ConfigError):
         LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
     LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
@@ -175,7 +175,7 @@ def test_on_cuda_the_step_is_the_same(tiny_pair: TinyPair, tmp_path: Path, optio
     made = []
     for changes in ({}, {option: True}):
         settings = {"model": tiny_pair.student, "total_steps": 3, "device": "cuda"} | changes
-        learner = Learner(LearnerConfig(**settings), str(tmp_path))
+        learner = Learner(LearnerConfig.of(**settings), str(tmp_path))
         part = Part(rows_D=SHARED, loss=IMPORTANCE_SAMPLING)
         made.append([untimed(learner.step(part)) for _ in range(3)])
         if option == "offload_optimizer" and changes:

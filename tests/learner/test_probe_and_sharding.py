@@ -71,7 +71,7 @@ def train(learner: Learner, _: dict[str, Any]) -> dict[str, Any]:
 def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=checkpoint(RAISES[name], tmp_path / name),
         lr=1e-3,
         total_steps=2,

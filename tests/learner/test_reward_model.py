@@ -239,7 +239,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_workers_are_one_learner(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    config = LearnerConfig(
+    config = LearnerConfig.of(
         model=tiny_pair.student, total_steps=3, token_budget=100, device="cpu", lr=3e-3,
         reward_padding=PAD,
     )  # fmt: skip

@@ -158,7 +158,7 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 def learner_config(model: str, **changes: Any) -> LearnerConfig:
     settings = {"lr": 3e-3, "total_steps": 4, "token_budget": 24, "max_grad_norm": 0.5}
-    return LearnerConfig(model=model, device="cpu", **settings | changes)
+    return LearnerConfig.of(model=model, device="cpu", **settings | changes)
 
 
 def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ def config(model: str, **changes: Any) -> LearnerConfig:
     optimizer = {"lr": 3e-3, "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
     settings = {"total_steps": len(STEPS), "token_budget": 400, "device": "cpu"}
     settings |= {"shadow": ShadowRule(ema=0.5)}
-    return LearnerConfig(model=model, max_grad_norm=0.5, **optimizer | settings | changes)
+    return LearnerConfig.of(model=model, max_grad_norm=0.5, **optimizer | settings | changes)
 
 
 def numbers(learner: Learner) -> dict[str, np.ndarray]:

@@ -60,7 +60,7 @@ def checkpoint(kind: str, root: Path, *, head: str = "own") -> str:
 
 
 def trained(path: str, **settings: Any) -> Learner:
-    config = LearnerConfig(model=path, total_steps=4, device="cpu", lr=1e-2, **settings)
+    config = LearnerConfig.of(model=path, total_steps=4, device="cpu", lr=1e-2, **settings)
     learner = Learner(config, "/nowhere")
     learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
     return learner
@@ -75,7 +75,7 @@ def test_a_head_of_its_own_is_trained_and_declared(kind: str, tmp_path: Path) ->
     with refuses(ConfigError, "student"):
         check_served_ties("student", path)
     alone = WorkerGroup(None, "cpu")
-    initial = InitialWeights(LearnerConfig(model=path, total_steps=1, device="cpu"), alone)
+    initial = InitialWeights(LearnerConfig.of(model=path, total_steps=1, device="cpu"), alone)
     initial.fill(alone)
     loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
     for name, parameter in loaded.named_parameters():
@@ -109,7 +109,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 def test_two_workers_train_it(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path / "model")
     given = {"final": str(tmp_path / "final"), "tokenizer": path}
-    config = LearnerConfig(model=path, total_steps=4, device="cpu", lr=1e-2)
+    config = LearnerConfig.of(model=path, total_steps=4, device="cpu", lr=1e-2)
     tell(story, config, tmp_path / "failed", (cross_entropy_loss,), given)
     alone = trained(path)
     final = load_causal_lm(str(tmp_path / "final"), dtype=torch.float32, device="cpu")

@@ -181,7 +181,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
     engines = [config.engine_config(m, inputs.stops) for m in (config.student, config.teacher)]
     with tempfile.TemporaryDirectory() as scratch:
         learner = Learner(
-            LearnerConfig(
+            LearnerConfig.of(
                 model=config.student,
                 total_steps=1,
                 device=config.device,
