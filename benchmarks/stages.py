@@ -35,7 +35,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
     inputs = check_rollout(config)
-    dataset = EnvStream(inputs.train, group_size=config.group_size, seed=config.seed)
+    dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
     policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
     teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
     learner = Learner(config.learner(config.student, "cpu"), str(scratch))
@@ -46,7 +46,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
         return await asyncio.gather(
             *(
                 rollout_group(
-                    policy, dataset.builder(g), config.train_sampling(), group_id=g, seed=0
+                    policy, dataset.builder(g), config.sampling.train(), group_id=g, seed=0
                 )
                 for g in range(first, first + config.prompts_per_step)
             )

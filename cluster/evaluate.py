@@ -43,7 +43,6 @@ class EvaluateConfig(
     EnvSettings,
     ChatTemplateSettings,
     StopSettings,
-    LengthSettings,
     LocalEngineConfig,
 ):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
@@ -62,6 +61,7 @@ class EvaluateConfig(
         "its name",
         metadata=ESSENTIAL | ROWS,
     )
+    sampling: LengthSettings = section_field(LengthSettings)
     eval: DecoderSettings = section_field(DecoderSettings)
     limit: int | None = setting(
         at_least(1),
@@ -116,7 +116,9 @@ class EvaluateConfig(
 
     def train_sampling(self) -> TrainSampling:
         assert self.temperature is not None
-        return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+        return TrainSampling(
+            temperature=self.temperature, max_new_tokens=self.sampling.max_new_tokens
+        )
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> None:
@@ -137,7 +139,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.sampling.max_new_tokens,
         reward=config.reward_function(),
         read=read,
     )
@@ -154,7 +156,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     if config.out is not None:
         report = {
             "model": config.model,
-            "serving decoder": asdict(config.eval.sampling(config.max_new_tokens)),
+            "serving decoder": asdict(config.eval.sampling(config.sampling.max_new_tokens)),
             "data sets": {
                 name: {"metrics": metrics, "responses": [asdict(each) for each in responses]}
                 for name, (metrics, responses) in results.items()
@@ -179,7 +181,7 @@ async def _measure(
     models = [config.model] if config.teacher is None else [config.model, config.teacher]
     results: Results = {}
     asked = _models_to_ask(config)
-    decoder = config.eval.sampling(config.max_new_tokens)
+    decoder = config.eval.sampling(config.sampling.max_new_tokens)
     engines = [config.engine_config(model, stops) for model in models]
     async with running_engines(*engines) as (engine, *teachers):
         for name, evaluator in evaluators.items():
@@ -209,7 +211,7 @@ def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
 
 def _table(config: EvaluateConfig, results: Results) -> Table:
     """Table with a row per metric and a column per data set."""
-    decoder = config.eval.sampling(config.max_new_tokens)
+    decoder = config.eval.sampling(config.sampling.max_new_tokens)
     how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
     table = Table(
         title=f"{config.model}, {how}", caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval"

@@ -72,7 +72,7 @@ from distill.rewards.registry import (
 )
 from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL, Section, section_field
 from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
@@ -86,9 +86,7 @@ Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 
 
 @chz.chz
-class SampleToSftConfig(
-    PromptColumns, ChatTemplateSettings, StopSettings, LengthSettings, LocalEngineConfig
-):
+class SampleToSftConfig(PromptColumns, ChatTemplateSettings, StopSettings, LocalEngineConfig):
     """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -112,6 +110,7 @@ class SampleToSftConfig(
         "written rows have the prompt alone",
     )
     temperature: float = chz.field(default=1.0, doc="temperature of the samples; 0: greedy")
+    sampling: LengthSettings = section_field(LengthSettings)
     top_p: float = chz.field(default=1.0, doc="top-p of the samples; 1: off")
     samples: int = setting(
         at_least(1),
@@ -151,7 +150,7 @@ class SampleToSftConfig(
         if self.name is not None:
             self.address()
         unweighted_sources("prompts", self.prompts)
-        self.sampling()
+        self.decoder()
 
     def address(self) -> EndpointAddress:
         """The endpoint's; of a `name` that is given."""
@@ -160,9 +159,11 @@ class SampleToSftConfig(
             url=self.model, name=self.name, url_setting="model", name_setting="name"
         )
 
-    def sampling(self) -> EvalSampling:
+    def decoder(self) -> EvalSampling:
         return EvalSampling(
-            temperature=self.temperature, max_new_tokens=self.max_new_tokens, top_p=self.top_p
+            temperature=self.temperature,
+            max_new_tokens=self.sampling.max_new_tokens,
+            top_p=self.top_p,
         )
 
     def reward_function(self) -> RewardFunction:
@@ -355,7 +356,7 @@ async def _answer(
 ) -> SampledAnswer:
     """The endpoint's; one that is no response counts as one that was cut off."""
     try:
-        answer = await endpoint.answer(asked.shown, config.sampling(), asked.tools)
+        answer = await endpoint.answer(asked.shown, config.decoder(), asked.tools)
     except UselessAnswer:
         return SampledAnswer.by(THINK, THINK.response(""), ended=False)
     return SampledAnswer.by(THINK, THINK.response(answer.text), ended=answer.ended)
@@ -381,7 +382,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
                 samples = await engine.generate(
                     GenerateRequest(
                         prompt_tokens_T=prompt_T,
-                        sampling=config.sampling(),
+                        sampling=config.decoder(),
                         num_samples=config.samples,
                         seed=asked.seed,
                     )

@@ -33,7 +33,7 @@ def check_temperature(temperature: float, field: str) -> None:
 def _check_max_new_tokens(max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} must be at least 1", field="max_new_tokens"
+            f"max_new_tokens={max_new_tokens} must be at least 1", field="sampling.max_new_tokens"
         )
 
 

@@ -38,6 +38,11 @@ MAY_CHANGE: Final[dict[str, Any]] = {"may_change": True}
 # One of the dozen settings that matter first.
 ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
 _SECTION = "section"
+# Names of settings that are no last names of their paths, and last names of several.
+_SHORT: Final[Mapping[str, str]] = {
+    "temperature": "sampling.temperature",
+    "max_new_tokens": "sampling.max_new_tokens",
+}
 
 
 class Section(StrEnum):
@@ -109,14 +114,16 @@ def fields_of(kind: type) -> Mapping[str, Field]:
 def meant_by(kind: type, name: str) -> list[str]:
     """Paths of the settings, or the section, of `kind` that a user's name stands for.
 
-    A name is, in this order: a path (`checkpoint.every`); section and field joined by `_`
-    (`checkpoint_every`); the last name of one path (`keep_last`). What follows the name of a
-    setting that is an object itself (`env.max_turns`) stays as it is.
+    A name is, in this order: a path (`checkpoint.every`); a short name (`temperature`); section and
+    field joined by `_` (`checkpoint_every`); the last name of one path (`keep_last`). What follows
+    the name of a setting that is an object itself (`env.max_turns`) stays as it is.
     """
     fields = fields_of(kind)
     head, dot, rest = name.partition(".")
     if head in chz.chz_fields(kind):
         return [name] if head in fields or name in fields or not dot else []
+    if _SHORT.get(head) in fields:
+        return [f"{_SHORT[head]}{dot}{rest}"]
     joined = [path for path in fields if path.replace(".", "_") == head]
     last = [path for path in fields if path.rpartition(".")[2] == head]
     return [f"{path}{dot}{rest}" for path in joined or last]

@@ -344,7 +344,7 @@ def _refusal(
     shorter = bisect_right(lengths, left, key=needed) * _LENGTH_STEP
     if rows >= budget:
         field, what = (
-            "max_new_tokens",
+            "sampling.max_new_tokens",
             f"max_new_tokens (or max_length): rows of {rows} tokens need",
         )
         remedies += [f"rows of at most {shorter} tokens"] if shorter else []

@@ -228,7 +228,7 @@ class SimulatedRun:
 
         return await handshake(
             policies=policies, teachers=scorers, learner=learner, tokenizer=self.tokenizer,
-            temperature=self.config.temperature, learner_dtype="float32", deadline_s=60,
+            temperature=self.config.sampling.temperature, learner_dtype="float32", deadline_s=60,
         )  # fmt: skip
 
     def step(self) -> list[int]:

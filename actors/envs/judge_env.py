@@ -244,7 +244,7 @@ class Judged(ChatEnvConfig):
             raise ConfigError(
                 f"group_size={group_size} must be at least 2 with env.mode=pairs: the responses of "
                 "a group are compared",
-                field="group_size",
+                field="sampling.group_size",
             )
         least = group_size // 2 if group_size % 2 == 0 else group_size
         if self.max_pairs is not None and self.max_pairs < min(least, _all_pairs(group_size)):

@@ -9,7 +9,7 @@ import chz
 from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
 from distill.rules import above, at_least, at_most, needs, not_with, setting
-from distill.sampling import EvalSampling
+from distill.sampling import EvalSampling, TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, with_default
 
 _NO_ENGINES = "such a run has no engines; evaluate its checkpoints with python -m cluster.evaluate"
@@ -20,10 +20,33 @@ class LengthSettings:
     """Length limit of a response."""
 
     section: ClassVar[Section] = Section.SAMPLING
+    within: ClassVar[str] = "sampling."
 
     max_new_tokens: int = setting(
         at_least(1), default=256, doc="longest response, in tokens", metadata=ESSENTIAL
     )
+
+
+@chz.chz
+class SamplingSettings(LengthSettings):
+    """Sampling of rollouts."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
+    temperature: float = setting(
+        above(
+            0,
+            "rollouts are sampled from softmax(z/T). Greedy decoding (0) is for evaluation: "
+            "eval.temperature=0",
+        ),
+        doc="rollout temperature T > 0, of sampling, teacher, learner and loss alike",
+        metadata=ESSENTIAL,
+    )
+    group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
+
+    def train(self) -> TrainSampling:
+        """Sampling of rollouts that are trained on."""
+        return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
 
 @chz.chz

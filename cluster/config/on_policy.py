@@ -15,7 +15,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
-from cluster.config.evaluation import EvalSettings, LengthSettings
+from cluster.config.evaluation import EvalSettings, SamplingSettings
 from cluster.config.pools import (
     PolicySettings,
     PoolSettings,
@@ -49,7 +49,6 @@ from distill.objective.settings import (
 )
 from distill.rewards.length import LengthRules
 from distill.rules import above, at_least, get, needs, not_with, setting
-from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field, values_of, with_default
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
@@ -131,26 +130,18 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
 
 
 @chz.chz
-class SamplingSettings(LengthSettings):
-    """Number and temperature of a step's samples."""
+class StepSettings:
+    """A step's prompts, and how many are under way."""
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    temperature: float = chz.field(
-        doc="rollout temperature T > 0, of sampling, teacher, learner and loss alike",
-        metadata=ESSENTIAL,
-    )
+    sampling: SamplingSettings = section_field(SamplingSettings)
     prompts_per_step: int = setting(
         at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
     )
-    group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
     queue: QueueSettings = section_field(QueueSettings)
 
     @chz.validate
-    def _sampling_in_range(self) -> None:
-        self._check_window()
-        self.train_sampling()
-
     def _check_window(self) -> None:
         queue, most = self.queue, self.prompts_per_step * (self.queue.max_staleness + 1)
         given = queue.groups_in_flight
@@ -180,14 +171,11 @@ class SamplingSettings(LengthSettings):
         """`window` in steps, rounded up."""
         return -(-self.window // self.prompts_per_step)
 
-    def train_sampling(self) -> TrainSampling:
-        return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-
 
 @chz.chz
 class RolloutConfig(
     DataSettings,
-    SamplingSettings,
+    StepSettings,
     PolicySettings,
     PoolSettings,
     CommonConfig,
@@ -253,13 +241,16 @@ class RolloutConfig(
         if self.local:
             self._require_what_is_here()
         self.require_work_for_all(
-            self.prompts_per_step * self.group_size,
-            f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
+            self.prompts_per_step * self.sampling.group_size,
+            f"prompts_per_step={self.prompts_per_step} x group_size={self.sampling.group_size}",
         )
         self._check_whole_steps()
         self._check_keeping()
         self._check_env()
-        if self.objective().baseline == "global" and self.prompts_per_step * self.group_size < 2:
+        if (
+            self.objective().baseline == "global"
+            and self.prompts_per_step * self.sampling.group_size < 2
+        ):
             raise ConfigError(
                 "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
                 "of a step of one sample is zero, and so is the gradient; raise one of them"
@@ -344,7 +335,7 @@ class RolloutConfig(
 
     def _check_env(self) -> None:
         """Raises ConfigError for settings that the environment does not use."""
-        self.env.check_group(self.group_size)
+        self.env.check_group(self.sampling.group_size)
         for field in self.env.token_rewards:
             if getattr(self.env, field) and self.objective().bonus_coef == 0:
                 raise ConfigError(
@@ -384,7 +375,7 @@ class RolloutConfig(
         if not objective.mask_truncated and not objective.overlong_buffer:
             return None
         return LengthRules(
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.sampling.max_new_tokens,
             mask_truncated=objective.mask_truncated,
             overlong_buffer=objective.overlong_buffer,
         )
@@ -598,7 +589,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         if self.teacher_moves:
             self._check_own_teacher()
         if self.reward_coef > 0:
-            require_comparison(self, self.group_size)
+            require_comparison(self, self.sampling.group_size)
         if self.estimator == "full":
             for teacher in self.teacher_models().values():
                 if is_url(teacher.model):
@@ -726,7 +717,7 @@ class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
 
     @chz.validate
     def _rl_in_range(self) -> None:
-        require_reward(self, self.group_size)
+        require_reward(self, self.sampling.group_size)
         _check_reference(self, self)
 
     @property

@@ -188,8 +188,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         tokenizer=tokenizer,
         train=train,
         held_out=held_out,
-        longest_row=max([train.longest_row(config.max_new_tokens), *map(len, sft_rows_D)]),
-        judged=any(train.builder(p, config.group_size).judged for p in range(len(train))),
+        longest_row=max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)]),
+        judged=any(train.builder(p, config.sampling.group_size).judged for p in range(len(train))),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
         digests=digests_of(config, readers),
@@ -283,7 +283,8 @@ def _load_problems(
         places = [source.place for source in sources] or [None]
         return [problems_of(env, place, setting) for place in places]
 
-    longest = max(config.max_new_tokens, config.eval.sampling(config.max_new_tokens).max_new_tokens)
+    rollout = config.sampling.max_new_tokens
+    longest = max(rollout, config.eval.sampling(rollout).max_new_tokens)
     evaluation = config.env.evaluation()
     sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
     if config.eval.source is None:
@@ -292,7 +293,7 @@ def _load_problems(
         return _hold_out(
             train, train if same else load(evaluation, sources, longest), sources, config
         )
-    train = load(config.env, sources, config.max_new_tokens)
+    train = load(config.env, sources, config.sampling.max_new_tokens)
     apart = unweighted_sources("eval.source", config.eval.source)
     held_out = load(evaluation, apart, longest)
     sizes = [len(problems) for problems in held_out]
@@ -304,7 +305,7 @@ def _load_problems(
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     """Raises ConfigError if the problems leave a term of the objective without a signal."""
     objective = config.objective()
-    builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
+    builders_P = [train.builder(p, config.sampling.group_size) for p in range(len(train))]
     if not builders_P:
         raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
     several = isinstance(train, Mixture)
@@ -434,7 +435,7 @@ def _hold_out(
     sizes = [len(each) for each in problems]
     counts = shares(sizes, _held_out_number(config.eval.size, sum(sizes), sum(sizes) // 10))
     chosen = choose_held_out(
-        [_prompt_keys(i, each, config.group_size) for i, each in enumerate(problems)],
+        [_prompt_keys(i, each, config.sampling.group_size) for i, each in enumerate(problems)],
         [min(count, size - 1) for count, size in zip(counts, sizes, strict=True)],
         [[config.seed, i] for i in range(len(sizes))],
     )

@@ -37,8 +37,8 @@ def text_teachers(
     for name, address in config.text_endpoints().items():
         prompts = _prompts_of(config, address, train, name)
         for prompt in prompts[:_TRIED]:
-            _check_turn(address, encoder, prompt, config.max_new_tokens)
-        asyncio.run(_ask_once(address, prompts[0], config.train_sampling()))
+            _check_turn(address, encoder, prompt, config.sampling.max_new_tokens)
+        asyncio.run(_ask_once(address, prompts[0], config.sampling.train()))
         made[name] = TextTeacher(address=address, encoder=encoder, deadline_s=config.no_progress_s)
     return made
 
@@ -50,7 +50,7 @@ def _prompts_of(
     setting = f"{address.url_setting}={address.url}"
     prompts: list[Prompt] = []
     for problem in range(len(train)):
-        builder = train.builder(problem, config.group_size)
+        builder = train.builder(problem, config.sampling.group_size)
         if builder.teacher != teacher:
             continue
         prompt, where = builder.asked, f"{config.prompts}:{train.label(problem)}"

@@ -128,7 +128,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
     trials: list[tuple[str, Callable[[], None]]] = []
     if objective.advantage is not None:
         own_advantage(objective.advantage)
-        trial = AdvantageTrial(name=objective.advantage, group_size=config.group_size)
+        trial = AdvantageTrial(name=objective.advantage, group_size=config.sampling.group_size)
         trials.append((f"advantage={objective.advantage}", trial))
     if is_own(objective.loss):
         own_loss(objective.loss)
@@ -163,7 +163,7 @@ def _problems(
     """The first problems, by name, that the run will train on; judged ones, if there are."""
     stream = EnvStream(
         inputs.train,
-        group_size=config.group_size,
+        group_size=config.sampling.group_size,
         seed=config.seed,
         title=config.problems_title(config.prompts),
     )
@@ -184,6 +184,6 @@ def _trial(
     return EpisodeTrial(
         builder=builder,
         said_T=said_T,
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.sampling.max_new_tokens,
         models=[*filter(None, config.teacher_models()), *config.env.asks, REWARD_MODEL],
     )

@@ -76,7 +76,7 @@ class Setup:
     def of(cls, config: RolloutConfig) -> Setup:
         objective = config.objective()
         return cls(
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=config.sampling.max_new_tokens,
             max_staleness=config.queue.max_staleness,
             prompts_per_step=config.prompts_per_step,
             teacher_engines=(

@@ -153,7 +153,7 @@ class RolloutCast:
         config, inputs = self._config, self._inputs
         dataset = EnvStream(
             inputs.train,
-            group_size=config.group_size,
+            group_size=config.sampling.group_size,
             seed=config.seed,
             title=config.problems_title(config.prompts),
         )
@@ -175,7 +175,7 @@ class RolloutCast:
                 teacher_samples=teacher_samples,
                 text_teachers=inputs.text_teachers,
                 sink=WorkerEnd(queue, worker_title(index), whole=config.learner_workers == 1),
-                sampling=config.train_sampling(),
+                sampling=config.sampling.train(),
                 seed=config.seed,
                 max_groups=max_groups(),
                 runs_user_code=config.runs_user_code,
@@ -356,7 +356,7 @@ class RolloutCast:
             device=device,
             directory=str(self._directory.path / "weights"),
             model=config.student,
-            temperature=config.temperature,
+            temperature=config.sampling.temperature,
             learner_dtype=choose_dtype(config.learner_dtype, device),
             probe_every=probe_every,
             prove_every=prove_every,

@@ -266,7 +266,7 @@ class Evaluations:
                         name: policy() if role == POLICY else self._pool(role)
                         for name, role in teachers.items()
                     },
-                    self._config.train_sampling(),
+                    self._config.sampling.train(),
                     models=self._models(),
                 ),
             )
@@ -277,7 +277,7 @@ class Evaluations:
 
     def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
         """Metrics of the engines' responses, and the responses that are kept."""
-        sampling = self._config.eval.sampling(self._config.max_new_tokens)
+        sampling = self._config.eval.sampling(self._config.sampling.max_new_tokens)
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
         evaluation = yield Ask(
             f"evaluation, {when}",

@@ -43,12 +43,12 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
 
 def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> None:
     for segment in (s for member in group.trajectories_G for s in member.segments):
-        if segment.temperature != config.temperature:
+        if segment.temperature != config.sampling.temperature:
             raise ConfigError(
-                f"temperature={config.temperature:g}, and train_from={config.train_from} were "
-                f"sampled at {segment.temperature:g}, at which they are scored and trained; give "
-                "that",
-                field="temperature",
+                f"temperature={config.sampling.temperature:g}, and train_from={config.train_from} "
+                f"were sampled at {segment.temperature:g}, at which they are scored and "
+                "trained; give that",
+                field="sampling.temperature",
             )
         if (largest := int(segment.tokens_T.max())) >= size:
             raise ConfigError(

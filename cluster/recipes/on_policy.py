@@ -127,7 +127,7 @@ def _run_opened(
 def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
     """Number of evaluated problems, and how many of them have a prompt that is trained."""
     trained, evaluated = (
-        [problems.builder(p, config.group_size).prompt_key for p in range(len(problems))]
+        [problems.builder(p, config.sampling.group_size).prompt_key for p in range(len(problems))]
         for problems in (inputs.train, inputs.held_out)
     )
     known = set(trained) - {None}
@@ -151,6 +151,7 @@ def _plan(
     config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
 ) -> str:
     objective = config.objective()
+    sampling = config.sampling
     again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
     evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
@@ -162,14 +163,14 @@ def _plan(
         made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"
     return (
         f"{config.recipe}: {config.student} learns from {_teachers(config) or config.judge} at "
-        f"T={config.temperature:g}\n"
+        f"T={config.sampling.temperature:g}\n"
         f"  {made}\n"
         f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
-        f"  step      {config.prompts_per_step} prompts{again} x {config.group_size} samples of at "
-        f"most {config.max_new_tokens} tokens, {_mode(config)}\n"
+        f"  step      {config.prompts_per_step} prompts{again} x {sampling.group_size} samples "
+        f"of at most {sampling.max_new_tokens} tokens, {_mode(config)}\n"
         f"{_epochs(config, inputs)}"
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
         f"{start}"

@@ -92,7 +92,7 @@ class RunHandshake:
             without = ", without a learner" if self._config.only_keeps else ""
             note(
                 f"handshake: all parties agree to {report.largest_gap:.1e} nats "
-                f"at T={self._config.temperature:g}{without}"
+                f"at T={self._config.sampling.temperature:g}{without}"
             )
             return
         console.print(agreement_table(report))
@@ -140,7 +140,7 @@ class RunHandshake:
             teachers=scorers,
             learner=learner_logprobs if reference is None else scored_by(reference),
             tokenizer=self._probe,
-            temperature=self._config.temperature,
+            temperature=self._config.sampling.temperature,
             learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
             copies=copies,
             deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),

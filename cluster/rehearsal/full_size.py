@@ -68,12 +68,12 @@ def _prompt_lengths(
 ) -> list[int]:
     """Lengths of prompts that are known without running an environment; empty for others."""
     train = inputs.train
-    if not isinstance(train.builder(0, config.group_size), SingleTurnGroupBuilder):
+    if not isinstance(train.builder(0, config.sampling.group_size), SingleTurnGroupBuilder):
         return []
     chosen = np.unique(np.linspace(0, len(train) - 1, min(_PROMPTS, len(train))).astype(int))
 
     async def lengths() -> list[int]:
-        builders = (train.builder(int(problem), config.group_size) for problem in chosen)
+        builders = (train.builder(int(problem), config.sampling.group_size) for problem in chosen)
         return [await length(b) for b in builders if isinstance(b, SingleTurnGroupBuilder)]
 
     return asyncio.run(lengths())
@@ -95,7 +95,7 @@ async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuild
         return await _observed(builder)
     told = len(builder.feedback.tokens_T(Outcome(reward=0.0)))
     repeats = "response" in builder.feedback.template.placeholders
-    return told + config.max_new_tokens * repeats
+    return told + config.sampling.max_new_tokens * repeats
 
 
 def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
@@ -103,10 +103,10 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     if not config.teacher_models():
         return []
     live = config.teacher_moves and config.teacher_rule is None
-    samples = config.prompts_per_step * config.group_size
-    tokens = samples * (mean_prompt + config.max_new_tokens)
+    samples = config.prompts_per_step * config.sampling.group_size
+    tokens = samples * (mean_prompt + config.sampling.max_new_tokens)
     line = f"teacher   at most {tokens:,.0f} tokens a step ({samples} samples of up to "
-    line += f"{mean_prompt:.0f} + {config.max_new_tokens})"
+    line += f"{mean_prompt:.0f} + {config.sampling.max_new_tokens})"
     line += ", by the policy's own engines" if live else ""
     if config.teaches_itself:
         line += "; and as many once more, by the learner (estimator=full)"

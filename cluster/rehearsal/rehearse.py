@@ -153,7 +153,7 @@ class _Rehearsal:
         objective = self._config.objective()
         given, top_k = objective.asked_of_policy, objective.asked_of_teacher
         for name, url in self._small.stand_ins.items():
-            asked = ask_once(url, self._config.temperature, given=given, top_k=top_k)
+            asked = ask_once(url, self._config.sampling.temperature, given=given, top_k=top_k)
             self._found(f"{name}, elsewhere", asked.works, asked.told, asked.seconds)
 
     def _with_deaths(self) -> Strikes:
@@ -195,7 +195,7 @@ class _Rehearsal:
         calibration = json.loads((self._directory.path / "calibration.json").read_text())
         agreed = [each for each in calibration["comparisons"] if not each["must_differ"]]
         gap = max(float(each["max_gap"]) for each in agreed)
-        told = f"all parties agree to {gap:.1e} nats at T={self._config.temperature:g}"
+        told = f"all parties agree to {gap:.1e} nats at T={self._config.sampling.temperature:g}"
         self._found("handshake", calibration["agrees"], told)
         steps = self._directory.read_steps()
         last = steps[-1]

@@ -19,7 +19,8 @@ from distill.settings import changed, fields_of
 
 # Upper limits of sizes in the small run.
 _MOST = {
-    "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval.max_new_tokens": 24,
+    "prompts_per_step": 4, "sampling.group_size": 4, "sampling.max_new_tokens": 24,
+    "eval.max_new_tokens": 24,
     "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1, "num_substeps": 4,
     "lora.rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
     "sft_steps": 1, "teacher_lag": 2,

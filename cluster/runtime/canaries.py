@@ -79,7 +79,7 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
     asked = objective.asked_of_policy, objective.asked_of_teacher
     return CanarySetup(
         every=config.verify.canary_every,
-        temperature=config.temperature,
+        temperature=config.sampling.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
         require=config.verify.handshake,
         copies=config.copies_teachers or config.base_is_reference,

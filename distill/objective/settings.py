@@ -145,7 +145,7 @@ class PolicyObjective:
     )
     overlong_buffer: int = setting(
         at_least(0),
-        at_most("max_new_tokens", "it is the end of a response"),
+        at_most("sampling.max_new_tokens", "it is the end of a response"),
         _REWARDS,
         default=0,
         doc="number of tokens before max_new_tokens over which a response's reward falls linearly, "
@@ -436,7 +436,7 @@ def require_comparison(objective: PolicyObjective, group_size: int) -> None:
             f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
             "mean of its group of one is zero, and so is the gradient; use at least 2, or "
             "baseline=global",
-            field="group_size",
+            field="sampling.group_size",
         )
 
 

@@ -268,7 +268,7 @@ def test_settings_out_of_range(settings: dict[str, Any], field: str) -> None:
 def test_groups_that_cannot_be_compared() -> None:
     given: dict[str, Any] = {"judge_url": "http://host", "judge_model": MODEL, "rubric": RUBRIC}
     Judged(**given).check_group(1)
-    with refuses(ConfigError, "group_size"):
+    with refuses(ConfigError, "sampling.group_size"):
         Judged(**given, mode="pairs").check_group(1)
     few = Judged(**given, mode="pairs", max_pairs=3)
     for group_size in (2, 3, 6):

@@ -48,6 +48,7 @@ from distill.errors import (
 )
 from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
+from distill.rules import get
 from distill.sampling import TrainSampling
 from distill.settings import (
     ESSENTIAL,
@@ -57,6 +58,7 @@ from distill.settings import (
     fields_of,
     flagged,
     meant_by,
+    path_of,
     section_of,
 )
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -89,7 +91,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
 @pytest.mark.parametrize("name", ["lr", "temperature"])
 @pytest.mark.parametrize("value", [0.0, -0.5, math.nan, math.inf])
 def test_a_rate_is_a_number_above_zero(opd: NewOpd, name: str, value: float) -> None:
-    with refuses(ConfigError, name):
+    with refuses(ConfigError, path_of(OpdConfig, name)):
         opd(**{name: value})
 
 
@@ -200,8 +202,8 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
         lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=3.0, steps=9,
         token_budget=77, seed=4, threads=2, dtype="bfloat16",
     )  # fmt: skip
-    assert config.train_sampling() == TrainSampling(temperature=0.3, max_new_tokens=5)
-    evaluation = config.eval.sampling(config.max_new_tokens)
+    assert config.sampling.train() == TrainSampling(temperature=0.3, max_new_tokens=5)
+    evaluation = config.eval.sampling(config.sampling.max_new_tokens)
     assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
     assert (evaluation.max_new_tokens, evaluation.num_samples) == (6, 3)
     assert opd(max_new_tokens=5).eval.sampling(5).max_new_tokens == 5
@@ -259,7 +261,7 @@ def test_temperature_has_one_home() -> None:
         for name in fields_of(config)
         if "temperature" in name and not name.startswith("eval.")
     }
-    assert homes == {"OpdConfig": "temperature", "RlConfig": "temperature"}
+    assert homes == {"OpdConfig": "sampling.temperature", "RlConfig": "sampling.temperature"}
 
 
 @pytest.mark.parametrize(
@@ -322,9 +324,13 @@ def test_rewards_compared_over_the_step_and_cut_by_length(
 # The command line
 
 
+def of(config: OpdConfig, name: str) -> Any:
+    return get(config, path_of(OpdConfig, name))
+
+
 def arguments(config: OpdConfig, *more: str) -> list[str]:
     names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
-    return ["recipe=opd", *(f"{name}={getattr(config, name)}" for name in names), *more]
+    return ["recipe=opd", *(f"{name}={of(config, name)}" for name in names), *more]
 
 
 def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> None:
@@ -533,7 +539,10 @@ def test_help_of_all_has_what_matters_first_and_the_rest_in_sections(capsys) -> 
         assert len(re.findall(rf"^  {name}(?: |$)", shown, re.MULTILINE)) == 1, name
     assert max(map(len, shown.splitlines())) <= 100
     flat = " ".join(shown.split())
-    assert "loss alike [float; required]" in flat and "[off|offline|online; default off]" in flat
+    assert (
+        "loss alike [float; required; above 0]" in flat
+        and "[off|offline|online; default off]" in flat
+    )
 
 
 # Names on which scripts rely.
@@ -606,8 +615,8 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
         config.policy_engine("m", "cpu", "policy.log"),
         config.learner("m", "cpu"),
         config.objective(),
-        config.train_sampling(),
-        config.eval.sampling(config.max_new_tokens),
+        config.sampling.train(),
+        config.eval.sampling(config.sampling.max_new_tokens),
         checkpoint,
         EngineInfo(
             kind="k",

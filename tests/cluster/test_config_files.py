@@ -23,7 +23,8 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.train import main
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
-from distill.settings import changed
+from distill.rules import get
+from distill.settings import changed, path_of
 from learner.learning_rate import Stage, suggested_lr
 from tests.refusals import refuses
 
@@ -161,7 +162,7 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     assert parse(OpdConfig, [f"config={file}"]) == expected()
     changed = parse(OpdConfig, ["lr=1e-6", f"config={file}", "env.max_turns=9"])
     assert (changed.lr, changed.env) == (1e-6, ToolUse(max_turns=9))
-    assert changed.temperature == 0.7
+    assert changed.sampling.temperature == 0.7
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
 def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) -> None:
     config = opd()
     names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
-    given = [f"{name}={getattr(config, name)}" for name in names]
+    given = [f"{name}={get(config, path_of(OpdConfig, name))}" for name in names]
     assert main(["recipe=opd", *given, "lr=auto", "dry_run=True", *more]) == 0
     lr = suggested_lr("opd", 32, adapter=bool(more))
     trained = "an adapter" if more else "all weights"

@@ -164,7 +164,7 @@ def test_the_longest_row_is_planned_for(eight: Opd) -> None:
     assert "passes 14.2 (16384 tokens recomputed)" in line(eight(), "learner")
     alone = eight(colocate="no", gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
     describe_layout(alone, longest_rows=8192)
-    with refuses(ConfigError, "max_new_tokens"):
+    with refuses(ConfigError, "sampling.max_new_tokens"):
         describe_layout(alone, longest_rows=32_768)
     describe_layout(changed(alone, offload_optimizer=True), longest_rows=32_768)
 

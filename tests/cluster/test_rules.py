@@ -25,7 +25,7 @@ from distill.settings import fields_of
 from tests.refusals import refuses
 
 # Settings with which a recipe, an environment or a command passes every check.
-_POLICY = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7}
+_POLICY = {"student": "s", "prompts": "p", "out": "o", "sampling.temperature": 0.7}
 _SUPERVISED = {"model": "m", "data": "d", "out": "o"}
 GIVEN: dict[str, dict[str, Any]] = {
     "opd": _POLICY | {"teacher": "t"},

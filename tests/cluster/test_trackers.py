@@ -55,7 +55,7 @@ class Run:
             self.directory.start(None)
         self.said: list[str] = []
         settings = {
-            "temperature": config.temperature,
+            "temperature": config.sampling.temperature,
             "tracking": {"notify": config.tracking.notify},
         }
         self.trackers = Trackers(

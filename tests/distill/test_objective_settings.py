@@ -173,5 +173,5 @@ def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
         require_reward(PolicyObjective(entropy_coef=0.1), group_size=4)
     alone = PolicyObjective(reward_coef=0.5, bonus_coef=1.0)
     for require in (require_reward, require_comparison):
-        with refuses(ConfigError, "group_size"):
+        with refuses(ConfigError, "sampling.group_size"):
             require(alone, group_size=1)

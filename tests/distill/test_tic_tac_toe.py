@@ -73,5 +73,5 @@ def test_settings_out_of_range(settings: dict, field: str) -> None:
 
 def test_both_seats_need_an_even_group() -> None:
     TicTacToeGames(opponent="random").check_group(3)
-    with refuses(ConfigError, "group_size"):
+    with refuses(ConfigError, "sampling.group_size"):
         TicTacToeGames().check_group(3)

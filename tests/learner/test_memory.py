@@ -171,7 +171,7 @@ def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
             "token_budget",
         ),
         ({"token_budget": 1 << 19}, "token_budget"),
-        ({"longest_rows": 1 << 19}, "max_new_tokens"),
+        ({"longest_rows": 1 << 19}, "sampling.max_new_tokens"),
     ],
 )
 def test_what_was_asked_for_and_does_not_fit_is_refused(asked: dict[str, Any], field: str) -> None:
@@ -219,7 +219,7 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     passes = memory.passes(workers)
     assert passes is not None
     assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.01)
-    with refuses(ConfigError, "max_new_tokens") as refused:
+    with refuses(ConfigError, "sampling.max_new_tokens") as refused:
         memory.plan(ROOM, asked, workers=workers, offloads=False)
     proposed = str(refused.value).partition(" Use ")[2].split(", or ")
     assert remedies <= set(proposed)
@@ -286,7 +286,7 @@ def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
     assert kept > 23 * 2 * GIB / 2, "two tensors of half a GiB of every layer but one"
     plan = memory.plan(ROOM, PassRequest(longest_rows=4096), workers=8, offloads=False)
     assert plan is not None and plan.gradient_checkpointing and plan.token_budget == 8192
-    with refuses(ConfigError, "max_new_tokens"):
+    with refuses(ConfigError, "sampling.max_new_tokens"):
         memory.plan(ROOM, PassRequest(longest_rows=16_384), workers=8, offloads=True)
     assert memory_of(QWEN3_8B, "bfloat16", 2).scores == 0
     capped = memory_of(FAMILIES["gemma2"].config(), "bfloat16", 2)

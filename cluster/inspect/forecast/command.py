@@ -36,13 +36,13 @@ from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
 from distill.rules import at_least, setting
 from distill.sampling import check_temperature
-from distill.settings import ESSENTIAL, Section, changed, values_of
+from distill.settings import ESSENTIAL, Section, changed, section_field, values_of
 from distill.stops import StopSettings
 
 if TYPE_CHECKING:
     from cluster.config.rollout_checks import RolloutInputs
 
-_PARTS = (PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings, LengthSettings)
+_PARTS = (PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings)
 
 
 @chz.chz
@@ -51,7 +51,6 @@ class ForecastConfig(
     EnvSettings,
     ChatTemplateSettings,
     StopSettings,
-    LengthSettings,
     LocalEngineConfig,
 ):
     """Answers of a student and a teacher to some prompts, and a forecast of the distillation."""
@@ -66,6 +65,7 @@ class ForecastConfig(
         default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL | ROWS
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
+    sampling: LengthSettings = section_field(LengthSettings)
     num_prompts: int = setting(
         at_least(2, "the noise between prompts is measured"),
         default=64,
@@ -101,6 +101,7 @@ class ForecastConfig(
             prompts=self.prompts,
             temperature=self.temperature,
             out="unused",
+            max_new_tokens=self.sampling.max_new_tokens,
             eval_size=0,
             engine=self.engine,
             dtype=self.dtype,
@@ -206,7 +207,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
                 inputs.train,
                 chosen_P=sorted(chosen_P.tolist()),
                 samples=config.num_samples,
-                sampling=run.train_sampling(),
+                sampling=run.sampling.train(),
                 top=min(TOP, *sizes),
                 loss=PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=event),
             )

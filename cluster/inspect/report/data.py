@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster.config.files import at_path
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
 from cluster.run_files.metric_table import described
@@ -160,7 +161,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
             f"{name}: {each.get('model') if isinstance(each, dict) else each}"
             for name, each in teachers.items()
         ),
-        "temperature": settings.get("temperature"),
+        "temperature": at_path(settings, "sampling.temperature"),
         "prompts": settings.get("prompts") or settings.get("data"),
         "a step": _step_size(settings),
         "learning rate": settings.get("lr"),
@@ -220,8 +221,9 @@ def settings(run: Run) -> list[tuple[str, str]]:
 
 
 def _step_size(settings: Mapping[str, Any]) -> str | None:
-    if "prompts_per_step" in settings and "group_size" in settings:
-        return f"{settings['prompts_per_step']} prompts x {settings['group_size']} samples"
+    group_size = at_path(settings, "sampling.group_size")
+    if "prompts_per_step" in settings and group_size is not None:
+        return f"{settings['prompts_per_step']} prompts x {group_size} samples"
     return f"{settings['batch_size']} rows" if "batch_size" in settings else None
 
 

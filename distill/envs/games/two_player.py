@@ -364,7 +364,7 @@ class TwoPlayerConfig(ChatConfig):
             raise ConfigError(
                 f"group_size={group_size} must be even with env.opponent=self: every game has two "
                 "trained seats",
-                field="group_size",
+                field="sampling.group_size",
             )
 
     @property
