@@ -20,6 +20,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from actors.config import EngineChoice
 from benchmarks.data_path import data_path_table, measure_data_path
 from benchmarks.decoding import DecodingConfig, decoding_table, measure_decoding
@@ -37,7 +38,6 @@ from benchmarks.transports import measure_transports, transports_tables
 from cluster.command import run_command
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
-from cluster.recipes.on_policy import run_on_policy
 
 
 @chz.chz
@@ -113,7 +113,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
-        run_on_policy(opd, console)
+        cluster.run.run(opd, console)
         jobs[mode] = _job(work / mode)
     peer = _peer(config, pair, work / "peer.json") if config.peer else None
     report = {

@@ -18,6 +18,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from cluster.command import run_command
 from cluster.config.demos import DemoConfig
 from cluster.demos.demo import (
@@ -29,8 +30,6 @@ from cluster.demos.demo import (
     write_data,
     write_untrained,
 )
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
 from distill.errors import ConfigError
 from distill.settings import changed
 
@@ -65,7 +64,7 @@ def clip(config: ClipConfig, console: Console) -> None:
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
         school = changed(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)
         write_untrained(Path(school.model), data.problems, seed=1 + i)
-        run_sft(school, console)
+        cluster.run.run(school, console)
     demo = distillation(DemoConfig(out=str(out), steps=config.steps, engine="embedded"), out, data)
     demo = changed(demo, estimator="sampled")
     rows = []
@@ -73,7 +72,7 @@ def clip(config: ClipConfig, console: Console) -> None:
         runs = []
         for seed in range(config.seeds):
             path = out / f"clip-{kl_clip}-{seed}"
-            run_on_policy(
+            cluster.run.run(
                 changed(
                     demo, out=str(path), kl_clip=kl_clip, seed=seed, max_staleness=0,
                     lr=config.lr, max_grad_norm=config.max_grad_norm, eval_every=2, eval_size=200,

@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from actors.embedded.engine import EmbeddedEngine
 from benchmarks.pair import docstrings, given_pair, make_taught_pair
 from cluster.command import run_command
 from cluster.config.recipes import make
-from cluster.recipes.on_policy import run_on_policy
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError
 from distill.models.loading import load_causal_lm
@@ -98,7 +98,7 @@ def distil(config: DistilConfig, console: Console) -> None:
             max_new_tokens=64, max_staleness=0, lr=config.lr, engine="embedded", local=True,
             eval_size=0, checkpoint_every=20, keep_every=20, keep="none", **settings,
         )  # fmt: skip
-        run_on_policy(run, console)
+        cluster.run.run(run, console)
         kls = {
             step: judge(str(model), teacher, asked, config.temperature)
             for step, model in judged_weights(work / name)

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3ForCausalLM
 
+import cluster.run
 from cluster.command import run_command
 from cluster.config.recipes import make
-from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
 from tests.tiny import EOS, PAD, VOCAB_SIZE, save_tokenizer
@@ -163,7 +163,7 @@ def _run(
         max_new_tokens=MAX_NEW_TOKENS, lr=1e-4, engine="embedded", checkpoint_every=10_000,
         eval_size=32, estimator="sampled", **settings,
     )  # fmt: skip
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     made = [line for line in lines if "time/step" in line]
     usual = made[SETTLING:]

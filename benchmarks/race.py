@@ -32,13 +32,13 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from benchmarks.distil import judge, judged_weights, split_prompts
 from benchmarks.pair import Pair, docstrings, given_pair, make_taught_pair
 from benchmarks.peer import run_peer
 from cluster.command import run_command
 from cluster.config.recipes import make
 from cluster.jsonl_log import read_lines
-from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 
 # Steps between two checkpoints that are judged.
@@ -197,7 +197,7 @@ class _Race:
             eval_size=0, checkpoint_every=JUDGED_EVERY, keep_every=JUDGED_EVERY,
             keep="none", **(settings | json.loads(config.settings)),
         )  # fmt: skip
-        run_on_policy(run, console)
+        cluster.run.run(run, console)
         return step_seconds(self.out / name)
 
     def _finish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from cluster.config.files import text_of
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import with_suggested_lr
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
 from cluster.placement.device_choice import gpus_elsewhere
 from cluster.placement.local_head import local_head
@@ -37,62 +38,19 @@ from learner.learning_rate import Stage
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     stage: Stage
-    run: Callable[[Any, Console], None]
     line: str
 
 
-def _run_on_policy(config: Any, console: Console) -> None:
-    if config.rehearses:
-        with collector_off():
-            from cluster.rehearsal.rehearse import rehearse as run
-    else:
-        with collector_off():
-            from cluster.recipes.on_policy import run_on_policy as run  # torch: not for --help
-
-    run(config, console)
-
-
-def _run_sft(config: Any, console: Console) -> None:
-    with collector_off():
-        from cluster.recipes.supervised import run_sft
-
-    run_sft(config, console)
-
-
-def _run_dpo(config: Any, console: Console) -> None:
-    with collector_off():
-        from cluster.recipes.supervised import run_dpo
-
-    run_dpo(config, console)
-
-
-def _run_reward_model(config: Any, console: Console) -> None:
-    with collector_off():
-        from cluster.recipes.supervised import run_reward_model
-
-    run_reward_model(config, console)
-
-
 RECIPES = {
-    "opd": _Recipe(
-        "opd", _run_on_policy, "on-policy distillation: student samples, teacher scores"
-    ),
-    "rl": _Recipe(
-        "rl",
-        _run_on_policy,
-        "reinforcement learning (GRPO): student samples, a reward judges",
-    ),
-    "opd_tools": _Recipe("opd", _run_on_policy, "opd on questions answered with tools"),
-    "rl_tools": _Recipe("rl", _run_on_policy, "rl on questions answered with tools"),
-    "selfplay": _Recipe("rl", _run_on_policy, "rl on games of two, both seats trained"),
-    "opd_condensed": _Recipe("opd", _run_on_policy, "opd on documents longer than the context"),
-    "sft": _Recipe("sft", _run_sft, "supervised fine-tuning on completions or assistant turns"),
-    "dpo": _Recipe("dpo", _run_dpo, "direct preference optimisation on chosen and rejected"),
-    "reward_model": _Recipe(
-        "reward_model",
-        _run_reward_model,
-        "a scalar head that scores chosen above rejected",
-    ),
+    "opd": _Recipe("opd", "on-policy distillation: student samples, teacher scores"),
+    "rl": _Recipe("rl", "reinforcement learning (GRPO): student samples, a reward judges"),
+    "opd_tools": _Recipe("opd", "opd on questions answered with tools"),
+    "rl_tools": _Recipe("rl", "rl on questions answered with tools"),
+    "selfplay": _Recipe("rl", "rl on games of two, both seats trained"),
+    "opd_condensed": _Recipe("opd", "opd on documents longer than the context"),
+    "sft": _Recipe("sft", "supervised fine-tuning on completions or assistant turns"),
+    "dpo": _Recipe("dpo", "direct preference optimisation on chosen and rejected"),
+    "reward_model": _Recipe("reward_model", "a scalar head that scores chosen above rejected"),
 }
 
 _USAGE = """\
@@ -157,7 +115,20 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     check_out(out)
     with _ray_beside_imports(config):
         console.print("checking models and data", highlight=False)  # seconds, of imports alone
-        recipe.run(config, console)
+        _run(config, console)
+
+
+def _run(config: CommonConfig, console: Console) -> None:
+    with collector_off():  # while torch is imported
+        if isinstance(config, RolloutConfig) and config.rehearses:
+            from cluster.rehearsal.rehearse import rehearse
+
+            start = partial(rehearse, config)
+        else:
+            from cluster.run import run
+
+            start = partial(run, config)
+    start(console)
 
 
 def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,9 +191,10 @@ class SimulatedRun:
         cast.learners = self._learners  # type: ignore[method-assign]
         self._indices = itertools.count()
         self.tokenizer = probe_tokenizer(self.inputs.tokenizer)
+        handshake: Any = SimpleNamespace(examine=self._examine)
         self.fleet = Fleet(
             config=self.config, cast=cast, placement=placement, directory=directory,
-            signals=Signals(), examine=self._examine, say=self.said.append,
+            signals=Signals(), handshake=handshake, say=self.said.append,
             trained=TrainedGroups(), start_model=student, found=print,
         )  # fmt: skip
         self.examined: list[list[str]] = []
@@ -219,12 +221,15 @@ class SimulatedRun:
         return LearnerActors(leader=leader, followers=[], meeting_point=None)
 
     async def _examine(
-        self, policies: Mapping[str, EnginePool], scorers: Mapping[str, EnginePool]
+        self,
+        fleet: Fleet,
+        policies: Mapping[str, EnginePool],
+        scorers: Mapping[str, EnginePool],
     ) -> CalibrationReport:
         self.examined.append(list(policies))
 
         async def learner(rows_D: Any) -> Any:
-            return await self.fleet.learner.logprobs.remote(rows_D)
+            return await fleet.learner.logprobs.remote(rows_D)
 
         return await handshake(
             policies=policies, teachers=scorers, learner=learner, tokenizer=self.tokenizer,

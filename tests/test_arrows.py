@@ -62,7 +62,7 @@ ORDER = {
         "collector", "base", "jsonl_log", "console", "handles", "config", "store", "queue",
         "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
         "runtime",
-        "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
+        "recipes", "run", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
         "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit",
         "rollouts_to_sft", "replay", "sample_to_sft", "demo",
     ],

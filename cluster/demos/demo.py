@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
 from cluster.config.demos import DemoConfig
@@ -42,8 +43,6 @@ from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines
 from cluster.recipes.observer import Observer, observed_by
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
@@ -134,7 +133,7 @@ class _FineTuning:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         write_untrained(Path(self.config.model), self._problems, seed=self._seed)
-        sys.exit(run_and_report(partial(run_sft, self.config)))
+        sys.exit(run_and_report(partial(cluster.run.run, self.config)))
 
 
 def _fine_tune(tunings: Sequence[_FineTuning], stages: StageDisplay) -> None:
@@ -163,7 +162,7 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
         stages.see(STUDENT, lines)
 
     with log.open("w") as file, observed_by(Observer(line=see, signals=Signals())):
-        run_on_policy(opd, Console(file=file, width=200, soft_wrap=True))
+        cluster.run.run(opd, Console(file=file, width=200, soft_wrap=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
-from cluster.recipes.common import RunSession
+from cluster.recipes.context import RunContext
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
 from cluster.runtime.evaluator_calls import Ask
@@ -46,9 +46,9 @@ class Evaluations:
     """
 
     def __init__(
-        self, config: RolloutConfig, running: RunSession, fleet: Fleet, *, problems: int
+        self, config: RolloutConfig, context: RunContext, fleet: Fleet, *, problems: int
     ) -> None:
-        self._config, self._running, self._fleet = config, running, fleet
+        self._config, self._context, self._fleet = config, context, fleet
         self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
         self._began_now = False
@@ -63,7 +63,7 @@ class Evaluations:
         """
         if not self._has_problems:
             return
-        if self._running.first_step:
+        if self._context.first_step:
             self._evaluate_teachers()
             self._recall_before()
             return
@@ -73,12 +73,12 @@ class Evaluations:
         self._evaluate_teachers()
         measured = self._answered(policy, begun)
         self._note("before", 0, measured)
-        self._running.record_evaluation(measured.metrics, 0)
+        self._context.record_evaluation(measured.metrics, 0)
 
     def after_steps(self, step: int) -> None:
         """Evaluates the trained policy."""
         if self._has_problems:
-            self._running.record_evaluation(self._evaluate("after", step), step)
+            self._context.record_evaluation(self._evaluate("after", step), step)
 
     def _evaluate_teachers(self) -> None:
         """Evaluate each teacher with the same decoder on the same prompts, as the target level.
@@ -88,25 +88,25 @@ class Evaluations:
         """
         if self._config.teacher_moves:
             return
-        first_step = self._running.first_step
-        lines = self._running.directory.read_metrics() if first_step else []
+        first_step = self._context.first_step
+        lines = self._context.directory.read_metrics() if first_step else []
         for name, role in served_teachers(self._config).items():
             family = f"eval/teacher={name}/" if name else "eval/teacher/"
             if known := _of_family(lines, family):
-                self._running.summary[f"eval {role}"] = known
+                self._context.summary[f"eval {role}"] = known
                 continue
             measured = self._answered(self._decoded(role, partial(self._pool, role)))
             self._note(role, first_step, measured)
-            self._running.record_evaluation(
+            self._context.record_evaluation(
                 {k.replace("eval/", family, 1): v for k, v in measured.metrics.items()}, first_step
             )
 
     def _recall_before(self) -> None:
         """Restore the evaluation before the first step from an earlier attempt's metrics."""
-        for line in self._running.directory.read_metrics():
+        for line in self._context.directory.read_metrics():
             if line["step"] == 0 and "time/eval" in line:
                 metrics = {name: value for name, value in line.items() if name != "step"}
-                self._running.summary["eval before"] = metrics
+                self._context.summary["eval before"] = metrics
 
     # between two steps
 
@@ -136,12 +136,12 @@ class Evaluations:
         pinned = self._fleet.pin()
         if pinned is None:
             if self._schedule.due(step):
-                self._running.progress.note(
+                self._context.progress.note(
                     f"the evaluation of step {step} begins late: no evaluation engine is up"
                 )
             return
         if self._config.checkpoint.keep_best is not None:
-            self._running.directory.store.hold(step)
+            self._context.directory.store.hold(step)
         background = self._fleet.background
         background.begin(
             pinned,
@@ -153,7 +153,7 @@ class Evaluations:
         )
         self._schedule.began(step)
         self._began_now = True
-        self._running.directory.append_event(
+        self._context.directory.append_event(
             "evaluation begins", step=step, version=pinned.version, engines=list(pinned.engines)
         )
 
@@ -172,14 +172,14 @@ class Evaluations:
             return
         self._schedule.done()
         self._note(f"step {step}", step, measured)
-        self._running.record_late(measured.metrics, step)
-        self._running.directory.store.release()
+        self._context.record_late(measured.metrics, step)
+        self._context.directory.store.release()
 
     def _lost(self, step: int, why: str) -> None:
         self._schedule.lost()
-        self._running.directory.store.release()
-        self._running.directory.append_event("evaluation lost", step=step, why=why)
-        self._running.progress.note(
+        self._context.directory.store.release()
+        self._context.directory.append_event("evaluation lost", step=step, why=why)
+        self._context.progress.note(
             f"the evaluation of step {step} is lost: {why}; later weights are evaluated in its "
             "place"
         )
@@ -188,14 +188,14 @@ class Evaluations:
         """Wait for the running evaluation to end; returns the seconds waited."""
         began = time.monotonic()
         for_whom = "the run ends" if step is None else f"that of step {step} is due"
-        self._running.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
+        self._context.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
         while self._fleet.background.fate is Fate.RUNNING:
             self._fleet.driver.poll()
             if not self._learner_lost:
                 self._fleet.admit_waiting()
             time.sleep(_PAUSE_S)
         seconds = time.monotonic() - began
-        self._running.directory.append_event("evaluation awaited", step=before, seconds=seconds)
+        self._context.directory.append_event("evaluation awaited", step=before, seconds=seconds)
         self.collect()
         return seconds
 
@@ -207,7 +207,7 @@ class Evaluations:
                 self._wait(running, None)
             except LearnerLost as lost:  # the learner is not needed any more
                 self._learner_lost = True
-                self._running.progress.note(f"{lost}; its last checkpoint holds every step")
+                self._context.progress.note(f"{lost}; its last checkpoint holds every step")
 
     def give_up(self, why: str) -> None:
         """Abandon the running evaluation, if any, and report why."""
@@ -215,19 +215,19 @@ class Evaluations:
             return
         self._fleet.background.give_up()
         self._schedule.done()
-        self._running.directory.store.release()
+        self._context.directory.store.release()
         self._say_given_up(step, why)
 
     def rewound(self, step: int) -> None:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""
         if (given_up := self._schedule.rewound(step)) is not None:
             self._fleet.background.give_up()
-            self._running.directory.store.release()
+            self._context.directory.store.release()
             self._say_given_up(given_up, f"the learner is back at step {step}")
 
     def _say_given_up(self, step: int, why: str) -> None:
-        self._running.directory.append_event("evaluation given up", step=step, why=why)
-        self._running.progress.note(f"the evaluation of step {step} is given up: {why}")
+        self._context.directory.append_event("evaluation given up", step=step, why=why)
+        self._context.progress.note(f"the evaluation of step {step} is given up: {why}")
 
     # an evaluation
 
@@ -303,12 +303,12 @@ class Evaluations:
 
     def _note(self, when: str, step: int, measured: Measured) -> None:
         """Record an evaluation everywhere except in metrics.jsonl."""
-        metrics, directory = measured.metrics, self._running.directory
+        metrics, directory = measured.metrics, self._context.directory
         if measured.responses:
             directory.append_evaluation(step, when, measured.responses)
-        self._running.summary[f"eval {when}"] = metrics
+        self._context.summary[f"eval {when}"] = metrics
         directory.append_event("evaluation", who=when, seconds=metrics.get("time/eval"))
-        self._running.progress.note(f"evaluation, {when}: {measured_line(metrics)}")
+        self._context.progress.note(f"evaluation, {when}: {measured_line(metrics)}")
 
 
 def _of_family(lines: Sequence[Mapping[str, float]], family: str) -> dict[str, float]:

@@ -1,15 +1,10 @@
-"""opd and rl without engines: the learner on groups that another run has kept (train_from=)."""
+"""Checks of the groups that another run has kept (train_from=)."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.rollout_checks import RolloutInputs
-from cluster.hosts.learners import kept_learners
-from cluster.recipes.common import RunSession, placed
-from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.replay_log import KeptSteps
 from distill.errors import ConfigError
 from distill.models.loading import load_config, vocab_size
@@ -57,16 +52,3 @@ def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> No
                 "of its family",
                 field="train_from",
             )
-
-
-def train_on_kept(
-    config: RolloutConfig, inputs: RolloutInputs, kept: KeptSteps, running: RunSession
-) -> None:
-    """Trains on the kept steps in order; nothing is sampled, pushed or evaluated."""
-    if len(inputs.held_out):
-        running.progress.note(
-            "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
-        )
-    with placed(config, running) as (device, placement):
-        make = partial(kept_learners, config, inputs, kept, running.directory, device, placement)
-        LearnerAlone(config, running, make).to_the_end()

@@ -1,6 +1,6 @@
 """Observation of a run from the code that started it, in the same process.
 
-Recipes are given settings and a console, whoever calls them; `cluster.recipes.common.session` asks
+Recipes are given settings and a console, whoever calls them; `cluster.recipes.opening.begun` asks
 here, in the thread of the recipe, who else wants its metrics and may end it.
 """
 

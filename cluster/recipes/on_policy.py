@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 
-from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
-from cluster.findings.watch import Watch
-from cluster.handles import errors
 from cluster.hosts.build import RolloutCast
+from cluster.hosts.learners import kept_learners
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.placement.roles import teacher_roles
-from cluster.queue.scoring import read_scoring
-from cluster.recipes.common import (
-    RunSession,
+from cluster.recipes.context import RunContext
+from cluster.recipes.evaluations import Evaluations
+from cluster.recipes.kept import kept_steps
+from cluster.recipes.opening import opened
+from cluster.recipes.plan import (
+    RunPlan,
     already_complete,
     kept_line,
     learner_line,
-    opened,
-    placed,
-    session,
     tell_dry_run,
 )
-from cluster.recipes.evaluations import Evaluations
-from cluster.recipes.kept import kept_steps, train_on_kept
-from cluster.recipes.run_handshake import RunHandshake
+from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.best_checkpoint import check_metric
-from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
+from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.canaries import ScoredWrongly
 from cluster.runtime.fleet import Fleet, trained_in
-from cluster.runtime.steps import drive
+from cluster.runtime.learner_alone import LearnerAlone
+from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn
-from distill.errors import CheckpointError, EngineError, kind_of
 from distill.objective.settings import ObjectiveConfig
-from distill.records import CONSTANT_REWARD, TrainedGroups
+from distill.records import TrainedGroups
 from distill.settings import changed
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 
-# Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
-_LAST_CANARIES_S = 30.0
-# Kinds of failures that the console's last lines name.
-_KINDS = 5
 
+@contextmanager
+def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None]:
+    """Check the run and print its plan; yields None if there is nothing to run.
 
-def run_on_policy(config: RolloutConfig, console: Console) -> None:
-    """Runs the recipe to its end.
+    That is a dry run, or a run that `out/` already holds, finished.
 
     Raises:
-        IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
+        IsothermError: the run cannot work as it is set.
     """
     say = partial(console.print, markup=False, highlight=False)
     device, engine = config.device, config.engine
@@ -87,16 +78,16 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
-        _run_opened(config, inputs, directory, resume_from, console)
+        yield _planned(config, inputs, directory, resume_from, console)
 
 
-def _run_opened(
+def _planned(
     config: RolloutConfig,
     inputs: RolloutInputs,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     console: Console,
-) -> None:
+) -> RunPlan | None:
     say = partial(console.print, markup=False, highlight=False)
     own_metrics = not isinstance(config.env, SingleTurn)
     check_metric(config.checkpoint.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
@@ -109,19 +100,69 @@ def _run_opened(
         try_own_objective(config, say)
         if config.train_from is None:
             try_user_code(config, inputs, say)
-    kept = None if config.train_from is None else kept_steps(config)
+    parts = partial(_parts, config, inputs)
+    if config.train_from is not None:
+        parts = partial(_parts_on_kept, config, inputs, kept_steps(config))
     console.print(_plan(config, inputs, directory, fork))
     if config.only_plans:
         tell_dry_run(console, directory, describe_layout(config, inputs.longest_row))
     if config.only_plans or already_complete(directory, resume_from, config, console):
-        return
-    untrained = TrainedGroups().to_json()
-    with session(config, directory, resume_from, console, fork, untrained) as running:
-        if kept is not None:
-            train_on_kept(config, inputs, kept, running)
-            return
-        with _run(config, inputs, running) as run:
-            run.to_the_end()
+        return None
+    return RunPlan(
+        config=config,
+        tokenizer=inputs.tokenizer,
+        directory=directory,
+        resume_from=resume_from,
+        fork=fork,
+        untrained=TrainedGroups().to_json(),
+        parts=parts,
+    )
+
+
+def _parts(
+    config: RolloutConfig, inputs: RolloutInputs, context: RunContext, device: str, places: Places
+) -> tuple[Fleet, Evaluations]:
+    directory, say, resume_from = context.directory, context.progress.note, context.resume_from
+    if config.only_keeps:
+        context.progress.hidden.add("staleness/max")  # nothing is ever stale
+    if not inputs.judged:
+        context.progress.hidden.add("reward/mean")
+    context.watch_over(Setup.of(config))
+    start = resume_from if resume_from is not None and not config.only_keeps else None
+    fleet = Fleet(
+        config=config,
+        cast=RolloutCast(config, inputs, directory, device, places),
+        placement=places,
+        directory=directory,
+        signals=context.signals,
+        handshake=RunHandshake(
+            config, inputs.tokenizer, inputs.stops, device, directory, context.console, say
+        ),
+        say=say,
+        trained=trained_in(resume_from),
+        start_model=config.student if start is None else start.model_dir,
+        found=context.found,
+    )
+    problems = 0 if config.only_keeps else len(inputs.held_out)
+    return fleet, Evaluations(config, context, fleet, problems=problems)
+
+
+def _parts_on_kept(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    kept: KeptSteps,
+    context: RunContext,
+    device: str,
+    places: Places,
+) -> tuple[LearnerAlone, NoEvaluations]:
+    """A learner on kept steps, in their order; nothing is sampled, pushed or evaluated."""
+    if len(inputs.held_out):
+        context.progress.note(
+            "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
+        )
+    make = partial(kept_learners, config, inputs, kept, context.directory, device, places)
+    learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
+    return learner, NoEvaluations()
 
 
 def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
@@ -278,202 +319,3 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     )
     line = f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy"
     return f"{line}; {written}" if written else line
-
-
-@contextmanager
-def _run(config: RolloutConfig, inputs: RolloutInputs, running: RunSession) -> Iterator[_Run]:
-    """Place the run on the cluster; all its actors are ended on exit."""
-    with placed(config, running) as (device, placement):
-        cast = RolloutCast(config, inputs, running.directory, device, placement)
-        run = _Run(config, inputs, running, cast, placement, device)
-        try:
-            yield run
-        finally:
-            run.fleet.close()
-
-
-class _Run:
-    """One run: actors, handshake and steps. `drive` runs its steps."""
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        inputs: RolloutInputs,
-        running: RunSession,
-        cast: RolloutCast,
-        placement: Places,
-        device: str,
-    ) -> None:
-        self._config = config
-        self._running = running
-        self._tokenizer = inputs.tokenizer
-        self._stops = inputs.stops
-        self._handshake = RunHandshake(config, inputs.tokenizer, device, lambda: self.fleet)
-        if config.only_keeps:
-            running.progress.hidden = {"staleness/max"}  # nothing is ever stale
-        if not inputs.judged:
-            running.progress.hidden.add("reward/mean")
-        self._watch = Watch(
-            Setup.of(config),
-            running.directory.rollouts,
-            running.directory.read_steps(),
-            {event["name"] for event in running.directory.read_events("finding")},
-        )
-        resume_from = running.resume_from
-        self.fleet = Fleet(
-            config=config,
-            cast=cast,
-            placement=placement,
-            directory=running.directory,
-            signals=running.signals,
-            examine=self._handshake.examine,
-            say=running.progress.note,
-            trained=trained_in(running.resume_from),
-            start_model=(
-                config.student
-                if config.only_keeps or resume_from is None
-                else resume_from.model_dir
-            ),
-            found=running.found,
-        )
-        problems = 0 if config.only_keeps else len(inputs.held_out)
-        self._evaluations = Evaluations(config, running, self.fleet, problems=problems)
-
-    @property
-    def learner(self) -> Any:
-        return self.fleet.learner
-
-    def to_the_end(self) -> None:
-        fleet, running, config = self.fleet, self._running, self._config
-        fleet.start(running.resume_from)
-        adapter = config.lora.adapter is not None and running.resume_from is None
-        if adapter or config.teacher_rule is not None:
-            self._publish()  # the engines' own checkpoint does not hold these weights
-            fleet.pin()
-            self._shake_hands()
-        else:
-            self._shake_hands()
-            self._publish()
-        fleet.introduce_scorers()
-        self._evaluations.before_steps()
-        fleet.work()
-        try:
-            checkpoint = drive(
-                self,
-                fleet.driver,
-                first_step=running.first_step,
-                steps=config.steps,
-                checkpoint_every=1 if config.only_keeps else config.checkpoint.every,
-                wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
-            )
-            self._evaluations.finish()
-        except Interrupted:
-            self._ask_last_canaries()
-            raise
-        finally:
-            self._evaluations.give_up("the run ends")
-        self._settle()
-        self._report_set_aside(checkpoint)
-        self._evaluations.after_steps(checkpoint.step)
-        self._certify()
-        if config.only_keeps:
-            running.kept(checkpoint.step)
-        else:
-            running.complete(checkpoint)
-
-    def _report_set_aside(self, checkpoint: Checkpoint) -> None:
-        """Count the groups that failed for good by kind, in summary.json and on the console."""
-        set_aside = trained_in(checkpoint).set_aside
-        failed = {i: why for i, why in set_aside.items() if why != CONSTANT_REWARD}
-        self.fleet.report_failures(failed)  # the last status may be older
-        kinds = Counter(map(kind_of, failed.values()))
-        if kinds:
-            self._running.summary["set_aside"] = dict(kinds.most_common())
-            told = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))
-            self._running.progress.note(
-                f"{kinds.total()} groups failed and were not trained on: {told}"
-            )
-
-    def _ask_last_canaries(self) -> None:
-        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
-        running = self._running
-        if not running.under_way:
-            return
-        try:
-            with self.fleet.driver.ending(_LAST_CANARIES_S):
-                self.fleet.canaries.after_last(running.last_step)
-        except ScoredWrongly as moved:
-            running.directory.store.set_aside_after(moved.first_bad - 1)
-            running.progress.note(f"{moved}: later checkpoints are renamed to *.damaged")
-        except (RunFailed, EngineError, errors.RayError) as error:
-            running.progress.note(f"the last canaries were not answered: {error}")
-
-    def _certify(self) -> None:
-        """Write certificate.json, and print its verdict."""
-        running = self._running
-        found = certificate(self._config, read_scoring(running.directory.ledger))
-        if found is not None:
-            running.directory.write_json("certificate.json", found)
-            running.summary["certificate"] = found["verdict"]
-            running.progress.note(f"certificate: {found['verdict']}")
-
-    # calls of `drive`
-
-    def before_step(self) -> float:
-        self._evaluations.collect()
-        return self.fleet.wait_for_groups()
-
-    def on_step(self, metrics: dict[str, float]) -> None:
-        step = int(metrics["step"])
-        for finding in self._watch.see(metrics):
-            self._running.found(finding)
-        told = {"tokens_per_s": metrics["tokens_per_s"]}
-        if "staleness/mean" in metrics:  # groups that the teacher samples have no staleness
-            told["staleness"] = metrics["staleness/mean"]
-        self._running.directory.append_event("step", step=step, **told)
-        try:
-            if self._running.signals.received is None:  # else no checkpoint would be made
-                metrics = metrics | self._evaluations.after_step(step)
-        finally:
-            self._running.record(metrics)  # the step is trained even if its evaluation fails
-        if self._running.signals.received is None:
-            self.fleet.ask_canaries(step)
-
-    def on_saving(self, step: int) -> None:
-        self.fleet.canaries.before_checkpoint(step)
-        self._running.best.saving(step)
-
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.fleet.commit(checkpoint)
-        self._running.best.saved({checkpoint.step})
-        self._running.trackers.show_rollouts(self._tokenizer)
-
-    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        self._running.unsaved(error, again=again)
-
-    def recover(self, lost: LearnerLost) -> int:
-        checkpoint = self.fleet.recover(lost)
-        step = checkpoint.step if checkpoint else 0
-        self._running.rewound()
-        self._evaluations.rewound(step)
-        self._watch.rewound(step)
-        return step
-
-    def end_waits(self) -> None:
-        self.fleet.queue.close()
-
-    def _publish(self) -> None:
-        way = self.fleet.driver.call("publishing the first weights", self.learner.publish.remote())
-        self._running.progress.note(f"weights: {way}")
-
-    def _settle(self) -> None:
-        try:
-            self.fleet.driver.ask_learner("the last weight probe", self.learner.settle.remote())
-        except LearnerLost as lost:
-            self._running.progress.note(f"{lost}; its last checkpoint holds every step")
-
-    def _shake_hands(self) -> None:
-        running = self._running
-        self._handshake.before_steps(
-            running.directory, self._stops, running.console, running.progress.note
-        )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.base.outcomes import LearnerLost
-from cluster.config.supervised import (
-    DpoConfig,
-    RewardModelConfig,
-    SftConfig,
-    SupervisedConfig,
-)
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
 from cluster.config.supervised_checks import (
     SupervisedInputs,
     check_dpo,
@@ -23,22 +20,22 @@ from cluster.config.supervised_checks import (
 from cluster.hosts.learners import supervised_learners
 from cluster.placement.device_choice import with_device
 from cluster.placement.layout import describe_layout
-from cluster.recipes.common import (
-    RunSession,
+from cluster.placement.places import Places
+from cluster.recipes.context import RunContext
+from cluster.recipes.opening import opened
+from cluster.recipes.plan import (
+    RunPlan,
     already_complete,
     kept_line,
     learner_line,
-    opened,
-    placed,
-    session,
     tell_dry_run,
 )
-from cluster.recipes.learner_alone import LearnerAlone
+from cluster.recipes.validation import NoEvaluations, Validation
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.learner_alone import LearnerAlone
 from distill.settings import changed
-from learner.checkpoint import Checkpoint
 
 # Metrics of the held-out rows of each recipe, the usual ones.
 _MEASURED = {
@@ -48,47 +45,21 @@ _MEASURED = {
 }
 
 
-def run_sft(config: SftConfig, console: Console) -> None:
-    """Runs the recipe to its end.
+@contextmanager
+def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan | None]:
+    """Check the run and print its plan; yields None if there is nothing to run.
+
+    That is a dry run, or a run that `out/` already holds, finished.
 
     Raises:
-        IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
+        IsothermError: the run cannot work as it is set.
     """
-    inputs = check_sft(config)
-    _run("sft", "rows", config, inputs, console)
-
-
-def run_dpo(config: DpoConfig, console: Console) -> None:
-    """Runs the recipe to its end; raises as `run_sft` does."""
-    inputs = check_dpo(config)
-    own = "its own start" if config.fork_from is None else config.model
-    reference = config.reference or own
-    how = f", near to {reference} (beta={config.beta:g})"
-    _run("dpo", "pairs", config, inputs, console, how)
-
-
-def run_reward_model(config: RewardModelConfig, console: Console) -> None:
-    """Runs the recipe to its end; raises as `run_sft` does."""
-    inputs = check_reward_model(config)
-    assert inputs.padding is not None, "a reward model's rows are checked against its padding"
-    padding = inputs.tokenizer.convert_ids_to_tokens(inputs.padding)
-    how = f", with a scalar head (padding {padding})"
-    _run("reward_model", "pairs", config, inputs, console, how)
-
-
-def _run(
-    recipe: str,
-    noun: str,
-    config: SupervisedConfig,
-    inputs: SupervisedInputs,
-    console: Console,
-    how: str = "",
-) -> None:
-    """Prints the plan, and runs it; `noun` is what `batch_size` counts."""
-    asked = config.device
+    kind = _checked(config)
+    inputs, asked = kind.inputs, config.device
+    say = partial(console.print, markup=False, highlight=False)
     config, said = with_device(config)
     if said:
-        console.print(said, markup=False, highlight=False)
+        say(said)
     epochs = "" if config.epochs is None else f" ({config.epochs:g} epochs)"
     units = len(inputs.rows_D) // config.rows_per_unit
     config = config.trained_on(units)
@@ -96,19 +67,18 @@ def _run(
     both = f", {inputs.overlap} of them with a prompt that is trained" if inputs.overlap else ""
     held_out = f" ({apart} held out{both})" if apart else ""
     recorded = changed(config, device=asked)
-    directory = RunDirectory(recipe, recorded, inputs.digests, inputs.stops)
-    say = partial(console.print, markup=False, highlight=False)
-    check_metric(config.checkpoint.keep_best, "validation/", _MEASURED[recipe], own=True)
+    directory = RunDirectory(kind.recipe, recorded, inputs.digests, inputs.stops)
+    check_metric(config.checkpoint.keep_best, "validation/", _MEASURED[kind.recipe], own=True)
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:
             fork = find_fork(
-                config, recipe, title="model", model=config.model,
+                config, kind.recipe, title="model", model=config.model,
                 tokenizer=inputs.tokenizer, say=say,
             )  # fmt: skip
         console.print(
-            f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} "
-            f"steps{epochs} of {config.batch_size}, into {directory.path} (learner: "
+            f"{kind.recipe}: {config.model} on {units} {kind.noun}{held_out}{kind.how}, "
+            f"{config.steps} steps{epochs} of {config.batch_size}, into {directory.path} (learner: "
             f"{learner_line(config, config.model)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
             + (f"; starts from {fork.described}" if fork else "")
@@ -120,70 +90,55 @@ def _run(
             longest = inputs.longest_rows(config.rows_per_unit)
             tell_dry_run(console, directory, describe_layout(config, longest))
         if config.only_plans or already_complete(directory, resume_from, config, console):
+            yield None
             return
-        untrained = {"num_rows": units}
-        with session(config, directory, resume_from, console, fork, untrained) as running:
-            _train(config, inputs, running)
-
-
-def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: RunSession) -> None:
-    with placed(config, running) as (device, placement):
-        make = partial(supervised_learners, config, inputs, running.directory, device, placement)
-        _MeasuredRun(config, running, make).to_the_end()
-
-
-class _MeasuredRun(LearnerAlone):
-    """A learner that is measured on held-out rows."""
-
-    _config: SupervisedConfig
-
-    def before_steps(self) -> None:
-        if self._config.eval.runs and self._running.first_step == 0:
-            self._validate_apart("before", step=0)
-        elif self._config.eval.runs:
-            self._recall_before()
-
-    def after_steps(self, checkpoint: Checkpoint) -> None:
-        if self._config.eval.runs:
-            self._validate_apart("after", step=checkpoint.step)
-
-    def on_step(self, metrics: dict[str, float]) -> None:
-        step, every = int(metrics["step"]), self._config.eval.every
-        due = every > 0 and step % every == 0 and step < self._config.steps
-        try:
-            if due and self._running.signals.received is None:
-                metrics = metrics | self._validate(f"step {step}")
-        finally:
-            super().on_step(metrics)  # it is trained, whatever became of the other
-
-    def _validate_apart(self, when: str, step: int) -> None:
-        """An evaluation of the held-out rows that no step's line has."""
-        while True:
-            try:
-                metrics = self._validate(when)
-            except LearnerLost as lost:
-                self.recover(lost)
-            else:
-                self._running.record_evaluation(metrics, step)
-                return
-
-    def _validate(self, when: str) -> dict[str, float]:
-        running = self._running
-        asked = self.learner.evaluate.remote()
-        metrics: dict[str, float] = self._driver.ask_learner("an evaluation", asked)
-        running.summary[f"validation {when}"] = metrics
-        running.directory.append_event("evaluation", who=when, seconds=metrics["time/validation"])
-        shown = "  ".join(
-            f"{name.removeprefix('validation/')} {value:.4g}"
-            for name, value in metrics.items()
-            if name.startswith("validation/")
+        yield RunPlan(
+            config=config,
+            tokenizer=inputs.tokenizer,
+            directory=directory,
+            resume_from=resume_from,
+            fork=fork,
+            untrained={"num_rows": units},
+            parts=partial(_parts, config, inputs),
         )
-        running.progress.note(f"held-out rows, {when}: {shown}")
-        return metrics
 
-    def _recall_before(self) -> None:
-        """The evaluation before the first step, from an earlier attempt's line of it."""
-        for line in self._running.directory.read_metrics():
-            if line["step"] == 0 and "time/validation" in line:
-                metrics = {name: value for name, value in line.items() if name != "step"}
-                self._running.summary["validation before"] = metrics
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A recipe, its checked data, and words of its plan: `noun` is what `batch_size` counts."""
+
+    recipe: str
+    noun: str
+    inputs: SupervisedInputs
+    how: str = ""
+
+
+def _checked(config: SupervisedConfig) -> _Checked:
+    match config:
+        case DpoConfig():
+            own = "its own start" if config.fork_from is None else config.model
+            how = f", near to {config.reference or own} (beta={config.beta:g})"
+            return _Checked("dpo", "pairs", check_dpo(config), how)
+        case RewardModelConfig():
+            inputs = check_reward_model(config)
+            assert inputs.padding is not None, "its rows are checked against its padding"
+            padding = inputs.tokenizer.convert_ids_to_tokens(inputs.padding)
+            how = f", with a scalar head (padding {padding})"
+            return _Checked("reward_model", "pairs", inputs, how)
+        case SftConfig():
+            return _Checked("sft", "rows", check_sft(config))
+    raise TypeError(config)
+
+
+def _parts(
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    context: RunContext,
+    device: str,
+    places: Places,
+) -> tuple[LearnerAlone, NoEvaluations]:
+    make = partial(supervised_learners, config, inputs, context.directory, device, places)
+    learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
+    if not config.eval.runs:
+        return learner, NoEvaluations()
+    return learner, Validation(config, context, learner)

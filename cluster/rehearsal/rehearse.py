@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import cluster.run
 from cluster.base.outcomes import Interrupted, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
@@ -45,7 +46,6 @@ from cluster.placement.roles import (
 )
 from cluster.placement.starts_here import starts_here
 from cluster.recipes.observer import Observer, observed_by, present_observer
-from cluster.recipes.on_policy import run_on_policy
 from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
@@ -170,7 +170,7 @@ class _Rehearsal:
 
         try:
             with observed_by(Observer(line=line, signals=signals)):
-                run_on_policy(self._small.config, self._console)
+                cluster.run.run(self._small.config, self._console)
         except Interrupted:
             if not strikes.ended:
                 raise
@@ -215,7 +215,7 @@ class _Rehearsal:
     def _resumed(self) -> None:
         began, done = time.monotonic(), len(self._directory.read_steps())
         config = changed(self._small.config, steps=done + 1)
-        run_on_policy(config, self._console)
+        cluster.run.run(config, self._console)
         self._found("resume", True, f"from step {done}, to the end", time.monotonic() - began)
 
     def _ended(self) -> None:

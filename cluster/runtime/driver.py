@@ -1,21 +1,8 @@
-"""The driver: runs the learner step by step, polls all actors, reports how the run ended.
+"""The driver's waits: for calls of actors, while it polls signals and every actor's life.
 
-prompts --> rollout workers --> policy engines         each group: sampled, scored, queued
-                  |        \\--> teacher engines
-                  v
-            GroupQueue (bounded by credit)
-                  |
-                  v
-driver --> learner.step: take -> loss -> optimizer -> publish to policy engines -> free slots
-   |
-   +--> metrics.jsonl, progress, W&B, checkpoints, evaluation
-
-driver    waits for: the step's groups         unblocked by: the rollout workers' puts
-          waits for: the learner's step        unblocked by: the learner, or its death
-
-Between two steps the learner is idle. Engines that need the weights from the learner itself are
-admitted then; engines that can read a copy join at any time (cluster/runtime/joining.py). Whenever
-the driver waits, the supervisor polls all actors (cluster/supervision/supervise.py).
+`cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
+Engines that need the weights from the learner itself are admitted then; engines that can read a
+copy join at any time (cluster/runtime/joining.py).
 """
 
 from __future__ import annotations

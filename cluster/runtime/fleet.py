@@ -14,7 +14,9 @@ Only the driver has handles of all actors. Workers receive those of the engines 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cluster.base.outcomes import LearnerLost, RunFailed
@@ -41,24 +43,29 @@ from cluster.placement.roles import (
 )
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.scoring import read_scoring
+from cluster.run_files.certificate import certificate
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.admission import Admission, Examine, Pinned
+from cluster.runtime.admission import Admission, Pinned
 from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
-from cluster.runtime.canaries import Canaries, canary_setup
+from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
+from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor
-from distill.errors import CalibrationError, CheckpointError, kind_of
-from distill.records import TrainedGroups
+from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
+from distill.records import CONSTANT_REWARD, TrainedGroups
 from learner.checkpoint import Checkpoint
 
 _CLOSE_S = 5.0
+# Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
+_LAST_CANARIES_S = 30.0
 # Prompt groups that may be set aside; one more ends the run.
 _MAX_SET_ASIDE = 100
 
@@ -67,7 +74,7 @@ class Fleet:
     """Lifecycle manager of all actors of a rollout run.
 
     Args:
-        examine: the handshake of some engines with the learner.
+        handshake: of the first engines, and of those that join.
         say: prints a line on the console.
         found: called with findings on scorers that drifted and on groups that fail.
     """
@@ -80,14 +87,14 @@ class Fleet:
         placement: Places,
         directory: RunDirectory,
         signals: Signals,
-        examine: Examine,
+        handshake: RunHandshake,
         say: Callable[[str], None],
         trained: TrainedGroups,
         start_model: str,
         found: Callable[[Finding], None],
     ) -> None:
         self._config, self._placement, self._directory = config, placement, directory
-        self._say, self._found = say, found
+        self._handshake, self._say, self._found = handshake, say, found
         self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
         self._step = 0
@@ -139,7 +146,7 @@ class Fleet:
             self.driver,
             roles=self._engine_roles,
             learner=lambda: self.learner,
-            examine=examine,
+            examine=partial(handshake.examine, self),
             require_handshake=config.verify.handshake,
             say=say,
             deadline_s=config.no_progress_s,
@@ -253,6 +260,27 @@ class Fleet:
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
 
+    def push_and_compare(self, resume_from: Checkpoint | None) -> None:
+        """Push the first weights to every engine, and compare all parties (the handshake).
+
+        The push comes first if the engines' own checkpoint does not hold these weights.
+
+        Raises:
+            CalibrationError: parties disagree, unless `handshake=False`.
+        """
+        adapter = self._config.lora.adapter is not None and resume_from is None
+        if adapter or self._config.teacher_rule is not None:
+            self._push_first()
+            self.pin()
+            self._handshake.before_steps(self)
+        else:
+            self._handshake.before_steps(self)
+            self._push_first()
+
+    def _push_first(self) -> None:
+        way = self.driver.call("publishing the first weights", self.learner.publish.remote())
+        self._say(f"weights: {way}")
+
     def _create(self, roles: Sequence[str]) -> None:
         for name in roles:
             for index in range(self._size(name)):
@@ -267,6 +295,28 @@ class Fleet:
         """Begin rollouts."""
         self._working = True
         self.poll()
+
+    def end_waits(self) -> None:
+        """End what the learner waits for."""
+        self.queue.close()
+
+    def settle(self) -> None:
+        """Finish the checks of the last push; a learner that dies meanwhile is not needed again."""
+        try:
+            self.driver.ask_learner("the last weight probe", self.learner.settle.remote())
+        except LearnerLost as lost:
+            self._say(f"{lost}; its last checkpoint holds every step")
+
+    def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
+        """Numbers of groups that failed for good, by kind, up to a checkpoint."""
+        set_aside = trained_in(checkpoint).set_aside
+        failed = {i: why for i, why in set_aside.items() if why != CONSTANT_REWARD}
+        self._report_failures(failed)  # the last status may be older
+        return Counter(map(kind_of, failed.values()))
+
+    def certificate(self) -> dict[str, Any] | None:
+        """Proof of the scores by the run's journal; see `cluster.run_files.certificate`."""
+        return certificate(self._config, read_scoring(self._directory.ledger))
 
     def close(self) -> None:
         """End all actors."""
@@ -405,7 +455,7 @@ class Fleet:
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raise RunFailed if so many groups fail that the cause is not in the groups."""
-        self.report_failures(status.newest_set_aside)
+        self._report_failures(status.newest_set_aside)
         in_a_row = status.consecutive_set_aside >= max(self._config.prompts_per_step, 2)
         if in_a_row or status.set_aside > _MAX_SET_ASIDE:
             raise RunFailed(
@@ -414,7 +464,7 @@ class Fleet:
                 f"{status.last_reason}"
             )
 
-    def report_failures(self, set_aside: Mapping[int, str]) -> None:
+    def _report_failures(self, set_aside: Mapping[int, str]) -> None:
         """Report each kind of failure at its first group that is set aside.
 
         Args:
@@ -440,8 +490,11 @@ class Fleet:
                     self.driver.ask_learner(f"letting {member.name} go", left)
                 self._dismiss(member)
 
-    def recover(self, lost: LearnerLost) -> Checkpoint | None:
-        """Start a new learner from the newest checkpoint, and rewind the queue to it."""
+    def recover(self, lost: LearnerLost) -> int:
+        """Start a new learner from the newest checkpoint, and rewind the queue to it.
+
+        Returns the checkpoint's step, or 0.
+        """
         since = time.monotonic()
         self._admission.joining.forget()
         checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
@@ -454,9 +507,10 @@ class Fleet:
         if self._working:
             self._announce()
         who = learner_spec(self._config).title(0)
-        self._say(f"the {who} is back at step {checkpoint.step if checkpoint else 0}")
+        step = checkpoint.step if checkpoint else 0
+        self._say(f"the {who} is back at step {step}")
         self._lifecycle.recovered(time.monotonic() - since)
-        return checkpoint
+        return step
 
     def introduce_scorers(self) -> None:
         """Get first canary answers of the initial scorers, of the learner's frozen models and of
@@ -478,6 +532,25 @@ class Fleet:
             self.canaries.after_last(step)
         else:
             self.canaries.after_step(step)
+
+    def ask_learner_canaries(self, step: int) -> None:
+        """Check the learner's frozen models before a checkpoint of `step`.
+
+        Raises:
+            ScoredWrongly: the weights contain scores of a model that has drifted.
+        """
+        self.canaries.before_checkpoint(step)
+
+    def ask_last_canaries(self, step: int) -> None:
+        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
+        try:
+            with self.driver.ending(_LAST_CANARIES_S):
+                self.canaries.after_last(step)
+        except ScoredWrongly as moved:
+            self._directory.store.set_aside_after(moved.first_bad - 1)
+            self._say(f"{moved}: later checkpoints are renamed to *.damaged")
+        except (RunFailed, EngineError, errors.RayError) as error:
+            self._say(f"the last canaries were not answered: {error}")
 
     def _trust(self, step: int) -> None:
         try:

@@ -9,8 +9,8 @@ heartbeat is a call that a healthy actor answers whatever else it does. One that
 for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
 
 An engine serves only once it is admitted: by then it holds the present weights and has passed its
-handshake (cluster/recipes/on_policy.py). Learner workers are not restarted one by one: the loss of
-one is the loss of all, and is raised as `LearnerLost` for the driver to go back to a checkpoint.
+handshake (cluster/runtime/run_handshake.py). Learner workers are not restarted one by one: the loss
+of one is the loss of all, and is raised as `LearnerLost`: the driver goes back to a checkpoint.
 """
 
 from __future__ import annotations

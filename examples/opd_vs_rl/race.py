@@ -26,14 +26,13 @@ from typing import Any
 
 from rich.console import Console
 
+import cluster.run
 from cluster.base.outcomes import Interrupted
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.recipes.observer import Observer, observed_by
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
@@ -140,7 +139,7 @@ def school(config: OpdVsRlConfig, out: Path, console: Console) -> None:
     for lesson in _lessons(config, out):
         console.print(f"schooling: {Path(lesson.out).name}, {lesson.steps} steps", highlight=False)
         with _log(Path(f"{out}/logs/{Path(lesson.out).name}.log")) as log:
-            run_sft(lesson, log)
+            cluster.run.run(lesson, log)
 
 
 def _write_data(config: OpdVsRlConfig, out: Path) -> None:
@@ -370,7 +369,7 @@ class _MethodRun:
             return
         try:
             with observed_by(Observer(line=see, signals=signals)):
-                run_on_policy(self._config, log)
+                cluster.run.run(self._config, log)
         except Interrupted:
             if not over():
                 raise

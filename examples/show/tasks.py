@@ -21,15 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import cluster.run
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import write_jsonl
 from cluster.demos.demo import fresh_directory
-from cluster.recipes.common import connected
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
+from cluster.recipes.opening import connected
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from examples.show.chat_worlds import (
@@ -202,9 +201,9 @@ def show(config: ShowConfig, console: Console) -> None:
     with connected(run):
         for name in world.schooling:
             console.rule(f"{name}: supervised fine-tuning")
-            run_sft(_schooling(out, name, world.schooling[name], config.seed), console)
+            cluster.run.run(_schooling(out, name, world.schooling[name], config.seed), console)
         console.rule(f"recipe={run.recipe} at T = {config.temperature:g}")
-        run_on_policy(run, console)
+        cluster.run.run(run, console)
     _report(chosen, Path(run.out), time.perf_counter() - started, console)
 
 

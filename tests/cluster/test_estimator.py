@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import cluster.run
 from cluster.config import estimator
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig
-from cluster.recipes.on_policy import run_on_policy
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
 from tests.refusals import refuses
@@ -128,7 +128,7 @@ def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str,
 
 def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     shown = StringIO()
-    run_on_policy(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
+    cluster.run.run(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
     assert "estimator=auto: full, for every teacher fits into memory" in shown.getvalue()
     assert "1 x reverse_kl (full)\n" in shown.getvalue()
 
@@ -163,7 +163,7 @@ def test_the_plan_warns_of_a_bucket_under_which_a_student_goes_flat(
 ) -> None:
     shown = StringIO()
     top = opd(estimator="top_k", teacher_top_k=8, dry_run=True, **settings)
-    run_on_policy(top, Console(file=shown, width=200))
+    cluster.run.run(top, Console(file=shown, width=200))
     assert ("caution   tail=bucket" in shown.getvalue()) is warned
 
 
@@ -176,11 +176,11 @@ def test_what_was_chosen_is_what_a_resumed_run_has(
         "group_size": 2, "eval_size": 0,
     }  # fmt: skip
     config = opd(**small, steps=1)
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     written = json.loads((Path(config.out) / "config.json").read_text())
     assert written["settings"]["estimator"] == "full"
     monkeypatch.setattr(estimator, "free_bytes", lambda device: 1 << 20)
-    run_on_policy(opd(**small, steps=2), Console(quiet=True))
+    cluster.run.run(opd(**small, steps=2), Console(quiet=True))
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
     assert ["opd/divergence" in json.loads(line) for line in lines if "time/step" in line] == [
         True, True,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import cluster.run
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.recipes import make
 from cluster.findings.finding import Evidence, Finding, Setup
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
-from cluster.recipes.on_policy import run_on_policy
 from distill.objective.repetition import RUN, repeated_share
 from distill.settings import meant_by
 from tests.conftest import TinyPair
@@ -265,7 +265,7 @@ def test_good_real_runs_raise_no_alarm(
 ) -> None:
     """What a random student samples has no end: it is cut, which is true."""
     out = tmp_path / "run"
-    run_on_policy(
+    cluster.run.run(
         make(
             "opd",
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,

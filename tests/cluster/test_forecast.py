@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.forecast import main
 from cluster.inspect.forecast.judge import Pair, judge
 from cluster.inspect.forecast.measure import AnswerStats, PairMeasurements, mass_in_common
-from cluster.recipes.supervised import run_sft
 from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.types import TopLogprobs
 from tests.tiny import save_tokenizer, tiny_model_dir
@@ -34,7 +34,7 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
         for answer in said
     ]
     book.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_sft(
+    cluster.run.run(
         make(
             "sft",
             model=start, data=str(book), out=str(root / name / "run"), steps=80, batch_size=25,

@@ -24,7 +24,7 @@ from cluster import calibrate
 from cluster.config.on_policy import OpdConfig
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.engine_pool import EnginePool
-from cluster.recipes.run_handshake import RunHandshake
+from cluster.runtime.run_handshake import RunHandshake
 from distill.engine import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import CalibrationError
 from distill.handshake.comparison import CalibrationReport
@@ -441,20 +441,22 @@ class Shaken:
             logprobs=parties.learner_logprobs,
             teacher_logprobs=lambda name, rows_D: copy and copy(rows_D),
         )
-        fleet: Any = SimpleNamespace(
+        self._parties: Any = SimpleNamespace(
             driver=SimpleNamespace(run=lambda what, coroutine: asyncio.run(coroutine)),
             pool=pools.__getitem__, scorers=["teacher"], learner=Handle(learner),
         )  # fmt: skip
         self.printed = io.StringIO()
         self.directory: Any = RecordingDirectory()
         tokenizer = load_tokenizer(config.student)
-        self._handshake = RunHandshake(config, tokenizer, "cpu", lambda: fleet)
+        console = Console(file=self.printed, width=400)
+        stops = StopTokens(ids=(EOS,))
+        self._handshake = RunHandshake(
+            config, tokenizer, stops, "cpu", self.directory, console, console.print
+        )
 
     def __call__(self) -> dict[str, Any]:
         """Shakes hands; returns calibration.json."""
-        console = Console(file=self.printed, width=400)
-        stops = StopTokens(ids=(EOS,))
-        self._handshake.before_steps(self.directory, stops, console, console.print)
+        self._handshake.before_steps(self._parties)
         return self.written
 
     @property

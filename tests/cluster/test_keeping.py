@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+import cluster.run
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
@@ -21,7 +22,6 @@ from cluster.hosts.learner_actor import policy_loop
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer, observed_by
-from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import read_rollouts
@@ -64,7 +64,7 @@ def out(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(config: OpdConfig) -> None:
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
 
 
 def kept(out: Path) -> list[TrajectoryGroup]:

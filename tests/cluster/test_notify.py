@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import cluster.run
 from cluster.config.recipes import make
-from cluster.recipes.on_policy import run_on_policy
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
@@ -92,7 +92,7 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
     out = tmp_path / "run"
     printed = tmp_path / "printed"
     with printed.open("w") as file:
-        run_on_policy(
+        cluster.run.run(
             make(
                 "rl",
                 student=tiny_pair.student, prompts=tiny_pair.prompts, out=str(out),

@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+import cluster.run
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
-from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import RolloutLog, read_rollouts
@@ -46,7 +46,7 @@ Printed = Callable[..., tuple[int, str]]
 def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 7 steps with checkpoints after 3, 6 and 7, that has kept the last 4 steps."""
     path = tmp_path_factory.mktemp("replay") / "run"
-    run_on_policy(
+    cluster.run.run(
         make(
             "opd",
             student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
@@ -355,7 +355,7 @@ def test_settings_that_keep_what_is_of_no_use_are_refused(
 
 def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
     """Runs 3 steps without engines being heard of but in `settings`; returns the final weights."""
-    run_on_policy(
+    cluster.run.run(
         make(
             "opd", **{
                 "student": tiny_pair.student, "teacher": tiny_pair.teacher,

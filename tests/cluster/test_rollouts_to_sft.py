@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.rollouts_to_sft import main
-from cluster.recipes.supervised import run_sft
 from cluster.run_files.rollouts import RolloutLog
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
@@ -207,7 +207,7 @@ def test_a_model_learns_what_it_sampled(
         model=tiny_pair.student, data=str(tmp_path / "data.jsonl"), out=str(tmp_path / "sft"),
         steps=20, batch_size=len(rows), lr=3e-3,
     )  # fmt: skip
-    run_sft(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     steps = metrics(tmp_path / "sft")
     assert steps[-1]["train/nll"] < 0.5 * steps[0]["train/nll"]
     assert {step["train/tokens"] for step in steps} == {9}

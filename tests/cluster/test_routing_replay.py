@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import cluster.run
 from actors.sglang.flags import server_flags
 from cluster.config import routing
 from cluster.config.on_policy import OpdConfig
 from cluster.config.routing import with_routing_replay
-from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from distill.models.routers import WEIGH
 from tests.e2e.harness import metrics
@@ -91,7 +91,7 @@ def test_a_run_trains_tokens_through_the_experts_that_they_were_sampled_by(
         steps=2, prompts_per_step=4, group_size=2, max_staleness=0, eval_size=0, lr=1e-3,
         learner_dtype="float32",
     )  # fmt: skip
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     first, second = metrics(Path(config.out))
     for step in (first, second):
         assert 0 <= step["train/routing_mismatch"] < 0.5

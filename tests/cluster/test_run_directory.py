@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rows import digests_of
-from cluster.recipes.common import failed_to_resume, opened
+from cluster.recipes.opening import failed_to_resume, opened
 from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
 from distill.envs.tool_use import ToolUse

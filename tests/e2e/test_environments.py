@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import cluster.run
 from actors.sglang.installed import sglang_installed
 from cluster.config.recipes import make
 from cluster.demos.arithmetic import write_jsonl
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from cluster.inspect.report.command import main as report
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
 from cluster.train import main
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from examples.show.chat_worlds import (
@@ -179,7 +178,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
         model=untrained, data=str(tmp_path / "book.jsonl"), out=str(tmp_path / "sft"), steps=80,
         batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
     )  # fmt: skip
-    run_sft(schooling, QUIET)
+    cluster.run.run(schooling, QUIET)
     student, teacher = str(tmp_path / "sft/final"), str(tmp_path / "teacher")
     shutil.copytree(student, teacher)
     config = make(
@@ -189,7 +188,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
         max_new_tokens=32, engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4,
         checkpoint_every=100, local=True,
     )  # fmt: skip
-    run_on_policy(config, QUIET)
+    cluster.run.run(config, QUIET)
     for step in metrics(tmp_path / "run"):
         assert step["env/tool_calls"] > 0.5, "the model calls no tool"
         assert step["rollout/turns"] > 1.5
@@ -214,7 +213,7 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
         ),
         reference=student if frozen else None, local=True,
     )  # fmt: skip
-    run_on_policy(config, QUIET)
+    cluster.run.run(config, QUIET)
     for step in metrics(tmp_path / "run"):
         assert step["env/illegal"] > 0  # it was taught nothing
         assert -2 <= step["reward/mean"] <= 0

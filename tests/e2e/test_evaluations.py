@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import cluster.run
 from cluster.base.outcomes import Interrupted
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.observer import Observer, observed_by
-from cluster.recipes.on_policy import run_on_policy
 from cluster.runtime.driver import Signals
 from tests.conftest import TinyPair
 from tests.e2e.harness import evaluations, events, lines, metrics, process_of, trained_groups
@@ -46,7 +46,7 @@ def distil(
         "estimator": "sampled",
     } | overrides  # fmt: skip
     config = make("opd", student=pair.student, teacher=pair.teacher, out=str(out), **settings)
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     return out
 
 

@@ -78,7 +78,7 @@ def test_a_fork_that_dies_before_its_first_checkpoint_begins_there_again(
     keep = {"eval_size": 0, "keep_last": 3}
     arguments = fork_arguments(tiny_pair, second, fork_from=first, **keep)
     with monkeypatch.context() as patch:
-        patch.setattr("cluster.recipes.on_policy._Run.before_step", lambda _: 1 / 0)
+        patch.setattr("cluster.run.Run.one_step", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(arguments)
     start = AutoModelForCausalLM.from_pretrained(second / "checkpoints/step-000000/model")

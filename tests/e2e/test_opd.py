@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
 from cluster.run_files.rollouts import read_rollouts
 from tests.conftest import TinyPair
 from tests.e2e.harness import evaluations, metrics, trained_groups
@@ -40,7 +39,7 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
         out=str(out),
         **settings,
     )
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     return out
 
 
@@ -215,7 +214,7 @@ def test_sft_teaches_and_its_model_can_be_distilled(tiny_pair: TinyPair, tmp_pat
         model=tiny_pair.teacher, data=str(data), out=str(tmp_path / "sft"), steps=40, batch_size=9,
         lr=3e-3,
     )  # fmt: skip
-    run_sft(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     losses = [step["train/nll"] for step in metrics(tmp_path / "sft")]
     assert losses[-1] < 0.3 < losses[0]
     pair = TinyPair(

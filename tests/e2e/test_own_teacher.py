@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cluster.run
 from actors.sglang.installed import sglang_installed
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
-from cluster.recipes.on_policy import run_on_policy
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
@@ -45,7 +45,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
         "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
         "estimator": "sampled", "keep": "all", "local": True, **settings,
     }  # fmt: skip
-    run_on_policy(make("opd", **given), Console(quiet=True))
+    cluster.run.run(make("opd", **given), Console(quiet=True))
     return metrics(out)
 
 

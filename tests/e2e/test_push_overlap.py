@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import cluster.run
 from actors.embedded.engine import EmbeddedEngine
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
@@ -19,7 +20,6 @@ from cluster.config.recipes import make
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
-from cluster.recipes.on_policy import run_on_policy
 from cluster.weights.publisher import Publisher
 from distill.engine import WeightSource
 from distill.errors import EngineError
@@ -61,7 +61,7 @@ def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
         return await load(self, weights, version)
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", load_late)
-    run_on_policy(settings(tiny_pair, out, step_rule=step_rule), Console(quiet=True))
+    cluster.run.run(settings(tiny_pair, out, step_rule=step_rule), Console(quiet=True))
     steps = metrics(out)
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     assert all(step["push/probe_gap"] < 1e-4 for step in steps)
@@ -75,7 +75,7 @@ def test_a_run_that_does_not_overlap_has_every_engine_acknowledge_within_the_ste
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    run_on_policy(settings(tiny_pair, out, steps=2, max_staleness=0), Console(quiet=True))
+    cluster.run.run(settings(tiny_pair, out, steps=2, max_staleness=0), Console(quiet=True))
     assert all(step["push/seconds"] <= step["time/push"] for step in metrics(out))
     events = [event["event"] for event in read_journal(out / "ledger.jsonl")]
     assert "push" not in events and events.count("train") == 2
@@ -96,7 +96,7 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
         return step(self, *parts)
 
     monkeypatch.setattr(Learner, "step", step_late)
-    run_on_policy(settings(tiny_pair, out, step_rule="in_order", steps=2), Console(quiet=True))
+    cluster.run.run(settings(tiny_pair, out, step_rule="in_order", steps=2), Console(quiet=True))
     assert [made["rollout/ahead_share"] for made in metrics(out)] == [0, 1]
     assert trained_groups(out) == list(range(2 * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=2)
@@ -119,9 +119,9 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     with monkeypatch.context() as patched:
         patched.setattr(EmbeddedEngine, "load_weights", refuse)
         with pytest.raises(RunFailed):
-            run_on_policy(config, Console(quiet=True))
+            cluster.run.run(config, Console(quiet=True))
     assert len(metrics(out)) == 2 and audit(out / "ledger.jsonl").problems == []
-    run_on_policy(config, Console(quiet=True))
+    cluster.run.run(config, Console(quiet=True))
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=STEPS)
     assert found.problems == [] and found.jobs == 2
@@ -155,7 +155,7 @@ def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
     monkeypatch.setattr(Learner, "step", step_in_which_one_dies)
     said = io.StringIO()
     console = Console(file=said, width=200)
-    run_on_policy(settings(tiny_pair, out, policy_engines=2), console)
+    cluster.run.run(settings(tiny_pair, out, policy_engines=2), console)
     assert "policy engine 1 joins: its handshake agrees to" in said.getvalue()
     found = metrics(out)
     assert all(step["push/probe_gap"] < 1e-4 for step in found)  # its log-probs are the learner's

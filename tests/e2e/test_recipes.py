@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_dpo, run_sft
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
 from tests.e2e.harness import lines, metrics
@@ -38,7 +37,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
         "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
         "out": str(out), "estimator": "sampled",
     }  # fmt: skip
-    run_on_policy(make("opd", **given | SMALL | settings), QUIET)
+    cluster.run.run(make("opd", **given | SMALL | settings), QUIET)
     return metrics(out)
 
 
@@ -172,7 +171,7 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
         sft_data=write(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
         **SMALL | {"group_size": 8},
     )  # fmt: skip
-    run_on_policy(config, QUIET)
+    cluster.run.run(config, QUIET)
     steps = metrics(tmp_path / "run")
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
@@ -208,7 +207,7 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
             stop_tokens=",".join("abcdefghijklmnopqrst"),
             **SMALL | {"steps": 2, "max_new_tokens": 16} | settings,
         )  # fmt: skip
-        run_on_policy(config, QUIET)
+        cluster.run.run(config, QUIET)
         return metrics(tmp_path / name)
 
     built_in = trained("built-in", baseline="global", scale_by_std=True)
@@ -236,7 +235,7 @@ def test_a_step_without_a_signal_updates_nothing_and_says_so(
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"),
         constant_groups="drop", **SMALL | {"steps": 2},
     )  # fmt: skip
-    run_on_policy(config, QUIET)
+    cluster.run.run(config, QUIET)
     for step in metrics(tmp_path / "run"):
         assert (step["train/groups"], step["train/updates"], step["train/tokens"]) == (0, 0, 0)
         assert step["reward/constant_groups"] == 1
@@ -266,7 +265,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
             checkpoint_every=4, local=True, eval_source=apart, eval_every=2,
             keep_last=1, keep_best="validation/loss",
         )  # fmt: skip
-        run_dpo(config, QUIET)
+        cluster.run.run(config, QUIET)
         return metrics(out)
 
     straight = dpo(tmp_path / "straight", 8)
@@ -304,7 +303,7 @@ def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path
         out=str(tmp_path / "run"), eval_size=0.2, epochs=3, batch_size=16, lr=3e-3,
         local=True, packing=True,
     )  # fmt: skip
-    run_sft(config, QUIET)
+    cluster.run.run(config, QUIET)
     steps = metrics(tmp_path / "run")
     assert len(steps) == 6  # 32 rows, 3 epochs
     assert all(step["train/padding_share"] == 0 for step in steps), "prompts have two lengths"

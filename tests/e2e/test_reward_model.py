@@ -14,13 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+import cluster.run
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.envs.judge_env import Judged
 from cluster.config.recipes import make
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_reward_model
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
@@ -78,7 +77,7 @@ def run(pair: TinyPair, out: Path, **settings: object) -> Path:
         "model": pair.student, "out": str(out), "batch_size": 16, "lr": 3e-3, "local": True,
         "checkpoint_every": 5, "eval_every": 10, "max_grad_norm": 1.0,
     }  # fmt: skip
-    run_reward_model(make("reward_model", **given | settings), QUIET)
+    cluster.run.run(make("reward_model", **given | settings), QUIET)
     return out
 
 
@@ -129,7 +128,7 @@ def test_it_resumes(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
 def rl(pair: TinyPair, out: Path, rows: list[dict], **settings: object) -> list[dict[str, float]]:
     prompts = write(out.parent / "prompts.jsonl", *rows)
     given = {"student": pair.student, "prompts": prompts, "out": str(out)}
-    run_on_policy(make("rl", **given | SMALL | {"group_size": 8, "lr": 2e-3} | settings), QUIET)
+    cluster.run.run(make("rl", **given | SMALL | {"group_size": 8, "lr": 2e-3} | settings), QUIET)
     return metrics(out)
 
 

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
-from cluster.recipes.on_policy import run_on_policy
 from cluster.run_files.rollouts import KeptGroup, read_rollouts
 from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
 from tests.conftest import TinyPair
@@ -48,7 +48,7 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
         "engine": "embedded", "local": True, "estimator": "sampled", "max_staleness": 0,
         "keep": "all", "sft_steps": 3, "samples_from": f"{MODEL}@{server.url}", **settings,
     }  # fmt: skip
-    run_on_policy(make("opd", **given), Console(quiet=True))
+    cluster.run.run(make("opd", **given), Console(quiet=True))
     return metrics(out)
 
 

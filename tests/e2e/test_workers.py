@@ -14,10 +14,9 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_dpo
 from cluster.train import main
 from learner.config import LoraSettings
 from learner.lora import adapter_tensors, add_lora, save_adapter
@@ -73,8 +72,8 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
 
     lora = {"lora_adapter": str(tmp_path / "adapter"), "reference_kl_coef": 0.1, "lr": 3e-4}
     out = tmp_path / "run"
-    run_on_policy(make("opd", **settings(tiny_pair, out, learner_workers=2, **lora)), QUIET)
-    run_on_policy(make("opd", **settings(tiny_pair, out, steps=5, **lora)), QUIET)
+    cluster.run.run(make("opd", **settings(tiny_pair, out, learner_workers=2, **lora)), QUIET)
+    cluster.run.run(make("opd", **settings(tiny_pair, out, steps=5, **lora)), QUIET)
     steps = metrics(out)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert trained_groups(out) == list(range(20))
@@ -102,7 +101,7 @@ def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_
         given = {"estimator": "full", "loss": loss, "prompts_per_step": 12, "learner_workers": 2}
         given |= {"smoke_test": False}
         given |= {"max_new_tokens": 48, **mixtures}
-        run_on_policy(make("opd", **settings(tiny_pair, out, **given)), QUIET)
+        cluster.run.run(make("opd", **settings(tiny_pair, out, **given)), QUIET)
         steps = metrics(out)
         assert all(step["opd/reverse_kl"] > 0 and step["opd/divergence"] > 0 for step in steps)
         assert audit(out / "ledger.jsonl").problems == []
@@ -127,7 +126,7 @@ def test_preferences_on_two_workers_with_the_base_as_reference(
             "dpo", **shared, out=str(out), steps=3, lora_rank=4, learner_workers=workers, seed=1,
             local=workers == 1,
         )  # fmt: skip
-        run_dpo(config, QUIET)
+        cluster.run.run(config, QUIET)
         made.append(metrics(out))
     alone, together = made
     assert alone[0]["train/loss"] == pytest.approx(together[0]["train/loss"], rel=1e-5)
@@ -190,7 +189,7 @@ def test_one_step_is_traced_and_engines_get_what_they_hold(
 ) -> None:
     out = tmp_path / "run"
     changes = {"steps": 3, "trace_step": 2, "dtype": "bfloat16", "local": True}
-    run_on_policy(make("opd", **settings(tiny_pair, out, **changes)), QUIET)
+    cluster.run.run(make("opd", **settings(tiny_pair, out, **changes)), QUIET)
     parameters = AutoModelForCausalLM.from_pretrained(tiny_pair.student).num_parameters()
     assert {step["push/bytes"] for step in metrics(out)} == {2 * parameters}
     spans = {event["name"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]}

@@ -1,21 +1,24 @@
-"""Steps and their checkpoints: what is told when, with a learner that writes when it is let."""
+"""A run's steps and checkpoints: what happens in which order, with a learner that writes slowly."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import cluster.runtime.steps
+import cluster.runtime.checkpoints
 from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
+from cluster.recipes.validation import NoEvaluations
+from cluster.run import Run
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.steps import drive
+from cluster.runtime.learner_alone import LearnerAlone
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
@@ -58,57 +61,77 @@ def made(step: int) -> Checkpoint:
     return Checkpoint(path=Path(f"step-{step}"), step=step, delivery={}, seal="")
 
 
-class Run:
-    """What `drive` drives; keeps what it is told, in order."""
+class Actors(LearnerAlone):
+    """A learner and nothing else; notes what it is told, in order."""
+
+    def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
+        idle: Any = SimpleNamespace(tick=lambda: None, critical=list)
+        self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
+        self._told, self._make = told, make
+        self.leader = make()
+        self.before: dict[int, Exception] = {}
+        self.next_step = 1
+
+    @property
+    def learner(self) -> Any:
+        return self.leader
+
+    def wait_for_groups(self) -> float:
+        if error := self.before.pop(self.next_step, None):
+            raise error
+        return 0.0
+
+    def ask_learner_canaries(self, step: int) -> None:
+        self._told.append(f"saving {step}")
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        self._told.append(f"saved {checkpoint.step}")
+
+    def recover(self, lost: LearnerLost) -> int:
+        self._told.append("recovered")
+        self.leader, self.next_step = self._make(), 1
+        return 0
+
+    def end_waits(self) -> None:
+        self._told.append("end")
+
+
+class Scene:
+    """A run over such a learner; what happened in it, in order."""
 
     def __init__(self, takes: int = 2, fails: set[int] | None = None) -> None:
         self.told: list[str] = []
         self.metrics: list[dict[str, float]] = []
-        self._new = lambda: LocalActor(Writing, self.told, takes, fails or set())
-        self.learner = self._new()
-        self.before: dict[int, Exception] = {}
-        self._step = 0
+        self.actors = Actors(
+            self.told, lambda: LocalActor(Writing, self.told, takes, fails or set())
+        )
 
-    def before_step(self) -> float:
-        if error := self.before.pop(self._step + 1, None):
-            raise error
-        return 0.0
-
-    def on_step(self, metrics: dict[str, float]) -> None:
-        self._step = int(metrics["step"])
-        self.told.append(f"step {self._step}")
+    def record(self, metrics: dict[str, float]) -> None:
+        self.actors.next_step = int(metrics["step"]) + 1
+        self.told.append(f"step {metrics['step']}")
         self.metrics.append(metrics)
 
-    def on_saving(self, step: int) -> None:
-        self.told.append(f"saving {step}")
-
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.told.append(f"saved {checkpoint.step}")
-
-    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
+    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
         self.told.append(f"{error}, {'again' if again else 'at last'}")
 
-    def recover(self, lost: LearnerLost) -> int:
-        self.told.append("recovered")
-        self.learner = self._new()
-        self._step = 0
-        return 0
+    def train(self, steps: int = 6, every: int = 2) -> Checkpoint:
+        def nothing(*_given: Any) -> None:
+            pass
 
-    def end_waits(self) -> None:
-        self.told.append("end")
-
-
-def go(run: Run, steps: int = 6, every: int = 2) -> Checkpoint:
-    idle: Any = SimpleNamespace(tick=lambda: None, critical=list)
-    driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
-    return drive(
-        run, driver, first_step=0, steps=steps, checkpoint_every=every, wanted=lambda: False
-    )
+        config = SimpleNamespace(
+            steps=steps, only_keeps=False, checkpoint=SimpleNamespace(every=every)
+        )
+        context: Any = SimpleNamespace(
+            config=config, first_step=0, signals=SimpleNamespace(received=None),
+            best=SimpleNamespace(due=False, saving=nothing), record=self.record,
+            unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
+        )  # fmt: skip
+        return Run(context, self.actors, NoEvaluations()).train()
 
 
 def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
-    run = Run(takes=1)
-    assert go(run, steps=5).step == 5
+    run = Scene(takes=1)
+    assert run.train(steps=5).step == 5
     assert run.told == [
         *("step 1", "step 2", "saving 2", "step 3", "saved 2"),
         *("step 4", "saving 4", "step 5", "saved 4", "saved 5"),
@@ -120,8 +143,8 @@ def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
 
 
 def test_a_step_waits_for_one_that_is_still_being_written() -> None:
-    run = Run(takes=9)
-    go(run, steps=5)
+    run = Scene(takes=9)
+    run.train(steps=5)
     assert run.told == [
         *("step 1", "step 2", "saving 2", "step 3", "step 4", "waited for 2", "saved 2"),
         *("saving 4", "step 5", "waited for 4", "saved 4", "saved 5"),
@@ -129,16 +152,16 @@ def test_a_step_waits_for_one_that_is_still_being_written() -> None:
 
 
 def test_a_learner_that_copies_nothing_is_waited_for() -> None:
-    run = Run(takes=0)
-    go(run, steps=3)
+    run = Scene(takes=0)
+    run.train(steps=3)
     assert run.told == ["step 1", "step 2", "saving 2", "saved 2", "step 3", "saved 3"]
     assert "time/checkpoint" in run.metrics[2] and "time/checkpoint_write" not in run.metrics[2]
 
 
 def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
-    run = Run(takes=1, fails={2, 6})
-    go(run, steps=6, every=2)
+    monkeypatch.setattr(cluster.runtime.checkpoints, "SAVE_PAUSE_S", 0.0)
+    run = Scene(takes=1, fails={2, 6})
+    run.train(steps=6, every=2)
     assert run.told == [
         *("step 1", "step 2", "saving 2", "step 3", "no room for 2, again", "saving 3"),
         *("step 4", "saved 3", "saving 4", "step 5", "saved 4", "step 6"),
@@ -165,15 +188,15 @@ def test_a_full_disk_pauses_training_until_it_has_room(
     monkeypatch: pytest.MonkeyPatch, steps: int, signalled: bool
 ) -> None:
     """At the end, or in the middle: every step is kept, however many tries it takes."""
-    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
-    run = Run()
-    run.learner = LocalActor(FullDisk, run.told, 25)
+    monkeypatch.setattr(cluster.runtime.checkpoints, "SAVE_PAUSE_S", 0.0)
+    run = Scene()
+    run.actors.leader = LocalActor(FullDisk, run.told, 25)
     if signalled:
-        run.before = {4: Interrupted(signal.SIGTERM)}
+        run.actors.before = {4: Interrupted(signal.SIGTERM)}
         with pytest.raises(Interrupted):
-            go(run, steps=steps)
+            run.train(steps=steps)
     else:
-        assert go(run, steps=steps).step == steps
+        assert run.train(steps=steps).step == steps
     trained = [int(line.split()[1]) for line in run.told if line.startswith("step ")]
     saved = [int(line.split()[1]) for line in run.told if line.startswith("saved ")]
     assert saved[-1] == trained[-1] and trained == sorted(set(trained))
@@ -183,39 +206,39 @@ def test_a_full_disk_pauses_training_until_it_has_room(
 
 
 def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.steps, "SAVE_PAUSE_S", 0.0)
-    monkeypatch.setattr(cluster.runtime.steps, "FULL_S", 0.0)
-    run = Run()
-    run.learner = LocalActor(FullDisk, run.told, 1000)
+    monkeypatch.setattr(cluster.runtime.checkpoints, "SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.checkpoints, "FULL_S", 0.0)
+    run = Scene()
+    run.actors.leader = LocalActor(FullDisk, run.told, 1000)
     with pytest.raises(CheckpointError):
-        go(run)
+        run.train()
 
 
 def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
-    run = Run(takes=9)
-    run.before[4] = Interrupted(signal.SIGTERM)
+    run = Scene(takes=9)
+    run.actors.before[4] = Interrupted(signal.SIGTERM)
     with pytest.raises(Interrupted):
-        go(run)
+        run.train()
     assert run.told[-4:] == ["end", "waited for 2", "saved 2", "saved 3"]
 
 
 @pytest.mark.parametrize(("fails", "said"), [((), "saved 2"), ((2,), "no room for 2, at last")])
 def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said: str) -> None:
-    run = Run(takes=9, fails=set(fails))
-    run.before[4] = RunFailed("no room for anybody")
+    run = Scene(takes=9, fails=set(fails))
+    run.actors.before[4] = RunFailed("no room for anybody")
     with pytest.raises(RunFailed):
-        go(run)
+        run.train()
     assert run.told[-2:] == ["waited for 2", said]
 
 
 def test_a_lost_learner_takes_its_copy_with_it() -> None:
-    run = Run(takes=9)
-    run.before[4] = LearnerLost("gone")
-    go(run, steps=3)  # the loss is never met
+    run = Scene(takes=9)
+    run.actors.before[4] = LearnerLost("gone")
+    run.train(steps=3)  # the loss is never met
     assert "recovered" not in run.told
-    run = Run(takes=9)
-    run.before[3] = LearnerLost("gone")
-    go(run, steps=3)
+    run = Scene(takes=9)
+    run.actors.before[3] = LearnerLost("gone")
+    run.train(steps=3)
     assert run.told == [
         *("step 1", "step 2", "saving 2", "recovered"),
         *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),

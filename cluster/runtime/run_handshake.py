@@ -48,64 +48,64 @@ class RunHandshake:
     """Compares the parties of a run on the same tokens.
 
     Args:
-        parties: returns the run's parties as they are now.
+        directory: where calibration.json is written.
+        console: shows the table of parties that disagree.
+        say: prints a line on the console.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
+        stops: StopTokens,
         device: str,
-        parties: Callable[[], Parties],
+        directory: RunDirectory,
+        console: Console,
+        say: Callable[[str], None],
     ) -> None:
-        self._config, self._device, self._parties = config, device, parties
+        self._config, self._stops, self._device = config, stops, device
+        self._directory, self._console, self._say = directory, console, say
         self._fingerprint = fingerprint(tokenizer)
         self._probe = probe_tokenizer(tokenizer)
 
-    def before_steps(
-        self,
-        directory: RunDirectory,
-        stops: StopTokens,
-        console: Console,
-        note: Callable[[str], None],
-    ) -> None:
+    def before_steps(self, parties: Parties) -> None:
         """Compare all parties, and write calibration.json.
 
         Raises:
             CalibrationError: parties disagree, unless `handshake=False`.
         """
-        parties = self._parties()
         scorers: dict[str, EnginePool] = {}
         for role in parties.scorers:
             scorers |= parties.pool(role).each()
         policies = parties.pool(POLICY).each()
         if self._config.eval.engines:
             policies |= parties.pool(EVALUATION).each()
-        report = parties.driver.run("the handshake", self.examine(policies, scorers))
-        directory.write_json(
+        report = parties.driver.run("the handshake", self.examine(parties, policies, scorers))
+        self._directory.write_json(
             "calibration.json",
             report.to_json()
-            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": stops.to_json()}
+            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()}
             | ({"learner": "none: rollout_only=True"} if self._config.only_keeps else {}),
         )
         if report.agrees:
             without = ", without a learner" if self._config.only_keeps else ""
-            note(
+            self._say(
                 f"handshake: all parties agree to {report.largest_gap:.1e} nats "
                 f"at T={self._config.sampling.temperature:g}{without}"
             )
             return
-        console.print(agreement_table(report))
+        self._console.print(agreement_table(report))
         if self._config.verify.handshake:
             report.require_agreement()
         doing = "keeping groups" if self._config.only_keeps else "training"
-        console.print(
+        self._console.print(
             f"[bold red]WARNING: {doing} although the handshake failed (handshake=False); "
             f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
         )
 
     async def examine(
         self,
+        parties: Parties,
         policies: Mapping[str, EnginePool],
         scorers: Mapping[str, EnginePool],
         reference: EnginePool | None = None,
@@ -115,14 +115,14 @@ class RunHandshake:
         Args:
             reference: a policy engine that scores in place of the learner.
         """
-        learner = self._parties().learner
+        learner = parties.learner
 
         async def logprobs(rows_D: Any) -> Any:
             return await learner.logprobs.remote(rows_D)
 
         learner_logprobs = None if self._config.only_keeps else logprobs
         if self._config.only_keeps and reference is None:  # a proven engine replaces it
-            proven = self._parties().pool(POLICY).each()
+            proven = parties.pool(POLICY).each()
             reference = next((proven[name] for name in proven if name not in policies), None)
 
         async def copied_logprobs(teacher: str, rows_D: Any) -> Any:

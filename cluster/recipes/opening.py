@@ -1,0 +1,170 @@
+"""Surroundings of a run, opened in this order: lock, Ray, signals, records, places; and closed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import chz
+from rich.console import Console
+
+from actors.hub import fetch_missing
+from cluster.base.outcomes import Diverged, Interrupted, RunFailed
+from cluster.config.common import CommonConfig
+from cluster.placement.places import LocalPlaces, Places
+from cluster.placement.roles import model_paths
+from cluster.recipes.context import RunContext
+from cluster.recipes.observer import present_observer
+from cluster.recipes.plan import RunPlan
+from cluster.run_files.best_checkpoint import BestCheckpoint
+from cluster.run_files.notify import Notifier, receiver_of
+from cluster.run_files.out_directory import OTHER_JOB_S
+from cluster.run_files.run_directory import RunDirectory
+from cluster.run_files.trackers import Trackers, check_trackers
+from cluster.run_files.tracking import Progression
+from distill.errors import CheckpointError, ConfigError, IsothermError
+from learner.checkpoint import Checkpoint
+
+
+@contextmanager
+def opened(
+    config: CommonConfig, directory: RunDirectory, say: Callable[[str], None]
+) -> Iterator[Checkpoint | None]:
+    """Lock the run's directory for this process; yields the checkpoint to resume from, or None.
+
+    The lock is taken before the directory is read: files that another job is still writing look
+    damaged, and its later writes would be lost. A dry run writes nothing and takes no lock.
+
+    Raises:
+        ConfigError: a tracker or notify= cannot work; another job holds the directory for too
+            long; and as `RunDirectory.check`.
+    """
+    check_trackers(config.tracking)
+    receiver_of(config.tracking.notify)
+    with nullcontext() if config.only_plans else directory.locked(say, OTHER_JOB_S):
+        yield directory.check(say)
+
+
+def connected(config: CommonConfig) -> AbstractContextManager[None]:
+    """Connection to Ray in a namespace of this run; none for a local run, which may lack Ray."""
+    if config.local:
+        return nullcontext()
+    from cluster.placement.on_ray import connected_to_ray
+
+    return connected_to_ray(config, f"isotherm-{os.getpid()}-{time.time_ns()}")
+
+
+@contextmanager
+def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
+    """Connect to Ray and open everything that a run writes; summary.json records how it ends."""
+    config, directory, resume_from = plan.config, plan.directory, plan.resume_from
+    receiver = receiver_of(config.tracking.notify)
+    observer = present_observer()
+    started = time.time()
+    with connected(config), observer.signals.installed():
+        directory.start(resume_from, plan.fork and plan.fork.to_json())
+        if resume_from:
+            console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
+        first_step = resume_from.step if resume_from else 0
+        directory.append_event("begin", step=first_step)
+        if plan.fork:
+            resume_from = plan.fork.begin(directory.store, plan.untrained)
+            console.print(f"starting from {plan.fork.described}", markup=False, highlight=False)
+        progress = Progression(console, first_step, config.steps, bar=not config.local)
+        trackers = Trackers(
+            config.tracking, directory, chz.asdict(config), first_step, progress.note
+        )
+        notifier = Notifier(receiver, directory.path, progress.note)
+        context = RunContext(
+            config=config,
+            tokenizer=plan.tokenizer,
+            directory=directory,
+            resume_from=resume_from,
+            console=console,
+            observer=observer,
+            progress=progress,
+            trackers=trackers,
+            notifier=notifier,
+            best=BestCheckpoint(directory.store, config.checkpoint.keep_best),
+            last_step=first_step,
+        )
+        if forked_from := directory.forked_from:
+            context.summary["forked_from"] = forked_from
+        status = 1
+        try:
+            with progress:
+                yield context
+            status = 0
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, Diverged):
+                if newest := directory.store.latest():
+                    raised.offer(directory.path, newest.step)
+            elif (
+                first_step
+                and resume_from
+                and not context.under_way
+                and isinstance(raised, RunFailed)
+            ):
+                error = failed_to_resume(raised, resume_from)
+            interrupted = isinstance(error, Interrupted)
+            if isinstance(error, Interrupted):
+                error.trained = context.under_way or first_step > 0
+                error.only_kept = config.only_keeps
+            if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
+                error.exit_code = 1  # 2 means that nothing was started
+            context.summary = {
+                "status": "interrupted" if interrupted else "failed",
+                "reason": f"{type(error).__name__}: {error}",
+                "seconds": time.time() - started,
+                **context.summary,
+            }
+            try:
+                directory.write_json("summary.json", context.summary)
+            except CheckpointError as unwritten:  # the run's own error is the one to raise
+                progress.note(f"WARNING: {unwritten}")
+            if error is not raised:
+                raise error from raised
+            raise
+        finally:
+            context.note_lost_output()
+            directory.append_event("end", status=context.summary.get("status"))
+            notifier.finish(context.summary, context.last_step)
+            trackers.finish(context.summary, status)
+
+
+def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
+    """Error of a resumed run that made no step, with a remedy in case of a bad checkpoint."""
+    return RunFailed(
+        f"{error}. No step was made since resuming from {resume_from.path}: if it is the "
+        "checkpoint that cannot be loaded, move it away, and the one before it is taken"
+    )
+
+
+@contextmanager
+def placed(context: RunContext) -> Iterator[tuple[str, Places]]:
+    """Reserve places for every actor of the run; yields the device and the places.
+
+    Raises:
+        ConfigError: the cluster is too small, or does not have room within the deadline.
+    """
+    config, device = context.config, context.config.device
+    assert device != "auto", "the device of a run is chosen before it is placed"
+    if config.local:
+        models = {path for paths in model_paths(config).values() for path in paths.values()}
+        fetch_missing(models, context.progress.note)
+        yield device, LocalPlaces()
+        return
+    from cluster.placement.on_ray import placed_on_ray
+
+    with placed_on_ray(
+        config,
+        device,
+        context.directory,
+        resumes=context.resume_from is not None,
+        say=context.progress.note,
+        poll=context.signals.check,
+    ) as placement:
+        yield device, placement

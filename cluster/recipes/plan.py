@@ -1,0 +1,107 @@
+"""A run that is checked and not begun: its parts, and the lines that describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.config.common import CommonConfig
+from cluster.config.disk_plan import DiskPlan
+from cluster.placement.places import Places
+from cluster.run_files.fork import Fork
+from cluster.run_files.run_directory import RunDirectory
+from learner.checkpoint import Checkpoint
+from learner.lora import check_lora
+from learner.memory import estimate_memory
+
+if TYPE_CHECKING:
+    from cluster.recipes.context import RunContext
+    from cluster.recipes.evaluations import Evaluations
+    from cluster.recipes.validation import NoEvaluations, Validation
+    from cluster.runtime.fleet import Fleet
+    from cluster.runtime.learner_alone import LearnerAlone
+
+    Actors = Fleet | LearnerAlone
+    Measured = Evaluations | Validation | NoEvaluations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run whose settings, models and data are checked, and whose directory is locked.
+
+    Attributes:
+        fork: start of a run that has no checkpoint of its own yet.
+        untrained: data state (`delivery`) of a checkpoint before the first step.
+        parts: makes the run's actors, which are not started yet, and its evaluations, given the
+            device and the places of the actors on the cluster.
+    """
+
+    config: CommonConfig
+    tokenizer: PreTrainedTokenizerBase
+    directory: RunDirectory
+    resume_from: Checkpoint | None
+    fork: Fork | None
+    untrained: Mapping[str, Any]
+    parts: Callable[[RunContext, str, Places], tuple[Actors, Measured]]
+
+
+def tell_dry_run(console: Console, directory: RunDirectory, layout: str) -> None:
+    """Print the memory plan, and a file that repeats the command; lines are not wrapped there."""
+    console.print(layout, highlight=False)
+    console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
+    console.print(directory.yaml, markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def already_complete(
+    directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
+) -> bool:
+    """True if `out/` already holds the requested run, finished."""
+    done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
+    if done:
+        console.print(
+            f"{directory.path} already holds this run, finished: nothing to do. Ask for more "
+            "steps= to go on, or choose another out="
+        )
+    return done
+
+
+def kept_line(config: CommonConfig, model: str, out: Path) -> str:
+    """Description of the checkpoints that are kept, their disk space, and the trackers.
+
+    Raises:
+        ConfigError: the disk has less room.
+    """
+    needed = ""
+    if (disk := DiskPlan.of(config, model)) is not None:
+        disk.require_room(out)
+        needed = f"; {disk}"
+    rules, trackers = config.checkpoint, config.tracking.trackers
+    kept = [f"the newest {rules.keep_last}"]
+    kept += [f"each {rules.keep_every}th"] if rules.keep_every else []
+    kept += [f"the best by {rules.keep_best}"] if rules.keep_best else []
+    told = f"; tracked by {', '.join(trackers)}" if trackers else ""
+    return f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{told}"
+
+
+def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:
+    """The learner's line of the resource plan."""
+    if config.only_keeps:
+        return "none (rollout_only=True): groups are kept, for train_from="
+    estimate = estimate_memory(model, config.learner_holding) or "memory unknown"
+    if config.learner_workers > 1:
+        estimate = f"{config.learner_workers} workers share {estimate}"
+    rate = f"lr {config.lr:g}"
+    if (updates := config.steps * updates_per_step) < config.warmup_steps:
+        rate += f", never reached: warmup_steps={config.warmup_steps} of {updates} updates"
+    if not config.lora.trains_adapter:
+        return f"{estimate}, {rate}"
+    share = check_lora(config.lora, model)
+    adapter = f"LoRA rank {config.lora.rank}"
+    if config.lora.adapter is not None:
+        adapter = f"adapter {config.lora.adapter}"
+    return f"{estimate}; {adapter} on {share:.0%} of the weights, {rate}"

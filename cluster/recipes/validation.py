@@ -1,0 +1,89 @@
+"""Evaluations of a learner on held-out rows (sft, dpo, reward_model), and none at all."""
+
+from __future__ import annotations
+
+from cluster.base.outcomes import LearnerLost
+from cluster.config.supervised import SupervisedConfig
+from cluster.recipes.context import RunContext
+from cluster.runtime.learner_alone import LearnerAlone
+
+
+class NoEvaluations:
+    """Evaluations of a run that has none. `cluster.run` calls these methods of every kind."""
+
+    wants_checkpoint = False
+
+    def before_steps(self) -> None:
+        """Evaluate the weights before the first step, or recall what an earlier attempt found."""
+
+    def collect(self) -> None:
+        """Record an evaluation that ran beside training, if it has ended."""
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Evaluate the weights of a step if that is due; returns metrics for the step's line."""
+        return {}
+
+    def finish(self) -> None:
+        """Wait for the evaluation that runs beside training, after the last step."""
+
+    def give_up(self, why: str) -> None:
+        """Abandon the evaluation that runs beside training."""
+
+    def rewound(self, step: int) -> None:
+        """Abandon evaluations of steps after `step`, to which the learner has returned."""
+
+    def after_steps(self, step: int) -> None:
+        """Evaluate the weights after the last step."""
+
+
+class Validation(NoEvaluations):
+    """Evaluations by the learner itself, on held-out rows, between steps."""
+
+    def __init__(self, config: SupervisedConfig, context: RunContext, actors: LearnerAlone) -> None:
+        self._config, self._context, self._actors = config, context, actors
+
+    def before_steps(self) -> None:
+        if self._context.first_step == 0:
+            self._validate_apart("before", step=0)
+        else:
+            self._recall_before()
+
+    def after_step(self, step: int) -> dict[str, float]:
+        every = self._config.eval.every
+        due = every > 0 and step % every == 0 and step < self._config.steps
+        return self._validate(f"step {step}") if due else {}
+
+    def after_steps(self, step: int) -> None:
+        self._validate_apart("after", step=step)
+
+    def _validate_apart(self, when: str, step: int) -> None:
+        """An evaluation of the held-out rows that no step's line has."""
+        while True:
+            try:
+                metrics = self._validate(when)
+            except LearnerLost as lost:
+                self._context.rewound(self._actors.recover(lost))
+            else:
+                self._context.record_evaluation(metrics, step)
+                return
+
+    def _validate(self, when: str) -> dict[str, float]:
+        context = self._context
+        asked = self._actors.learner.evaluate.remote()
+        metrics: dict[str, float] = self._actors.driver.ask_learner("an evaluation", asked)
+        context.summary[f"validation {when}"] = metrics
+        context.directory.append_event("evaluation", who=when, seconds=metrics["time/validation"])
+        shown = "  ".join(
+            f"{name.removeprefix('validation/')} {value:.4g}"
+            for name, value in metrics.items()
+            if name.startswith("validation/")
+        )
+        context.progress.note(f"held-out rows, {when}: {shown}")
+        return metrics
+
+    def _recall_before(self) -> None:
+        """The evaluation before the first step, from an earlier attempt's line of it."""
+        for line in self._context.directory.read_metrics():
+            if line["step"] == 0 and "time/validation" in line:
+                metrics = {name: value for name, value in line.items() if name != "step"}
+                self._context.summary["validation before"] = metrics

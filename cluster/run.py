@@ -1,0 +1,215 @@
+"""A run, from prompts to pushed weights: what the driver does, in order.
+
+  prompts -> rollout workers <=> policy engines, reward model    requests in batches, by mailbox
+                 |     +===> teachers, reference                 scores at each segment's own T
+                 v deliver
+               queue --keep--> out/groups                        metadata and references only
+                 | take
+                 v
+    one_step -> learner: load, train -> Publisher -> engines: acknowledge the version
+                 ^--- credit for new groups <--- publish
+
+  run waits for             unblocked by                    ends at the latest
+  every actor's start       its first answer                its role's start deadline
+  push and handshake        engines, learner                no_progress_s
+  a step's groups           deliveries                      Watchdog: nobody makes progress
+  the learner's step        load, train, push               no_progress_s without progress of it
+  an evaluation             its responses                   no_progress_s, after five tries
+  a checkpoint              the learner, its writer         no_progress_s; 600 s after a signal
+  a full disk               room on it                      1,800 s, then the run fails
+  last canaries             answers of scorers              30 s after a signal
+
+While it waits, the driver polls (`Driver.poll`, twice a second): signals; heartbeats, restarts
+(`Supervisor.tick`); and, of a run with engines, `Fleet.poll`: changes of membership, statuses of
+workers and queue, leases, canaries, engines that join, the evaluation beside training. An actor
+that dies or hangs is restarted there. A lost learner concerns `train` alone: see `recover`.
+
+sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cluster.base.outcomes import Interrupted, LearnerLost
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.supervised import SupervisedConfig
+from cluster.handles import calls, errors
+from cluster.queue.group_queue import QueueClosed
+from cluster.recipes.context import RunContext
+from cluster.recipes.opening import begun, placed
+from cluster.recipes.plan import RunPlan
+from cluster.runtime.checkpoints import Checkpoints
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from cluster.recipes.plan import Actors, Measured
+
+# Longest that a step which had begun may still take when a signal ends the run, seconds.
+_STEP_S = 600.0
+
+
+def run(config: CommonConfig, console: Console) -> None:
+    """Run to the end. `outcomes.exit_code` maps what this raises to the command's exit code.
+
+    Raises:
+        IsothermError: the settings, models or data cannot work, or the handshake was refused.
+        RunFailed: an actor failed too often, or made no progress.
+        Interrupted: a signal came; every whole step is in a checkpoint.
+    """
+    with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
+        if plan is None:
+            return
+        with begun(plan, console) as context, placed(context) as (device, places):
+            Run(context, *plan.parts(context, device, places)).to_the_end()
+
+
+def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan | None]:
+    if isinstance(config, RolloutConfig):
+        from cluster.recipes.on_policy import prepared  # engines: not for the others
+
+        return prepared(config, console)
+    from cluster.recipes.supervised import prepared
+
+    assert isinstance(config, SupervisedConfig)
+    return prepared(config, console)
+
+
+class Run:
+    """One run. `step` counts the steps that the learner's weights contain.
+
+    Args:
+        actors: `Fleet`, or `LearnerAlone`; not started yet.
+        evaluations: of the weights, before, between, beside and after steps.
+    """
+
+    def __init__(self, context: RunContext, actors: Actors, evaluations: Measured) -> None:
+        self.context, self.actors, self.evaluations = context, actors, evaluations
+        config = context.config
+        self.step, self.steps = context.first_step, config.steps
+        self.checkpoints = Checkpoints(
+            actors.driver,
+            lambda: actors.learner,
+            self,
+            every=1 if config.only_keeps else config.checkpoint.every,
+            steps=config.steps,
+            wanted=lambda: context.best.due or evaluations.wants_checkpoint,
+        )
+        self._begun: Any = None  # the learner's call of the step that it computes
+
+    def to_the_end(self) -> None:
+        """Run until the last step, and raise the reason of an early end; all actors are ended."""
+        try:
+            self.start()
+            try:
+                checkpoint = self.train()
+                self.evaluations.finish()
+            except Interrupted:
+                if self.context.under_way:
+                    self.actors.ask_last_canaries(self.context.last_step)
+                raise
+            finally:
+                self.evaluations.give_up("the run ends")
+            self.finish(checkpoint)
+        finally:
+            self.actors.close()
+
+    def start(self) -> None:
+        """Start every actor; prove that all score alike, before the first sample is taken."""
+        self.actors.start(self.context.resume_from)
+        self.actors.push_and_compare(self.context.resume_from)  # exit code 3
+        self.actors.introduce_scorers()  # their first canaries
+        self.evaluations.before_steps()
+        self.actors.work()  # the rollout workers begin
+
+    def train(self) -> Checkpoint:
+        """Steps until the last one, whatever becomes of the learner; returns the checkpoint."""
+        try:
+            while True:
+                try:
+                    while self.step < self.steps:
+                        self.one_step()
+                    return self.checkpoints.last()
+                except LearnerLost as lost:
+                    self.recover(lost)
+        except Interrupted:
+            self.end_step()
+            self.checkpoints.at_once()
+            raise
+        except Exception:
+            self.checkpoints.rescue()  # one that is being written is worth its end
+            raise
+
+    def one_step(self) -> None:
+        """Wait for groups -> take, load, train, push -> evaluate -> record -> checkpoint."""
+        self.evaluations.collect()
+        waited_s = self.actors.wait_for_groups()
+        self._begun = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
+        metrics = self.actors.driver.ask_learner("the learner's step", self._begun)
+        self.trained(metrics)
+        self.checkpoints.after_step(self.step)  # copied, and written beside the next steps
+
+    def trained(self, metrics: dict[str, float]) -> None:
+        """A step is trained, and its weights are with the engines or on their way."""
+        self.step, self._begun = int(metrics["step"]), None
+        metrics = metrics | self.checkpoints.times()
+        self.context.trained(metrics)
+        ends = self.context.signals.received is not None  # then the checkpoint comes first
+        try:
+            if not ends:
+                metrics = metrics | self.evaluations.after_step(self.step)
+        finally:
+            self.context.record(metrics)  # the step is trained even if its evaluation fails
+        if self.context.signals.received is None:
+            self.actors.ask_canaries(self.step)
+
+    def recover(self, lost: LearnerLost) -> None:
+        """Bring back the learner, from the newest checkpoint before its weights were bad."""
+        while True:
+            self._begun = None
+            self.checkpoints.forget()
+            try:
+                self.step = self.actors.recover(lost)
+            except LearnerLost as again:
+                lost = again
+                continue
+            self.context.rewound(self.step)
+            self.evaluations.rewound(self.step)
+            return
+
+    def end_step(self) -> None:
+        """After a signal: a step that had begun ends, and counts; or it found no groups."""
+        self.actors.end_waits()
+        if self._begun is None:
+            return
+        try:
+            metrics = calls.get(self._begun, timeout=_STEP_S)
+        except (QueueClosed, errors.RayActorError):
+            return
+        self.trained(metrics)
+
+    def finish(self, checkpoint: Checkpoint) -> None:
+        """After the last step: the last proofs, evaluations, and the files of a finished run."""
+        self.actors.settle()  # the proof of the last push
+        self.context.set_aside(self.actors.set_aside(checkpoint))
+        self.evaluations.after_steps(checkpoint.step)
+        self.context.certify(self.actors.certificate())
+        self.context.complete(checkpoint)  # final/, summary.json
+
+    # what becomes of checkpoints
+
+    def saving(self, step: int) -> None:
+        self.actors.ask_learner_canaries(step)
+        self.context.best.saving(step)
+
+    def saved(self, checkpoint: Checkpoint) -> None:
+        self.actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
+        self.context.saved(checkpoint)
+
+    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
+        self.context.unsaved(error, again=again)
