@@ -29,7 +29,7 @@ from distill.engine import ScoreRequest
 from distill.handshake.canary import CanaryRows
 from distill.sampling import UNSCALED
 from learner.canaries import CopyQuestion, training_rows, watched
-from learner.teachers import LocalTeachers
+from learner.frozen import LocalTeachers
 
 T = 0.7
 
@@ -95,7 +95,7 @@ def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
         groups = [[row for r in call for row in training_rows(r, "")[:1]] for call in calls]
         began = time.perf_counter()
         for rows_B in groups:
-            teachers.read(rows_B, np.empty(0, np.int32))
+            teachers.models[""].read(rows_B, np.empty(0, np.int32))
         passed = time.perf_counter()
         copy.answer(CopyQuestion(temperature=T))
         if seed:

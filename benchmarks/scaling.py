@@ -269,7 +269,9 @@ class _Leader:
     """What the bench has a learner do, by the names in `WorkerMemory`."""
 
     def __init__(self, config: LearnerConfig, membership: Membership, scratch: Path) -> None:
-        self._learner = Learner(config, str(scratch), losses=LOSSES, membership=membership)
+        self._learner = Learner(
+            config, str(scratch), losses=LOSSES, group=WorkerGroup(membership, config.device)
+        )
         self._store = CheckpointStore(scratch / f"checkpoints-{membership.size}", keep=1)
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 

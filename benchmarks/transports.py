@@ -48,6 +48,7 @@ from distill.weights.model_weights import (
 from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.process_group import WorkerGroup
 from tests.weights import gather_all
 
 REPEATS, WARMUP = 5, 2
@@ -108,7 +109,8 @@ def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
     )
     process.start()
     try:
-        yield Learner(config, str(scratch), losses=LOSSES, membership=members[0])
+        group = WorkerGroup(members[0], config.device)
+        yield Learner(config, str(scratch), losses=LOSSES, group=group)
     finally:
         torch.distributed.destroy_process_group()
         process.kill()

@@ -37,8 +37,8 @@ from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.digests import disk_remedy
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, Part
-from learner.teachers import LocalTeachers
 
 _PUSH_TIMEOUT_S = 3600.0
 

@@ -5,9 +5,8 @@
     answers     log-probs of fixed rows by the forward pass of the loss: they reveal a wrong T, or a
                 change of the computation, which leave the weights unchanged
 
-A copy of a teacher is whole on each worker. For a sharded base, each worker computes checksums of
-its shard, and all workers run the rows together. cluster/runtime/canaries.py decides when canaries
-run.
+If the models are sharded, each worker computes checksums of its shards, and all workers run the
+rows together. cluster/runtime/canaries.py decides when canaries run.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.digests import digest_of, tensor_checksum
+from learner.frozen import FrozenModel, LocalTeachers
 from learner.sharding import local, stored
-from learner.teachers import LocalTeachers
 
 # Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
 # taken from the whole distribution, as for estimator=full.
@@ -72,7 +71,7 @@ class CopyAnswer:
     answers: list[CanaryScores]
 
 
-class FrozenModel:
+class WatchedModel:
     """A frozen model with its canaries; stores the checksums of the first request."""
 
     def __init__(
@@ -148,25 +147,24 @@ class Base(NamedTuple):
 
 def watched(
     teachers: LocalTeachers | None, base: Base | None, token_budget: int
-) -> list[FrozenModel]:
+) -> list[WatchedModel]:
     """Frozen models of a worker: its copies of teachers, and the base of its adapter."""
     found = []
     if teachers is not None:
-        run = partial(_by_copy, teachers, token_budget)
         found += [
-            FrozenModel(
+            WatchedModel(
                 name,
-                path,
-                model,
-                dtype=str(model.dtype).removeprefix("torch."),
-                run=run,
+                copy.path,
+                copy.model,
+                dtype=str(copy.model.dtype).removeprefix("torch."),
+                run=partial(_by_copy, copy, token_budget),
                 listed=_LISTED,
             )
-            for name, (path, model) in teachers.models.items()
+            for name, copy in teachers.models.items()
         ]
     if base is not None:
         run = partial(_by_base, base.logprobs, token_budget)
-        found.append(FrozenModel(None, base.path, base.model, dtype=base.dtype, run=run, listed=0))
+        found.append(WatchedModel(None, base.path, base.model, dtype=base.dtype, run=run, listed=0))
     return found
 
 
@@ -188,14 +186,14 @@ def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
 
 
 def _by_copy(
-    teachers: LocalTeachers, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
+    copy: FrozenModel, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
 ) -> dict[int, tuple[FloatArray, FloatArray]]:
     ids_K = np.empty(0, np.int32)
     if (given_NK := asked.requests[0].given_NK) is not None:
         ids_K = given_NK[0]
     found = {}
     for rows_B in split_by_token_budget(rows_D, token_budget):
-        read = teachers.read(rows_B, ids_K)
+        read = copy.read(rows_B, ids_K)
         found |= {id(row): values for row, values in zip(rows_B, read, strict=True)}
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -145,20 +145,26 @@ class Forward:
             return self._run(stats)
 
     @torch.no_grad()
-    def distribution_of(self, batch: Batch, *, kept: bool) -> Callable[[slice], Tensor]:
+    def distribution_of(
+        self, batch: Batch, *, copies: Literal["none", "trained", "all"]
+    ) -> Callable[[slice], Tensor]:
         """Return a function: slice of the batch's trained tokens -> log p_T, shape (n, V).
 
         There is no dropout and no gradient. The model runs once over the batch, up to its hidden
         states. The distributions are computed from them a few positions at a time, during a later
-        pass of this model.
+        pass.
 
         Args:
-            kept: copy the trained weights of the projection, because they change before that pass.
+            copies: weights of the projection that are copied for that pass: none, those that are
+                trained, because they change before it, or all, because they are no longer gathered.
         """
         head, temperature_N = self.head, batch.temperature_N
 
         def read() -> tuple[Tensor, dict[str, Tensor]]:
-            return self.hidden(batch), head.trained_weights() if kept else {}
+            hidden_NH = self.hidden(batch)
+            if copies == "none":
+                return hidden_NH, {}
+            return hidden_NH, head.copied_weights(frozen=copies == "all")
 
         self._causal_lm.eval()
         with self._autocast():

@@ -1,6 +1,6 @@
 """Initial weights of several workers: the leader reads them tensor by tensor, and sends shards.
 
-    initial = InitialWeights(config, group)         the model: shapes, and uninitialised memory
+    initial = InitialWeights(path, group)           the model: shapes, and uninitialised memory
     initial.probe()                                 on the leader
     add_lora(initial.model, config), ...            the model's own Linears stay in it
     shard(initial.model, group, dtype, initial)     calls `fill`, which sets the values
@@ -24,7 +24,6 @@ from distill.models.attention_probe import shares_prefixes
 from distill.models.checkpoint_values import CheckpointValues, allocate, reads_by_tensor
 from distill.models.loading import load_causal_lm, meta_causal_lm
 from distill.models.reward import HEAD_WEIGHT, meta_reward_model, start_reward_model
-from learner.config import LearnerConfig
 from learner.process_group import WorkerGroup
 from learner.sharding import hand_out, layers_of
 
@@ -40,13 +39,26 @@ class InitialWeights:
         ConfigError: the leader's host lacks the main memory to read them.
     """
 
-    def __init__(self, config: LearnerConfig, group: WorkerGroup) -> None:
-        self._config = config
+    def __init__(
+        self,
+        path: str,
+        group: WorkerGroup,
+        *,
+        dtype: torch.dtype = torch.float32,
+        reward_padding: int | None = None,
+    ) -> None:
+        """
+        Args:
+            path: checkpoint.
+            dtype: dtype of the weights.
+            reward_padding: see `LearnerConfig`.
+        """
+        self._path, self._dtype, self._padding = path, dtype, reward_padding
         self._values: CheckpointValues | None = None
         self.model = self._outline()
         if group.rank > 0:
             allocate(self.model)
-        elif reads_by_tensor(self.model, config.model):
+        elif reads_by_tensor(self.model, path):
             self._begin()
         else:
             self.model = self._whole()
@@ -81,24 +93,22 @@ class InitialWeights:
 
     def _outline(self) -> PreTrainedModel:
         """The model on the meta device."""
-        path, padding = self._config.model, self._config.reward_padding
-        if padding is not None:
-            return meta_reward_model(path, padding=padding)
-        return meta_causal_lm(path, dtype=torch.float32)
+        if self._padding is not None:
+            return meta_reward_model(self._path, padding=self._padding)
+        return meta_causal_lm(self._path, dtype=self._dtype)
 
     def _whole(self) -> PreTrainedModel:
-        path, padding = self._config.model, self._config.reward_padding
-        if padding is not None:
-            return start_reward_model(path, padding=padding, device="cpu")
-        return load_causal_lm(path, dtype=torch.float32, device="cpu")
+        if self._padding is not None:
+            return start_reward_model(self._path, padding=self._padding, device="cpu")
+        return load_causal_lm(self._path, dtype=self._dtype, device="cpu")
 
     @torch.no_grad()
     def _begin(self) -> None:
         """Read the checkpoint's headers, and the buffers, which are not sharded."""
-        fresh = () if self._config.reward_padding is None else (HEAD_WEIGHT,)
-        self._values = values = CheckpointValues(self.model, self._config.model, fresh)
+        fresh = () if self._padding is None else (HEAD_WEIGHT,)
+        self._values = values = CheckpointValues(self.model, self._path, fresh)
         needed = values.bytes_of(_probed(self.model))  # more than any unit takes
-        require_main_memory(needed, f"loading {self._config.model} tensor by tensor")
+        require_main_memory(needed, f"loading {self._path} tensor by tensor")
         allocate(self.model, values.missing)
         buffers = dict(self.model.named_buffers())
         for name, tensor in values.read(buffers):
@@ -124,12 +134,13 @@ class InitialWeights:
         own = model.state_dict(keep_vars=True)
         for name, tensor in values.read(read):
             own[name].copy_(tensor)
-        zeros: dict[torch.Size, Tensor] = {}
+        zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         for name, parameter in model.named_parameters():
             if name not in read:
-                if parameter.shape not in zeros:
-                    zeros[parameter.shape] = torch.zeros(parameter.shape)
-                parameter.data = zeros[parameter.shape]
+                key = parameter.shape, parameter.dtype
+                if key not in zeros:
+                    zeros[key] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                parameter.data = zeros[key]
         return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -42,9 +42,17 @@ from learner.fingerprints import Fingerprints, of_all
 from learner.flops import ModelFlops
 from learner.forward import LossFunction
 from learner.lora import save_adapter
-from learner.orders import LentPortion, MicroBatch, PassShare, Portion, StepShare, UpdateShare
+from learner.orders import (
+    FrozenBatches,
+    LentPortion,
+    MicroBatch,
+    PassShare,
+    Portion,
+    StepShare,
+    UpdateShare,
+)
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.process_group import Membership, Order, WorkerGroup
+from learner.process_group import Order, WorkerGroup
 from learner.rollout_share import Shares
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.state_files import TrainerState, read_trainer, write_trainer
@@ -89,17 +97,16 @@ class Learner:
         dump_dir: str,
         *,
         losses: Sequence[LossFunction] = (),
-        membership: Membership | None = None,
+        group: WorkerGroup | None = None,
     ) -> None:
         """
         Args:
             dump_dir: receives the rows of a step that turned non-finite.
             losses: losses that steps will use, in the same order on every worker; a learner with
                 one worker accepts other losses as well.
-            membership: the leader's membership in the worker group; None: there are no other
-                workers.
+            group: the leader's end of the worker group; None: there are no other workers.
         """
-        self._group = WorkerGroup(membership, resolve_device(config.device))
+        self._group = group or WorkerGroup(None, resolve_device(config.device))
         self._ordering = threading.RLock()
         self.worker = LearnerWorker(config, losses, self._group)
         self._token_budget = self.worker.passes.token_budget
@@ -232,7 +239,12 @@ class Learner:
             tokens=sum(row.num_trained for row in part.rows_D),
             sequences=sum(row.ends_sequence for row in part.rows_D),
         )
-        loss = self._number_of(part.loss)
+        loss, dealt = self._number_of(part.loss), self.dealt(part).dealt or ()
+        # Workers may run different teachers at the same time (learner.frozen).
+        teachers = [
+            sorted({rows[0].teacher for rows, _ in in_round})
+            for in_round in zip(*dealt, strict=True)
+        ]
         return [
             [
                 MicroBatch(
@@ -241,10 +253,11 @@ class Learner:
                     counts=counts,
                     coef=part.coef,
                     counted=counted,
+                    teachers=in_round,
                 )
-                for rows, counted in mine
+                for (rows, counted), in_round in zip(mine, teachers, strict=True)
             ]
-            for mine in self.dealt(part).dealt or ()
+            for mine in dealt
         ]
 
     def _dealt(self, batches: Sequence[list[Row]]) -> list[list[tuple[list[Row], bool]]]:
@@ -308,6 +321,26 @@ class Learner:
         """log p_T of each row's trained tokens under the current weights, one array per row."""
         return self._logprobs("logprobs", rows_D)
 
+    def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """`logprobs` by the teacher of that name in the learner: a copy, or lagged or EMA."""
+        if self.own_teacher is not None:
+            with self.as_teacher():
+                return self.logprobs(rows_D)
+        return self._logprobs("teacher_logprobs", rows_D, partial(FrozenBatches, name))
+
+    def reference_logprobs(self, path: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """`logprobs` by a frozen checkpoint. It stays in memory until `drop_reference`.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+            ConfigError: it does not fit into memory.
+        """
+        return self._logprobs("reference_logprobs", rows_D, partial(FrozenBatches, path))
+
+    def drop_reference(self) -> None:
+        """Free the memory of the model of `reference_logprobs`, if there is one."""
+        self.on_all("drop_reference")
+
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """`logprobs` by the model without its adapter: a reference that needs no extra memory."""
         return self._logprobs("base_logprobs", rows_D)
@@ -320,9 +353,14 @@ class Learner:
         """Canary results of every worker's frozen models, by rank (`learner.canaries`)."""
         return self.on_all("canary", question)
 
-    def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+    def _logprobs(
+        self,
+        method: str,
+        rows_D: Sequence[TrainingRow],
+        order: Callable[[list[list[TrainingRow]]], Any] = list,
+    ) -> list[FloatArray]:
         dealt = self._dealt(self.split(rows_D, 1))
-        answers = self.on_each(method, [[rows for rows, _ in mine] for mine in dealt])
+        answers = self.on_each(method, [order([rows for rows, _ in mine]) for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):
             for (rows_B, _), logprobs in zip(mine, answer, strict=True):

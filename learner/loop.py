@@ -44,7 +44,6 @@ from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.rollouts import Rollouts, StepPlan
 from learner.supervised import RowStream
-from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing
 
 
@@ -176,11 +175,6 @@ class PolicyLoop:
             self.step_count = resume_from.step
             self._trained = TrainedGroups.from_json(resume_from.delivery)
             learner.load_trainer_state(resume_from.path)
-
-    @property
-    def teachers(self) -> LocalTeachers | None:
-        """Teachers in this process, if the objective needs them here."""
-        return self.loss.teachers
 
     def publish(self, *, anew: bool = True) -> Mapping[str, float]:
         """Push the current weights to the engines, as version `step_count`.

@@ -27,6 +27,7 @@ class MicroBatch:
         counts: of the whole step, over all workers.
         coef: what the loss is multiplied by.
         counted: False where the rows are another worker's, run only to keep step with it.
+        teachers: names of the teachers of all workers' micro-batches that run at the same time.
     """
 
     rows_B: Sequence[TrainingRow | RowPlace]
@@ -34,6 +35,14 @@ class MicroBatch:
     counts: StepCounts
     coef: float
     counted: bool
+    teachers: Sequence[str]
+
+
+class FrozenBatches(NamedTuple):
+    """Order to score rows with a frozen model: a teacher by its name, a reference by its path."""
+
+    model: str
+    batches: Sequence[list[TrainingRow]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

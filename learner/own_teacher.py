@@ -10,12 +10,13 @@ that a backward pass will need is touched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from distill.objective.batching import Batch, collate
 from distill.objective.objectives import TeacherDistribution
 from learner.forward import Forward
+from learner.frozen import as_seen
 from learner.shadow import Shadow
-from learner.teachers import as_seen
 
 
 class OwnTeacher:
@@ -44,15 +45,15 @@ class OwnTeacher:
         """
         batch_seen = collate([as_seen(row) for row in batch.rows], self._device)
         if self._shadow is None:
-            return self._read(batch_seen, kept=False)
+            return self._read(batch_seen, "none")
         self._shadow.swap()
         try:
-            return self._read(batch_seen, kept=True)
+            return self._read(batch_seen, "trained")
         finally:
             self._shadow.swap()
 
-    def _read(self, batch: Batch, *, kept: bool) -> TeacherDistribution:
+    def _read(self, batch: Batch, copies: Literal["none", "trained"]) -> TeacherDistribution:
         try:
-            return self._forward.distribution_of(batch, kept=kept)
+            return self._forward.distribution_of(batch, copies=copies)
         finally:
             self._reshard()

@@ -18,7 +18,7 @@ from distill.objective.objectives import (
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from learner.forward import Forward
-from learner.teachers import LocalTeachers
+from learner.frozen import LocalTeachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,8 @@ class PolicyObjectiveLoss:
     stop_event: tuple[int, ...] = ()
 
     @property
-    def asks_own_teacher(self) -> bool:
-        """True if it has to be given the distribution of the learner's own model."""
-        return self.own_teacher and self._needs_distribution
-
-    @property
-    def _needs_distribution(self) -> bool:
+    def needs_distribution(self) -> bool:
+        """True if it has to be given the teacher's distribution."""
         return self.objective.estimator == "full" and self.objective.kl_coef != 0
 
     def __call__(
@@ -51,10 +47,8 @@ class PolicyObjectiveLoss:
         counts: StepCounts,
         distribution: TeacherDistribution | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """`distribution`: of the learner's own model; None: it is no teacher."""
+        """`distribution`: the teacher's, if `needs_distribution`."""
         how = self.objective
-        if self.teachers is not None and self._needs_distribution:
-            distribution = self.teachers.distribution_of(batch)
         stats = forward(
             batch,
             divergence_of=teacher_divergence(batch, how, distribution),

@@ -155,6 +155,13 @@ class WorkerGroup:
         dist.broadcast_object_list(agreed, src=0, group=group)
         return agreed[0]
 
+    def share_here(self, device: str) -> float:
+        """Fraction of a sharded model in one memory: a GPU's, or a host's for all of its workers.
+
+        Collective on a CPU.
+        """
+        return (1 if device.startswith("cuda") else self.workers_here()) / self.size
+
     def workers_here(self) -> int:
         """Number of workers on this host."""
         return self.gathered(socket.gethostname()).count(socket.gethostname())

@@ -33,12 +33,13 @@ from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.tensors import first_non_finite
-from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
+from learner.canaries import Base, CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig, ShadowRule
 from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.fingerprints import Fingerprints, shares
 from learner.foresight import listen_ahead
 from learner.forward import Forward, LossFunction
+from learner.frozen import FrozenModel, LocalTeachers
 from learner.initial_weights import InitialWeights
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
@@ -60,6 +61,7 @@ from learner.optimizer import (
     put_away,
 )
 from learner.orders import (
+    FrozenBatches,
     LentPortion,
     MicroBatch,
     PassShare,
@@ -104,17 +106,20 @@ class LearnerWorker:
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._rollout_share: RolloutShare | None = None
-        self._watched: list[FrozenModel] | None = None
+        self._watched: list[WatchedModel] | None = None
+        self._reference: FrozenModel | None = None
         self._stages = Stages(self.device)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
-        share = _share(group, self.device)
         holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
+        share = group.share_here(self.device)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
         if config.offload_optimizer and self.device.startswith("cuda"):
             check_offload_fits(config.model, group.size, group.workers_here())
         self.passes = plan_passes(config, self.device, group)
-        initial = InitialWeights(config, group) if group.size > 1 else None
+        initial = None
+        if group.size > 1:
+            initial = InitialWeights(config.model, group, reward_padding=config.reward_padding)
         self.model = self._load() if initial is None else initial.model
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.agree(names)
@@ -249,7 +254,7 @@ class LearnerWorker:
 
     def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
         """Loss of the micro-batch, including its share (by trained tokens) of the router loss."""
-        loss = self._taught(self.losses[micro.loss], batch)
+        loss = self._taught(micro, batch)
         if self._balance is not None:
             self._balance.begin()
         made, metrics = loss(self._forward, batch, micro.counts)
@@ -262,11 +267,17 @@ class LearnerWorker:
         noted = {"train/router_aux": aux.detach(), ROUTER_SHARE: aux.new_tensor(share)}
         return made + self._config.router_aux_coef * aux, metrics | noted
 
-    def _taught(self, loss: LossFunction, batch: Batch) -> LossFunction:
-        """The loss function, with the learner's own teacher distribution if the loss needs it."""
-        if not isinstance(loss, PolicyObjectiveLoss) or not loss.asks_own_teacher:
+    def _taught(self, micro: MicroBatch, batch: Batch) -> LossFunction:
+        """The micro-batch's loss function, with the teacher's distribution if the loss needs it."""
+        loss = self.losses[micro.loss]
+        if not isinstance(loss, PolicyObjectiveLoss) or not loss.needs_distribution:
             return loss
-        return partial(loss, distribution=self._own_teacher.distribution_of(batch))
+        if loss.own_teacher:
+            distribution = self._own_teacher.distribution_of(batch)
+        else:
+            assert loss.teachers is not None, "estimator=full without a teacher"
+            distribution = loss.teachers.distribution_of(batch, micro.teachers)
+        return partial(loss, distribution=distribution)
 
     def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metric of routing replay: log-prob gap to the sampler without replay.
@@ -332,8 +343,7 @@ class LearnerWorker:
         made: dict[str, float] = defaultdict(float)
         for micro in micro_batches:
             batch = collate(self.made_rows(micro.rows_B), self.device)
-            taught = self._taught(self.losses[micro.loss], batch)
-            loss, metrics = taught(self._forward, batch, micro.counts)
+            loss, metrics = self._taught(micro, batch)(self._forward, batch, micro.counts)
             self.progress.mark()
             if micro.counted:
                 metrics["train/loss"] = loss
@@ -362,6 +372,33 @@ class LearnerWorker:
         with adapter_off(self.lora):
             return self.logprobs(batches)
 
+    def teacher_logprobs(self, asked: FrozenBatches) -> list[list[FloatArray]]:
+        """`logprobs` by the learner's copy of a teacher."""
+        assert self._teachers is not None, "the learner has no copies of teachers"
+        return self._teachers.models[asked.model].logprobs(asked.batches)
+
+    def reference_logprobs(self, asked: FrozenBatches) -> list[list[FloatArray]]:
+        """`logprobs` by a frozen checkpoint, which is loaded for the first such order."""
+        if self._reference is None or self._reference.path != asked.model:
+            self._reference = FrozenModel(
+                asked.model,
+                self._group,
+                dtype=torch.float32,
+                device=self.device,
+                compute_dtype=getattr(torch, self._config.dtype),
+                event=() if self._config.stops is None else self._config.stops.event,
+            )
+        return self._reference.logprobs(asked.batches)
+
+    def drop_reference(self, _: None) -> None:
+        """Free the memory of the model of `reference_logprobs`."""
+        self._reference = None
+
+    @property
+    def _teachers(self) -> LocalTeachers | None:
+        losses = (loss for loss in self.losses if isinstance(loss, PolicyObjectiveLoss))
+        return next((loss.teachers for loss in losses), None)
+
     def fingerprints(self, _: None) -> Fingerprints:
         """Fingerprints of this worker's shards of gradient and weights."""
         return shares(self.model, self._group.rank)
@@ -369,13 +406,9 @@ class LearnerWorker:
     def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
         """Canary results of this worker's frozen models: copies of teachers, and the base."""
         if self._watched is None:
-            losses = (loss for loss in self.losses if isinstance(loss, PolicyObjectiveLoss))
             base = Base(self.model, self.origin, self._config.dtype, self.base_logprobs)
-            self._watched = watched(
-                next((loss.teachers for loss in losses), None),
-                base if question.base else None,
-                self.passes.token_budget,
-            )
+            budget = self.passes.token_budget
+            self._watched = watched(self._teachers, base if question.base else None, budget)
         return [model.answer(question) for model in self._watched]
 
     def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
@@ -583,11 +616,6 @@ class LearnerWorker:
         self.schedule.load_state_dict(dict(state))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
-
-
-def _share(group: WorkerGroup, device: str) -> float:
-    """Fraction of a model's bytes in one memory: a GPU's, or a host's for all of its workers."""
-    return (1 if device.startswith("cuda") else group.workers_here()) / group.size
 
 
 def follow(worker: LearnerWorker, group: WorkerGroup) -> None:

@@ -26,8 +26,8 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig, TopKFrom
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
+from learner.frozen import LocalTeachers
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
-from learner.teachers import LocalTeachers
 from tests.samples import segment_of, trajectory
 
 VOCAB, HORIZON, EOS = 5, 3, 1
@@ -409,7 +409,7 @@ class World:
                     values_N.register_hook(lambda gradient_N: gradient_N * probability_N)
             return stats
 
-        return self._loss(objective)(cast(Forward, weighted), batch, StepCounts(1, 1))[0]
+        return self._loss(objective, cast(Forward, weighted), batch)
 
     def descend(self, objective: ObjectiveConfig, T: float, shown: Sequence[int]) -> list[float]:
         """KL(p || q) in the states as they were met, after so many updates on one set of rollouts.
@@ -433,12 +433,9 @@ class World:
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
     ) -> Tensor:
         """The gradient that one sample gives, for every response: (responses, parameters)."""
-        loss = self._loss(objective)
         return torch.stack(
             [
-                flat_gradient(
-                    loss(self._forward, collate([row]), StepCounts(1, 1))[0], self.learning
-                )
+                flat_gradient(self._loss(objective, self._forward, collate([row])), self.learning)
                 for row in self.rows(objective, T, teacher_T or T)
             ]
         )
@@ -460,10 +457,12 @@ class World:
             ]
         )
 
-    def _loss(self, objective: ObjectiveConfig) -> PolicyObjectiveLoss:
-        return PolicyObjectiveLoss(
+    def _loss(self, objective: ObjectiveConfig, forward: Forward, batch: Batch) -> Tensor:
+        loss = PolicyObjectiveLoss(
             objective=objective, teachers=self._teachers, stop_event=self._event
         )
+        distribution = self._teachers.distribution_of(batch) if loss.needs_distribution else None
+        return loss(forward, batch, StepCounts(1, 1), distribution)[0]
 
 
 def k1(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:

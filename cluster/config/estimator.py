@@ -92,7 +92,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
         return "the size of a model is not known before it is loaded"
     copied = sum(each.bytes for each in copies if each is not None)
     budget = config.token_budget or TOKEN_BUDGET[device]
-    needed = student.bytes // config.learner_workers + copied
+    needed = (student.bytes + copied) // config.learner_workers
     needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
         teacher_engines = config.pool("teacher_engines").smallest

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any, Protocol
 
-import chz
 import torch
 
 from actors.config import choose_dtype
@@ -33,6 +32,7 @@ from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.forward import LossFunction
+from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.loop import (
     GroupSource,
@@ -50,7 +50,6 @@ from learner.policy_loss import (
 )
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
-from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, follow
 
@@ -81,13 +80,13 @@ class LearnerFollower:
     def __init__(
         self,
         config: LearnerConfig,
-        build_losses: Callable[[], Sequence[LossFunction]],
+        build_losses: Callable[[WorkerGroup], Sequence[LossFunction]],
         membership: Membership,
         source: TrajectorySource | None,
     ) -> None:
         """`source`: where the worker reads rollouts; None if its learner trains on none."""
-        losses = build_losses()
         self._group = WorkerGroup(membership, resolve_device(config.device))
+        losses = build_losses(self._group)
         self._worker = LearnerWorker(config, losses, self._group)
         if source is not None:
             self._worker.take_rollouts_from(source, policy_loss_of(losses))
@@ -199,12 +198,7 @@ class LearnerActor:
     def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """Log-probs by the learner's copy of a teacher (estimator=full), or by its lagged or EMA
         teacher."""
-        assert isinstance(self._loop, PolicyLoop)
-        if self._loop.learner.own_teacher is not None:
-            with self._loop.learner.as_teacher():
-                return self.logprobs(rows_D)
-        assert self._loop.teachers is not None
-        return self._loop.teachers.logprobs(name, rows_D)
+        return self._loop.learner.teacher_logprobs(name, rows_D)
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
         """Canary answers of the frozen models of every worker, by rank."""
@@ -288,8 +282,9 @@ def policy_loop(
         publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
             is pushed.
     """
-    losses = policy_losses(config, learner_config.device, inputs.stops)
-    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
+    group = WorkerGroup(membership, resolve_device(learner_config.device))
+    losses = policy_losses(config, learner_config.device, inputs.stops, group)
+    learner = Learner(learner_config, dump_dir, losses=losses, group=group)
     supervised = None
     if inputs.sft_rows_D:
         stream = RowStream(
@@ -332,7 +327,7 @@ def teacher_weights(config: RolloutConfig) -> dict[str, float]:
 
 
 def policy_losses(
-    config: RolloutConfig, device: str, stops: StopTokens
+    config: RolloutConfig, device: str, stops: StopTokens, group: WorkerGroup
 ) -> tuple[LossFunction, ...]:
     """Losses of an opd or rl run, on every worker; with the teacher copies of estimator=full."""
     objective = config.objective()
@@ -343,6 +338,7 @@ def policy_losses(
             dtype=getattr(torch, choose_dtype(config.dtype, device)),
             device=device,
             event=stops.event,
+            group=group,
         )
     loss = PolicyObjectiveLoss(
         objective=objective,
@@ -372,18 +368,13 @@ def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
 def reference_logprobs(
     config: DpoConfig, learner: Learner, learner_config: LearnerConfig, *, resumed: bool
 ) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
-    """Log-prob function of DPO's reference: the learner's own model, else a frozen copy.
-
-    The learner's own model runs on all workers. A copy is loaded at the first call, and only on the
-    leader.
-    """
+    """Log-prob function of DPO's reference: the learner's own model, else a frozen one, which is
+    loaded at the first call."""
     if config.reference is None and learner_config.lora.trains_adapter:
         return learner.base_logprobs
     if config.reference is None and not resumed:  # before its first step
         return learner.logprobs
-    reference = chz.replace(learner_config, model=config.reference or config.model)
-    copy = cache(lambda: FrozenReference(reference))
-    return lambda rows_D: copy().logprobs(rows_D)
+    return partial(learner.reference_logprobs, config.reference or config.model)
 
 
 def build_supervised_loop(
@@ -398,7 +389,8 @@ def build_supervised_loop(
     """Builds, in the learner's actor, the loop of an sft, dpo or reward_model run."""
     dump_dir = str(directory.path / "failed")
     losses = supervised_losses(config)
-    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
+    group = WorkerGroup(membership, resolve_device(learner_config.device))
+    learner = Learner(learner_config, dump_dir, losses=losses, group=group)
     rows_D, held_out = inputs.rows_D, inputs.held_out
     if isinstance(config, DpoConfig):
         compute = reference_logprobs(
@@ -414,6 +406,7 @@ def build_supervised_loop(
             )
             for i, source in enumerate(held_out)
         ]
+        learner.drop_reference()
     return SupervisedLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,

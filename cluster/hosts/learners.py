@@ -47,7 +47,7 @@ from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.loop import GroupSource
-from learner.process_group import Membership, open_store
+from learner.process_group import Membership, WorkerGroup, open_store
 
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
@@ -149,7 +149,10 @@ def supervised_learners(
         directory=directory,
         resume_from=resume_from,
     )
-    losses = partial(supervised_losses, config)
+
+    def losses(_: WorkerGroup) -> Sequence[LossFunction]:
+        return supervised_losses(config)
+
     return make_learners(config, learner_config, build, losses, directory, placement, attempt)
 
 
@@ -157,7 +160,7 @@ def make_learners(
     config: CommonConfig,
     learner_config: LearnerConfig,
     build: Callable[..., TrainingLoop],
-    losses: Callable[[], Sequence[LossFunction]],
+    losses: Callable[[WorkerGroup], Sequence[LossFunction]],
     directory: RunDirectory,
     placement: Places,
     attempt: int,

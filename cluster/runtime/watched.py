@@ -224,10 +224,8 @@ class LearnerModel:
 
     @property
     def weights(self) -> tuple[object, str]:
-        """Key of the weights that it has to hold, and their digest. A base may be sharded."""
-        teacher = self.answer.teacher
-        key = ("copy", teacher) if teacher is not None else ("base", self.rank)
-        return key, self.answer.digest
+        """Key of the weights that it has to hold, and their digest. Each worker has its share."""
+        return ("learner", self.answer.teacher, self.rank), self.answer.digest
 
     @cached_property
     def first(self) -> FirstAnswers:

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
@@ -159,7 +160,7 @@ def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedMod
     config.name_or_path = path  # as loading sets it, also for a text model within another
     try:
         with MAKING, torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=exact_attention(config),
@@ -167,6 +168,19 @@ def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedMod
             )
     except Exception as error:  # a custom config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
+    _keep_exact(model, dtype)
+    return model
+
+
+def _keep_exact(model: Any, dtype: torch.dtype | None) -> None:
+    """Give the tensors that loading leaves in float32, such as biases of routers, that dtype."""
+    plan = {} if dtype is None else model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, *_ = build_glob_alternation(list(plan))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def check_served_ties(role: str, path: str) -> None:

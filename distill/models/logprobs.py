@@ -216,14 +216,14 @@ class VocabularyHead:
     ) -> Tensor:
         """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once.
 
-        `weights` take the place of the projection's own, by their names (`trained_weights`).
+        `weights` take the place of the projection's own, by their names (`copied_weights`).
         """
         return log_distribution(self(hidden_NH, weights), temperature_N, self.event)
 
-    def trained_weights(self) -> dict[str, Tensor]:
-        """Copies of those of the projection's weights that training changes."""
+    def copied_weights(self, *, frozen: bool) -> dict[str, Tensor]:
+        """Copies of the projection's weights: all, or without `frozen` those that are trained."""
         named = cast(nn.Module, self.projection).named_parameters()
-        return {name: p.detach().clone() for name, p in named if p.requires_grad}
+        return {name: p.detach().clone() for name, p in named if frozen or p.requires_grad}
 
     def token_stats(
         self,

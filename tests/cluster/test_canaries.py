@@ -35,7 +35,7 @@ from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError
 from distill.records import Lease, TrainedGroups
 from learner.canaries import CopyAnswer, CopyQuestion, watched
-from learner.teachers import LocalTeachers
+from learner.frozen import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
 from tests.conftest import TinyPair
 from tests.queues import queue_here
@@ -112,7 +112,7 @@ class Holder:
         return [[each.answer(question) for each in of_rank] for of_rank in self._watched]
 
     def plant(self, rank: int) -> None:
-        _, model = self._copies[rank].models["maths"]
+        model = self._copies[rank].models["maths"].model
         with torch.no_grad():
             next(model.parameters())[0, 0] += 0.01
 

@@ -34,8 +34,8 @@ from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.types import FloatArray
 from learner.config import LearnerConfig
+from learner.frozen import LocalTeachers
 from learner.learner import Learner
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.tiny import EOS, tiny_model_dir
 from tests.weights import shared
@@ -491,7 +491,7 @@ def test_the_learner_s_copy_of_a_teacher_is_a_party(
 
     async def copy(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         rows_D = [replace(row, temperature=scale(row.temperature)) for row in rows_D]
-        return copies.logprobs("", rows_D)
+        return copies.models[""].logprobs([rows_D])[0]
 
     run = Shaken(parties, parties.teacher, opd(temperature=T, estimator="full"), copy)
     if scale is right:

@@ -26,7 +26,7 @@ from cluster.runtime.canaries import Canaries
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import Batch
-from learner.teachers import LocalTeachers
+from learner.frozen import LocalTeachers
 from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments
@@ -185,14 +185,13 @@ def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
     passes: list[LocalTeachers] = []
     distribution_of = LocalTeachers.distribution_of
 
-    def watched(teachers: LocalTeachers, batch: Batch) -> Any:
-        if batch.rows[0].source != "a canary":
-            passes.append(teachers)
-            if len(passes) == 6:
-                _, model = teachers.models[""]
-                with torch.no_grad():
-                    next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
-        return distribution_of(teachers, batch)
+    def watched(teachers: LocalTeachers, batch: Batch, in_round: Sequence[str]) -> Any:
+        passes.append(teachers)
+        if len(passes) == 6:
+            model = teachers.models[""].model
+            with torch.no_grad():
+                next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
+        return distribution_of(teachers, batch, in_round)
 
     monkeypatch.setattr(LocalTeachers, "distribution_of", watched)
     assert train(tiny_pair, out, estimator="full", max_staleness=0, token_budget=4096) == 0

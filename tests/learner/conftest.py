@@ -23,10 +23,10 @@ from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, Precision
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.weights import gather_all
 

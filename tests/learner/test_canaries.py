@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from distill.handshake.canary import Tolerance, judge
-from learner.canaries import CopyAnswer, CopyQuestion, FrozenModel, watched
+from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
+from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.sharding import local
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLearner
 from tests.learner.two_workers import tell
@@ -32,7 +32,7 @@ def teachers(tiny_pair: TinyPair) -> LocalTeachers:
 
 
 @pytest.fixture
-def copy(teachers: LocalTeachers) -> FrozenModel:
+def copy(teachers: LocalTeachers) -> WatchedModel:
     [copy] = watched(teachers, None, token_budget=4096)
     return copy
 
@@ -43,7 +43,7 @@ def verdict_on(answer: CopyAnswer, first: CopyAnswer) -> Any:
 
 
 def test_an_answer_is_read_off_the_distribution_that_the_loss_is_given(
-    teachers: LocalTeachers, copy: FrozenModel
+    teachers: LocalTeachers, copy: WatchedModel
 ) -> None:
     answer = copy.answer(AGAIN)
     at_T = [request for request in answer.rows.requests if len(request.temperatures) == 2]
@@ -51,20 +51,20 @@ def test_an_answer_is_read_off_the_distribution_that_the_loss_is_given(
         training_row(1, len(request.tokens_T) - 1, temperature=T, tokens_T=request.tokens_T)
         for request in at_T
     ]
-    expected_N = np.concatenate(teachers.logprobs("", rows))
+    expected_N = np.concatenate(teachers.models[""].logprobs([rows])[0])
     np.testing.assert_allclose(answer.answers[0].at_T_N, expected_N, atol=1e-5)
     assert answer.answers[0].listed_N.shape == (16 * len(expected_N),)
     assert answer.info.dtype == "float32" and answer.info.vocab_size == 160
 
 
 def test_one_number_that_changes_in_a_weight_is_found_and_named(
-    teachers: LocalTeachers, copy: FrozenModel
+    teachers: LocalTeachers, copy: WatchedModel
 ) -> None:
     """A change that no row shows: the embedding of a token that is in none of them."""
     first = copy.answer(FIRST)
     again = copy.answer(AGAIN)
     assert again.changed == () and again.digest == first.digest and verdict_on(again, first).good
-    embedding = next(teachers.models[""][1].parameters())
+    embedding = next(teachers.models[""].model.parameters())
     seen = {int(token) for request in first.rows.requests for token in request.tokens_T}
     unseen = next(token for token in range(160) if token not in seen)
     with torch.no_grad():
@@ -76,12 +76,12 @@ def test_one_number_that_changes_in_a_weight_is_found_and_named(
 
 
 def test_a_pass_at_another_temperature_leaves_the_weights_and_is_found(
-    teachers: LocalTeachers, copy: FrozenModel, monkeypatch: pytest.MonkeyPatch
+    teachers: LocalTeachers, copy: WatchedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = copy.answer(FIRST)
-    head = teachers._forwards[""].head
+    head = teachers.models[""]._forward.head
     at_T = head.log_distribution
-    monkeypatch.setattr(head, "log_distribution", lambda hidden, t: at_T(hidden, t * 0 + 1))
+    monkeypatch.setattr(head, "log_distribution", lambda hidden, t, w: at_T(hidden, t * 0 + 1, w))
     moved = copy.answer(AGAIN)
     assert moved.changed == () and not verdict_on(moved, first).good
     assert "not divided by T" in verdict_on(moved, first).cause

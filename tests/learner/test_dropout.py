@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distill.objective.batching import TrainingRow
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
-from learner.teachers import LocalTeachers
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
@@ -121,7 +121,8 @@ def test_dpo_starts_at_log_2(noisy: str) -> None:
 
 def test_a_local_teacher_scores_without_noise(noisy: str) -> None:
     teachers = LocalTeachers({"": noisy}, dtype=torch.float32, device="cpu")
-    for made, expected in zip(teachers.logprobs("", ROWS), own_logprobs(noisy, ROWS), strict=True):
+    [scored] = teachers.models[""].logprobs([ROWS])
+    for made, expected in zip(scored, own_logprobs(noisy, ROWS), strict=True):
         np.testing.assert_allclose(made, expected, atol=1e-4)
 
 

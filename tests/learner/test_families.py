@@ -161,12 +161,15 @@ def test_values_are_what_save_pretrained_writes(
     assert all(torch.equal(ours[name], whole[name]) for name in ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_read_by_tensors_is_what_is_loaded_whole(name: str, directory: Directory) -> None:
+def test_what_is_read_by_tensors_is_what_is_loaded_whole(
+    name: str, dtype: torch.dtype, directory: Directory
+) -> None:
     path = directory(name)
-    loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
+    loaded = load_causal_lm(path, dtype=dtype, device="cpu")
     alone = WorkerGroup(None, "cpu")
-    initial = InitialWeights(config(path), alone)
+    initial = InitialWeights(path, alone, dtype=dtype)
     assert initial.probe() == shares_prefixes(loaded)
     initial.fill(alone)
     for ours, theirs in (

@@ -17,9 +17,9 @@ from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.checkpoint import CheckpointStore
 from learner.config import ShadowRule
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.learner.conftest import NewLearner
@@ -88,7 +88,7 @@ def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
         made = learner.step(part)
         teachers = LocalTeachers({"": mixture}, dtype=torch.float32, device="cpu")
         with nullcontext() if rule is None else twin.as_teacher():
-            _, frozen = teachers.models[""]
+            frozen = teachers.models[""].model
             frozen.load_state_dict(twin.model.state_dict())
         loss = PolicyObjectiveLoss(objective=FULL, teachers=teachers)
         expected = twin.step(replace(part, loss=loss))
@@ -107,7 +107,7 @@ def copied(learner: Learner, path: str) -> LocalTeachers:
     """A copy of the model that is the learner's teacher now, as a frozen model of its own."""
     teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
     with nullcontext() if learner.own_teacher is None else learner.as_teacher():
-        _, model = teachers.models[""]
+        model = teachers.models[""].model
         missed = model.load_state_dict(gather_all(learner.weights()), strict=False)
     assert not missed.unexpected_keys
     return teachers

@@ -15,9 +15,9 @@ from distill.objective.losses import Metrics, StepCounts
 from distill.objective.settings import ObjectiveConfig
 from learner.dpo import PreferenceLoss
 from learner.forward import Forward
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, LossFunction, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,

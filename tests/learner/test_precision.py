@@ -25,11 +25,11 @@ from distill.objective.batching import Batch, TrainingRow, collate
 from distill.settings import changed
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
+from learner.frozen import LocalTeachers
 from learner.learner import Learner, Part
 from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
 from learner.optimizer import build_optimizer, offload_moments, put_away
 from learner.sharding import local
-from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,

@@ -20,7 +20,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TokenArray, TrajectoryGroup
-from learner.teachers import LocalTeachers, as_seen
+from learner.frozen import LocalTeachers, as_seen
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_distribution
 from tests.samples import group, ids, sample, training_row, trajectory
@@ -159,7 +159,7 @@ def test_a_served_teacher_and_a_local_one_are_asked_the_same(
         [90, 91, 92, 93, 94, 11, 6, 30],
         [7, 8, 31],
     ]
-    for segment, local_N in zip(by_engine, teachers.logprobs("", seen), strict=True):
+    for segment, local_N in zip(by_engine, teachers.models[""].logprobs([seen])[0], strict=True):
         assert segment.teacher_logprobs_T is not None
         of_engine_N = segment.teacher_logprobs_T[segment.action_mask_T]
         np.testing.assert_allclose(of_engine_N, local_N, atol=1e-5)
@@ -236,7 +236,7 @@ def test_a_teacher_in_bfloat16_computes_in_its_own_precision(tiny_pair: TinyPair
     row = training_row(6, 5, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")  # torch only warns of an autocast that it cannot do
-        [found_N] = half.logprobs("", [row])
+        [[found_N]] = half.models[""].logprobs([[row]])
         logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0].float()
     log_q_TV = torch.log_softmax(logits_TV / row.temperature, dim=1)
     expected_N = log_q_TV[5:-1][torch.arange(5), torch.tensor(row.tokens_T[6:].tolist())]

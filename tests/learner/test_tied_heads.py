@@ -75,7 +75,7 @@ def test_a_head_of_its_own_is_trained_and_declared(kind: str, tmp_path: Path) ->
     with refuses(ConfigError, "student"):
         check_served_ties("student", path)
     alone = WorkerGroup(None, "cpu")
-    initial = InitialWeights(LearnerConfig.of(model=path, total_steps=1, device="cpu"), alone)
+    initial = InitialWeights(path, alone)
     initial.fill(alone)
     loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
     for name, parameter in loaded.named_parameters():

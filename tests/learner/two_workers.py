@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ _DEADLINE_S = 240.0
 _IMPORTED = ["learner.learner", "transformers.models.qwen3.modeling_qwen3"]
 # what a leader is given, and gives back: anything that pickles
 Story = Callable[[Learner, dict[str, Any]], Any]
+# in a worker: those that hold models of their own are made there
+MakeLosses = Callable[[WorkerGroup], Sequence[LossFunction]]
 
 
 def tell(
     story: Story,
     config: LearnerConfig,
     scratch: Path,
-    losses: tuple[LossFunction, ...],
+    losses: Sequence[LossFunction] | MakeLosses,
     given: dict[str, Any],
     *,
     source: TrajectorySource | None = None,
@@ -74,7 +76,7 @@ def tell(
 
 def _lead(
     config: LearnerConfig,
-    losses: tuple[LossFunction, ...],
+    losses: Sequence[LossFunction] | MakeLosses,
     membership: Membership,
     scratch: str,
     story: Story,
@@ -82,7 +84,8 @@ def _lead(
     answer: Any,
 ) -> None:
     try:
-        learner = Learner(config, scratch, losses=losses, membership=membership)
+        group = WorkerGroup(membership, config.device)
+        learner = Learner(config, scratch, losses=_made(losses, group), group=group)
         answer.send(("", story(learner, given)))
     except BaseException:
         answer.send((traceback.format_exc(), None))
@@ -90,15 +93,22 @@ def _lead(
 
 def _follow(
     config: LearnerConfig,
-    losses: tuple[LossFunction, ...],
+    losses: Sequence[LossFunction] | MakeLosses,
     membership: Membership,
     source: TrajectorySource | None,
 ) -> None:
     torch.set_num_threads(config.threads)
     group = WorkerGroup(membership, config.device)
-    worker = LearnerWorker(config, losses, group)
+    made = _made(losses, group)
+    worker = LearnerWorker(config, made, group)
     if source is not None:
-        loss = losses[0]
+        loss = made[0]
         assert isinstance(loss, PolicyObjectiveLoss)
         worker.take_rollouts_from(source, loss)
     follow(worker, group)
+
+
+def _made(
+    losses: Sequence[LossFunction] | MakeLosses, group: WorkerGroup
+) -> Sequence[LossFunction]:
+    return losses(group) if callable(losses) else losses

@@ -171,9 +171,9 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
 
     from cluster.inspect.forecast.measure import TOP, measure
     from learner.config import LearnerConfig
+    from learner.frozen import LocalTeachers
     from learner.learner import Learner
     from learner.policy_loss import PolicyObjectiveLoss
-    from learner.teachers import LocalTeachers
 
     count = min(config.num_prompts, len(inputs.train))
     if count < 2:

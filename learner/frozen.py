@@ -1,0 +1,216 @@
+"""Frozen models in the learner: its copies of teachers, and DPO's reference.
+
+A learner with several workers shards them as it does the student (`learner.sharding`): each worker
+holds its share of the weights, and a layer is gathered while it runs. A pass is collective then:
+all workers run the same models in the same order, each on rows of its own. `LearnerWorker` gets as
+many micro-batches as the others; where those of one round have different teachers, `LocalTeachers`
+runs each of these teachers on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from distill.models.loading import load_causal_lm
+from distill.models.logprobs import Event, as_outcomes
+from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.objectives import TeacherDistribution
+from distill.privileged import in_context
+from distill.types import FloatArray, TokenArray
+from learner.forward import Forward
+from learner.initial_weights import InitialWeights
+from learner.memory import Holding, check_fits
+from learner.process_group import WorkerGroup
+from learner.sharding import Root, reshard, shard
+
+
+class FrozenModel:
+    """A checkpoint without optimizer; each worker of the group holds a share of its weights.
+
+    Attributes:
+        path: the checkpoint.
+        model: the model; its parameters are sharded if the group has several workers.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        group: WorkerGroup,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        compute_dtype: torch.dtype | None = None,
+        event: Event = (),
+    ) -> None:
+        """Load the model. Collective: every worker of the group calls it.
+
+        Args:
+            dtype: dtype of the weights.
+            compute_dtype: dtype of matrix products; None: that of the weights.
+            event: tokens that are one outcome (`distill.stops`).
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: the worker's share does not fit into memory.
+        """
+        holding = Holding(f"a frozen model's weights in {dtype}", dtype.itemsize)
+        check_fits(path, device, holding, group.share_here(device))
+        self.path, self._device = path, device
+        self._root: Root | None = None
+        shares = None
+        if group.size == 1:
+            self.model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
+        else:
+            initial = InitialWeights(path, group, dtype=dtype)
+            self.model = initial.model.requires_grad_(False)
+            shares = group.agree(initial.probe() if group.rank == 0 else None)
+            self._root = shard(self.model, group, compute_dtype or dtype, initial)
+        self._forward = Forward(
+            self.model, dtype=compute_dtype, root=self._root, shares=shares, event=event
+        )
+        self._release()
+
+    def _release(self) -> None:
+        """Drop the other workers' shares, which a pass without gradients leaves gathered."""
+        if self._root is not None:
+            reshard(self._root)
+
+    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+        """log q_T of slices of the batch's trained tokens, with each row's teacher context.
+
+        The model runs once over the batch, to its hidden states; its distributions are computed a
+        chunk of positions at a time together with the learner's own. If the model is sharded, the
+        result holds a copy of its vocabulary projection, so that it gathers nothing.
+        """
+        seen = collate([as_seen(row) for row in batch.rows], self._device)
+        copies = "none" if self._root is None else "all"
+        try:
+            return self._forward.distribution_of(seen, copies=copies)
+        finally:
+            self._release()
+
+    def read(
+        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """(log q_T of each row's trained tokens, of the tokens `ids_K` there): (N,) and (N, K), off
+        the distribution that the loss is given."""
+        batch = collate(rows_B, self._device)
+        log_q = self.distribution_of(batch)
+        columns_N = as_outcomes(batch.tokens_N, self._forward.head.event)
+        columns_K = torch.from_numpy(ids_K.astype(np.int64)).to(batch.tokens_N.device)
+        found, start = [], 0
+        for row in rows_B:  # one at a time: its positions times the vocabulary
+            here, start = slice(start, start + row.num_trained), start + row.num_trained
+            log_q_NV = log_q(here)
+            own_N = log_q_NV.gather(1, columns_N[here, None]).squeeze(1)
+            listed_NK = log_q_NV.index_select(1, columns_K)
+            found.append((own_N.cpu().numpy(), listed_NK.cpu().numpy()))
+        return found
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
+        """log q_T of each row's trained tokens, by batch and row. All workers pass as many
+        batches."""
+        made = []
+        for rows_B in batches:
+            logprobs_N = self._forward(collate(rows_B, self._device)).logprobs_N.cpu().numpy()
+            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
+            made.append(np.split(logprobs_N, ends))
+        self._release()
+        return made
+
+
+# A row for a worker that runs a teacher only because another worker does.
+_SHORTEST = TrainingRow(
+    tokens_T=np.zeros(2, np.int32),
+    loss_mask_T=np.array([False, True]),
+    advantages_T=np.zeros(2, np.float32),
+    behaviour_logprobs_T=np.zeros(2, np.float32),
+    temperature=1.0,
+    source="another worker's teacher",
+)
+
+
+class LocalTeachers:
+    """The learner's copies of teachers by name; each scores the rows that name it, at their own T.
+
+    Attributes:
+        models: the copies by name.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: str,
+        event: Event = (),
+        group: WorkerGroup | None = None,
+    ) -> None:
+        """`models` are checkpoints by the teachers' names; the others as for `FrozenModel`.
+
+        Raises:
+            CheckpointError: one cannot be loaded.
+            ConfigError: one does not fit into memory.
+        """
+        group = group or WorkerGroup(None, device)
+        load = partial(FrozenModel, group=group, dtype=dtype, device=device, event=event)
+        self.models = {name: load(path) for name, path in models.items()}
+
+    def distribution_of(
+        self, batch: Batch, in_round: Sequence[str] | None = None
+    ) -> TeacherDistribution:
+        """log q_T of slices of the batch's trained tokens, by the batch's teacher.
+
+        Args:
+            in_round: names of the teachers of the batches that all workers run in this round, alike
+                on all of them; None: there is one worker.
+        """
+        own, *others = {row.teacher for row in batch.rows}
+        assert not others, "a batch has one teacher"
+        if in_round is None:
+            in_round = [own]
+        found = None
+        for name in in_round:
+            if name == own:
+                found = self.models[name].distribution_of(batch)
+            else:
+                self.models[name].logprobs([[_SHORTEST]])
+        assert found is not None, f"{own} is not among the round's teachers {in_round}"
+        return found
+
+
+def as_seen(row: TrainingRow) -> TrainingRow:
+    """The row as its teacher sees it: with the privileged context, where there is one.
+
+    Its trained tokens are the row's own, in the same order. Which experts the engine sent them to
+    is forgotten: a teacher routes by itself.
+    """
+    row = row if row.experts_TLK is None else replace(row, experts_TLK=None)
+    context_T = row.teacher_context_T
+    if context_T is None:
+        return row
+
+    def behind(values_T: np.ndarray) -> np.ndarray:
+        nothing_T = np.zeros(len(context_T), values_T.dtype)
+        return in_context(values_T, nothing_T, row.teacher_replaces)
+
+    return replace(
+        row,
+        tokens_T=in_context(row.tokens_T, context_T, row.teacher_replaces),
+        loss_mask_T=behind(row.loss_mask_T),
+        advantages_T=behind(row.advantages_T),
+        behaviour_logprobs_T=behind(row.behaviour_logprobs_T),
+        proximal_logprobs_T=None,
+        reference_logprobs_T=None,
+        teacher_context_T=None,
+        teacher_replaces=0,
+        sampled_kl_coef_T=None,
+        clipped_kl_coef_T=None,
+        teacher_gaps_T=None,
+    )
