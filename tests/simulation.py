@@ -50,6 +50,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
+    def close(self) -> None:
+        """Nothing: the loop belongs to `simulated_time`, not to the driver."""
+
     def let_pass(self, seconds: float) -> None:
         self.run_until_complete(asyncio.sleep(seconds))
 
@@ -179,6 +182,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
     monkeypatch.setattr(calls, "wait", wait)
     monkeypatch.setattr(calls, "get", get)
     monkeypatch.setattr(asyncio, "run", loop.run_until_complete)
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)  # the driver's
     monkeypatch.setattr(time, "sleep", loop.let_pass)
     for kind in _CLOCKED:
         _set_clock(monkeypatch, kind, clock)
@@ -193,7 +197,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
                 task.cancel()
             loop.run_until_complete(asyncio.wait(tasks))
         asyncio.set_event_loop(None)
-        loop.close()
+        asyncio.SelectorEventLoop.close(loop)
 
 
 def _set_clock(patched: pytest.MonkeyPatch, kind: type, clock: Callable[[], float]) -> None:

@@ -8,10 +8,12 @@ during    the weights of the step are pushed to separate engines, which hold the
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from actors.rollout.evaluator import EvaluatedResponse
 from cluster.base.outcomes import LearnerLost
@@ -20,14 +22,13 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
 from cluster.recipes.context import RunContext
 from cluster.run_files.tracking import measured_line
-from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
-from cluster.runtime.evaluator_calls import Ask
+from cluster.runtime.background_evaluation import EvaluationSchedule
+from cluster.runtime.driver import forget
 from cluster.runtime.fleet import Fleet
 from distill.rewards.model_reward import REWARD_MODEL
 
 # Problems of an evaluation whose responses are kept with keep=sample.
 _SAMPLED_PROBLEMS = 8
-_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,12 @@ class Evaluations:
             self._recall_before()
             return
         self._fleet.until_pushed()
-        policy = self._measured("before", lambda: self._pool(POLICY))
-        begun = self._fleet.begun(next(policy))
-        self._evaluate_teachers()
-        measured = self._answered(policy, begun)
+        policy = self._begun(self._measured("before", lambda: self._pool(POLICY)))
+        try:
+            self._evaluate_teachers()
+            measured = self._answered(policy)
+        finally:
+            forget(policy)
         self._note("before", 0, measured)
         self._context.record_evaluation(measured.metrics, 0)
 
@@ -95,7 +98,7 @@ class Evaluations:
             if known := _of_family(lines, family):
                 self._context.summary[f"eval {role}"] = known
                 continue
-            measured = self._answered(self._decoded(role, partial(self._pool, role)))
+            measured = self._answered(self._begun(self._decoded(role, partial(self._pool, role))))
             self._note(role, first_step, measured)
             self._context.record_evaluation(
                 {k.replace("eval/", family, 1): v for k, v in measured.metrics.items()}, first_step
@@ -164,7 +167,7 @@ class Evaluations:
             IsothermError: the evaluation failed; the same error as of one between steps.
         """
         step, background = self._schedule.running, self._fleet.background
-        if step is None or background.fate is Fate.RUNNING:
+        if step is None or not background.is_over:
             return
         measured: Measured | None = background.collect()
         if measured is None:
@@ -189,11 +192,10 @@ class Evaluations:
         began = time.monotonic()
         for_whom = "the run ends" if step is None else f"that of step {step} is due"
         self._context.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
-        while self._fleet.background.fate is Fate.RUNNING:
-            self._fleet.driver.poll()
+        while not self._fleet.background.is_over:
+            self._fleet.background.wait()
             if not self._learner_lost:
                 self._fleet.admit_waiting()
-            time.sleep(_PAUSE_S)
         seconds = time.monotonic() - began
         self._context.directory.append_event("evaluation awaited", step=before, seconds=seconds)
         self.collect()
@@ -234,33 +236,36 @@ class Evaluations:
     def _evaluate(self, when: str, step: int) -> dict[str, float]:
         """Evaluate the policy's current weights while training waits."""
         self._fleet.until_pushed()
-        measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
+        measured = self._answered(self._begun(self._measured(when, lambda: self._pool(POLICY))))
         self._note(when, step, measured)
         return measured.metrics
 
-    def _answered(self, questions: Questions[Measured], begun: Ask | None = None) -> Measured:
-        """Run an evaluation to its value. `begun`: its first call, if it was begun before."""
-        ask = begun or next(questions)
-        while True:
-            try:
-                ask = questions.send(self._fleet.persist(ask))
-            except StopIteration as end:
-                return end.value
+    def _answered(self, evaluation: asyncio.Task[Measured]) -> Measured:
+        """Value of an evaluation that the run waits for; it admits engines that start meanwhile."""
+        try:
+            while not self._fleet.driver.waited_for(evaluation):
+                self._fleet.admit_waiting()
+            return evaluation.result()
+        finally:
+            forget(evaluation)
 
-    def _measured(
+    def _begun(self, evaluation: Coroutine[Any, Any, Measured]) -> asyncio.Task[Measured]:
+        return self._fleet.driver.beside(evaluation)
+
+    async def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None
-    ) -> Questions[Measured]:
+    ) -> Measured:
         """Measure the held-out prompts: accuracy with the serving decoder, and KL(p_T || q_T).
 
         The KL is measured only if there is a teacher.
         """
         started = time.perf_counter()
-        decoded = yield from self._decoded(when, policy)
+        decoded = await self._decoded(when, policy)
         metrics = decoded.metrics
         if teachers := teacher_roles(self._config):
-            metrics |= yield Ask(
+            metrics |= await self._fleet.ask_evaluator(
                 "evaluation",
-                lambda: self._fleet.evaluator.reverse_kl.remote(
+                lambda evaluator: evaluator.reverse_kl.remote(
                     policy(),
                     {
                         name: policy() if role == POLICY else self._pool(role)
@@ -275,15 +280,13 @@ class Evaluations:
             metrics["eval/version"] = version
         return Measured(metrics, decoded.responses)
 
-    def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
+    async def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Measured:
         """Metrics of the engines' responses, and the responses that are kept."""
         sampling = self._config.eval.sampling(self._config.sampling.max_new_tokens)
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
-        evaluation = yield Ask(
+        evaluation = await self._fleet.ask_evaluator(
             f"evaluation, {when}",
-            lambda: self._fleet.evaluator.evaluate.remote(
-                engines(), sampling, self._models(), keep
-            ),
+            lambda evaluator: evaluator.evaluate.remote(engines(), sampling, self._models(), keep),
         )
         return Measured(evaluation.metrics, evaluation.responses)
 

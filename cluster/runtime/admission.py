@@ -67,6 +67,7 @@ class Admission:
         self._following = following
         self.joining = Joining(
             supervisor,
+            driver,
             learner=learner,
             examine=examine,
             serve=self._serve_if_they_agree,

@@ -1,36 +1,18 @@
 """An evaluation during training: pinned engines hold its weights, and no step waits for it.
 
-begin -> calls of the evaluator, one after another -> its value
-             |                   |
-             |                   a call fails as it does in `EvaluatorCalls`: an error
-             every pinned engine is gone: lost, and repeated with later weights
+It is lost if every pinned engine is gone, and repeated with later weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from enum import Enum, auto
-from typing import Any, Generic, Protocol, TypeVar
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Generic, TypeVar
 
 from cluster.runtime.admission import Pinned
-from cluster.runtime.evaluator_calls import PENDING, Ask
+from cluster.runtime.driver import Driver, forget
 
 Value = TypeVar("Value")
-# An evaluation: yields calls of the evaluator, is sent their values, and returns its own.
-Questions = Generator[Ask, Any, Value]
-
-
-class Fate(Enum):
-    """Outcome of an evaluation."""
-
-    RUNNING = auto()
-    DONE = auto()
-    LOST = auto()
-    FAILED = auto()
-
-
-class _Pending(Protocol):
-    def poll(self) -> Any: ...
 
 
 class EvaluationSchedule:
@@ -83,26 +65,18 @@ class BackgroundEvaluation(Generic[Value]):
     """The evaluation in progress, if any.
 
     Args:
-        begin: begins a call of the evaluator.
         serving: returns the evaluation engines that serve now, by name.
     """
 
-    def __init__(
-        self, begin: Callable[[Ask], _Pending], serving: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self._begin, self._serving = begin, serving
+    def __init__(self, driver: Driver, serving: Callable[[], Mapping[str, Any]]) -> None:
+        self._driver, self._serving = driver, serving
         self._pinned = Pinned(-1, {})
-        self._questions: Questions[Value] | None = None
-        self._call: _Pending | None = None
-        self._value: Value | None = None
-        self._error: Exception | None = None
+        self._task: asyncio.Task[Value] | None = None
 
-    def begin(self, pinned: Pinned, questions: Questions[Value]) -> None:
+    def begin(self, pinned: Pinned, evaluation: Coroutine[Any, Any, Value]) -> None:
         """Begin an evaluation of the weights that the pinned engines hold."""
-        assert self._questions is None
-        self._pinned, self._questions = pinned, questions
-        self._value = self._error = None
-        self._go_on(None)
+        assert self._task is None
+        self._pinned, self._task = pinned, self._driver.beside(evaluation)
 
     @property
     def engines(self) -> dict[str, Any]:
@@ -115,38 +89,26 @@ class BackgroundEvaluation(Generic[Value]):
         }
 
     @property
-    def fate(self) -> Fate:
-        if self._error is not None:
-            return Fate.FAILED
-        if self._call is None:
-            return Fate.DONE
-        return Fate.RUNNING if self.engines else Fate.LOST
+    def is_over(self) -> bool:
+        """True if the evaluation has ended, or its engines are gone."""
+        assert self._task is not None
+        return self._task.done() or not self.engines
 
-    def poll(self) -> None:
-        """Continue the evaluation without blocking. Its errors are raised by `collect`."""
-        if self._call is None or self.fate is not Fate.RUNNING:
-            return
-        try:
-            if (answer := self._call.poll()) is not PENDING:
-                self._go_on(answer)
-        except Exception as error:  # of the evaluation: raised by `collect`
-            self._error = error
-
-    def _go_on(self, answer: Any) -> None:
-        assert self._questions is not None
-        try:
-            self._call = self._begin(self._questions.send(answer))
-        except StopIteration as end:
-            self._call, self._value = None, end.value
+    def wait(self) -> None:
+        """Wait a short while for the evaluation's end, polling."""
+        assert self._task is not None
+        self._driver.waited_for(self._task)
 
     def collect(self) -> Value | None:
         """End the evaluation; returns its value, or None if it was lost, or raises its error."""
-        fate, value, error = self.fate, self._value, self._error
-        self.give_up()
-        if error is not None:
-            raise error
-        return value if fate is Fate.DONE else None
+        assert self._task is not None and self.is_over
+        task, self._task = self._task, None
+        forget(task)
+        failed = not task.done() or task.exception() is not None
+        return None if failed and not self.engines else task.result()
 
     def give_up(self) -> None:
         """Discard the evaluation, in any state."""
-        self._questions = self._call = self._error = None
+        if self._task is not None:
+            forget(self._task)
+        self._task = None

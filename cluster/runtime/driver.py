@@ -1,5 +1,7 @@
 """The driver's waits: for calls of actors, while it polls signals and every actor's life.
 
+The run itself is straight code that waits (`call`, `run`, `until`); what goes on beside it are
+coroutines (`beside`), which advance while it waits. They await `answer` in place of `call`.
 `cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
 Engines that need the weights from the learner itself are admitted then; engines that can read a
 copy join at any time (cluster/runtime/joining.py).
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.base.outcomes import (
     ActorHung,
@@ -34,12 +36,13 @@ from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed
 
-# How often a wait polls signals and actors, seconds.
-_POLL_S = 0.5
+# How often a wait for a call polls signals and actors, and a wait for something else, seconds.
+_POLL_S, _PAUSE_S = 0.5, 0.05
 # Time until a slow start first reports missing actors; it doubles up to the second value.
 SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
 # Two signals within this time are one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
+Value = TypeVar("Value")
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
 
 
@@ -109,7 +112,7 @@ def _starts(members: Sequence[Member]) -> list[str]:
 
 
 class Driver:
-    """Waits for actor calls while watching signals and every actor's life.
+    """Waits for actor calls while watching signals and every actor's life. Close it.
 
     Args:
         deadline_s: longest any one call may take.
@@ -126,6 +129,19 @@ class Driver:
     ) -> None:
         self._supervisor, self._signals = supervisor, signals
         self._deadline_s, self._idle = deadline_s, idle
+        self._loop = asyncio.new_event_loop()
+
+    def close(self) -> None:
+        """End all coroutines that still run beside."""
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+
+    def beside(self, coroutine: Coroutine[Any, Any, Value]) -> asyncio.Task[Value]:
+        """Begin a coroutine that advances whenever the driver waits."""
+        return self._loop.create_task(coroutine)
 
     @contextmanager
     def ending(self, deadline_s: float) -> Iterator[None]:
@@ -171,16 +187,35 @@ class Driver:
             RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
         began = time.monotonic()
-        while True:
-            self.poll()
-            ready, _ = calls.wait([reference], timeout=_POLL_S)
-            if ready:
-                return self.value(what, reference, lost=lost)
-            if why := self.overdue(began, worker):
-                late = ActorHung if lost is ActorLost else lost
-                raise late(f"{what} {why}")
+        ended = self.beside(_ended(reference))
+        try:
+            while not self.waited_for(ended):
+                if why := self._overdue(began, worker):
+                    late = ActorHung if lost is ActorLost else lost
+                    raise late(f"{what} {why}")
+        finally:
+            ended.cancel()
+        return self.value(what, reference, lost=lost)
 
-    def overdue(self, began: float, worker: str | None = None) -> str | None:
+    async def answer(self, what: str, reference: Any, worker: str | None = None) -> Any:
+        """Value of an actor call, for coroutines `beside`; raises as `call` does of the call."""
+        began = time.monotonic()
+        ended = asyncio.ensure_future(_ended(reference))
+        try:
+            while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
+                if why := self._overdue(began, worker):
+                    raise ActorHung(f"{what} {why}")
+        finally:
+            ended.cancel()
+        return self.value(what, reference)
+
+    def waited_for(self, task: asyncio.Task[Any]) -> bool:
+        """Poll, and wait a short while for a task `beside`; True if it has ended."""
+        self.poll()
+        self._loop.run_until_complete(asyncio.wait([task], timeout=_POLL_S))
+        return task.done()
+
+    def _overdue(self, began: float, worker: str | None) -> str | None:
         """Reason to stop waiting for a call that began at `began`, or None. See `call`."""
         seconds = time.monotonic() - began
         if seconds <= self._deadline_s:
@@ -198,7 +233,7 @@ class Driver:
             self.poll()
             if time.monotonic() > deadline:
                 raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
-            time.sleep(0.05)
+            self._let_pass(_PAUSE_S)
 
     def until_started(self, roles: Sequence[str], say: Callable[[str], None]) -> None:
         """Wait until every actor of the roles has answered; report missing ones periodically.
@@ -222,7 +257,10 @@ class Driver:
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
                     f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
                 )
-            time.sleep(0.05)
+            self._let_pass(_PAUSE_S)
+
+    def _let_pass(self, seconds: float) -> None:
+        self._loop.run_until_complete(asyncio.sleep(seconds))
 
     def _members(self, roles: Sequence[str], *states: State) -> list[Member]:
         return [m for role in roles for m in self._supervisor.members(role, *states)]
@@ -232,21 +270,19 @@ class Driver:
         end = time.monotonic() + seconds
         self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
 
-    def run(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
+        task = self.beside(coroutine)
+        deadline = time.monotonic() + self._deadline_s
         try:
-            return asyncio.run(self._watched(what, coroutine))
+            while not self.waited_for(task):
+                if time.monotonic() > deadline:
+                    raise CallFailed(f"{what} did not end within {self._deadline_s:.0f} s")
+            return task.result()
         except errors.RayError as error:
             raise self._explained(what, error, ActorLost) from error
-
-    async def _watched(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.create_task(coroutine)
-        deadline = time.monotonic() + self._deadline_s
-        while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
-            self.poll()  # an error ends the event loop, and so the task
-            if time.monotonic() > deadline:
-                raise CallFailed(f"{what} did not end within {self._deadline_s:.0f} s")
-        return task.result()
+        finally:
+            forget(task)
 
     def value(
         self,
@@ -278,3 +314,16 @@ class Driver:
         if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")
+
+
+async def _ended(reference: Any) -> None:
+    """Waits until a call has ended, in whatever way."""
+    with suppress(Exception):
+        await reference
+
+
+def forget(task: asyncio.Task[Any]) -> None:
+    """End a task whose value or error nobody asks for; asyncio would report the error."""
+    task.cancel()
+    if task.done() and not task.cancelled():
+        task.exception()

@@ -51,7 +51,7 @@ from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
+from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
 from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
@@ -114,11 +114,10 @@ class Fleet:
             self.supervisor,
             self.driver,
             say=say,
-            prepare=lambda: self._admission.admit_waiting(),
             deadline_s=config.no_progress_s,
         )
         self.background: BackgroundEvaluation[Any] = BackgroundEvaluation(
-            self._evaluator_calls.begin, lambda: self.supervisor.serving(EVALUATION)
+            self.driver, lambda: self.supervisor.serving(EVALUATION)
         )
         self.queue: GroupQueue = cast.queue(trained)
         self._poller = StatusPoller(self.supervisor, self.queue, self._on_queue_status)
@@ -193,11 +192,6 @@ class Fleet:
     @property
     def learner(self) -> Any:
         return self._lifecycle.leader
-
-    @property
-    def evaluator(self) -> Any:
-        [evaluator] = self.supervisor.serving(EVALUATOR).values()
-        return evaluator
 
     def pool(self, role: str, patience_s: float = 0) -> EnginePool:
         """Engines of a role that serve now."""
@@ -327,6 +321,7 @@ class Fleet:
         except errors.RayError as error:  # dead or hanging: its journal lacks only its end
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()
+        self.driver.close()
 
     # while the driver waits
 
@@ -339,7 +334,6 @@ class Fleet:
         self._collect_runs()
         self._poller.poll()
         self.canaries.poll()
-        self.background.poll()
         if self._join_beside:
             self._admission.joining.poll()
 
@@ -590,13 +584,9 @@ class Fleet:
         """Admit engines that have started; call it while the learner is idle."""
         self._admission.admit_waiting()
 
-    def begun(self, ask: Ask) -> Ask:
-        """Begin a call of the evaluator now; see `EvaluatorCalls`."""
-        return self._evaluator_calls.begun(ask)
-
-    def persist(self, ask: Ask) -> Any:
+    async def ask_evaluator(self, what: str, make: Callable[[Any], Any]) -> Any:
         """Value of a call of the evaluator; see `EvaluatorCalls`."""
-        return self._evaluator_calls.persist(ask)
+        return await self._evaluator_calls.ask(what, make)
 
 
 def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:

@@ -4,8 +4,8 @@
     examine   the handshake with an engine that serves   repeated, if a push interrupts it
     serve     like engines that are admitted between steps
 
-The driver polls; nothing here blocks. An engine that cannot join this way (it can read no copy, no
-other engine serves, it fails, or its handshake fails) is left to `Admission`, between two steps.
+An engine that cannot join this way (it can read no copy, no other engine serves, it fails, or its
+handshake fails) is left to `Admission`, between two steps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-from cluster.handles import calls
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import POLICY
+from cluster.runtime.driver import Driver, forget
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import JOIN_GROUP, Member, Supervisor
 from distill.handshake.comparison import CalibrationReport
@@ -43,22 +42,24 @@ class Joining:
     def __init__(
         self,
         supervisor: Supervisor,
+        driver: Driver,
         *,
         learner: Callable[[], Any],
         examine: Callable[..., Any],
         serve: Callable[[Sequence[Member], CalibrationReport], bool],
         deadline_s: float,
     ) -> None:
-        self._supervisor, self._learner = supervisor, learner
+        self._supervisor, self._driver, self._learner = supervisor, driver, learner
         self._examine, self._serve, self._deadline_s = examine, serve, deadline_s
-        self.forget()
+        self._members: list[Member] = []
+        self._left: list[Member] = []  # left to `Admission`
+        self._task: asyncio.Task[None] | None = None
 
     def forget(self) -> None:
         """Reset after the learner was replaced: weights of the old one are invalid."""
-        self._members: list[Member] = []
-        self._left: list[Member] = []  # left to `Admission`
-        self._loading: Any = None
-        self._examining: Future[CalibrationReport | None] | None = None
+        if self._task is not None:
+            forget(self._task)
+        self._members, self._left, self._task = [], [], None
 
     @property
     def members(self) -> Sequence[Member]:
@@ -66,41 +67,43 @@ class Joining:
         return self._members
 
     def poll(self) -> None:
-        """Continue without blocking. Raises nothing."""
-        try:
-            if self._loading is not None:
-                self._after_load()
-            elif self._examining is not None:
-                self._after_handshake(self._examining)
-            else:
-                self._begin()
-        except Exception as error:  # any: it recurs between steps, and is raised there
-            self._leave(reason_of(error))
-
-    def _begin(self) -> None:
+        """Begin to join engines that wait, if none are joining."""
+        if self._task is not None and not self._task.done():
+            return
         waiting = [m for m in self._supervisor.waiting() if m.spec.name == POLICY]
         self._left = [m for m in self._left if m in waiting]
         new = [m for m in waiting if m not in self._left]
         if new and self._supervisor.serving(POLICY):
             self._members = new
-            joins = self._learner().join.options(concurrency_group=JOIN_GROUP)
-            self._loading = joins.remote({m.name: m.handle for m in new})
+            self._task = self._driver.beside(self._join(new))
 
-    def _after_load(self) -> None:
-        if not calls.ended([self._loading]):
-            return
-        loading, self._loading = self._loading, None
-        if calls.get(loading) is None:
-            self._leave("the last push left no copy that they can read")
-            return
+    async def _join(self, members: list[Member]) -> None:
+        try:
+            why = await self._joined({member.name: member.handle for member in members})
+        except Exception as error:  # any: it recurs between steps, and is raised there
+            why = reason_of(error)
+        if why is not None:
+            names = ", ".join(member.name for member in members)
+            logger.info("%s: not admitted beside a step: %s", names, why)
+            self._left += members
+        self._members = []
+
+    async def _joined(self, handles: Mapping[str, Any]) -> str | None:
+        """Load, examine and serve; returns why not, or None."""
+        joins = self._learner().join.options(concurrency_group=JOIN_GROUP)
+        if await joins.remote(handles) is None:
+            return "the last push left no copy that they can read"
         if not (serving := self._supervisor.serving(POLICY)):
-            self._leave("no engine serves")
-            return
-        pool = EnginePool(POLICY, {m.name: m.handle for m in self._members}).each()
+            return "no engine serves"
         name, engine = next(iter(serving.items()))
-        reference = EnginePool(POLICY, {name: engine})
-        examined = asyncio.wait_for(self._examined(pool, reference), self._deadline_s)
-        self._examining = calls.in_thread(lambda: asyncio.run(examined), "handshake")
+        examined = self._examined(
+            EnginePool(POLICY, handles).each(), EnginePool(POLICY, {name: engine})
+        )
+        report = await asyncio.wait_for(examined, self._deadline_s)
+        if report is None:
+            return "pushes fell into their handshake"
+        alive = [m for m in self._members if m in self._supervisor.waiting()]
+        return None if self._serve(alive, report) else report.complaint()
 
     async def _examined(
         self, joining: Mapping[str, EnginePool], reference: EnginePool
@@ -119,23 +122,3 @@ class Joining:
             if await versions() == before:
                 return report
         return None
-
-    def _after_handshake(self, examining: Future[CalibrationReport | None]) -> None:
-        if not examining.done():
-            return
-        self._examining = None
-        report = examining.result()
-        alive = [m for m in self._members if m in self._supervisor.waiting()]
-        if report is None:
-            self._leave("pushes fell into their handshake")
-        elif not self._serve(alive, report):
-            self._leave(report.complaint())
-        else:
-            self._members = []
-
-    def _leave(self, why: str) -> None:
-        """Leave the members to be admitted between steps."""
-        names = ", ".join(member.name for member in self._members)
-        logger.info("%s: not admitted beside a step: %s", names, why)
-        self._left += self._members
-        self._members, self._loading, self._examining = [], None, None

@@ -65,6 +65,7 @@ class LearnerAlone:
     def close(self) -> None:
         """End the learner."""
         self._supervisor.end_all()
+        self.driver.close()
 
     # engines, scorers and queue: there are none
 

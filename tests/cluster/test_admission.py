@@ -114,13 +114,7 @@ class House:
         self.present = [self._adopt(POLICY, 99, State.SERVING)]
         self.members = [self._adopt(role, index, State.READY) for index in range(number)]
         self.learner = LocalActor(Learner, unreachable, copy)
-        self.driver = Driver(
-            supervisor=self.supervisor,
-            signals=Signals(),
-            deadline_s=60,
-            idle=lambda: self.joining.poll() if self.beside else None,
-        )
-        self.beside = False
+        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self._admission = Admission(
             self.supervisor,
             self.driver,
@@ -179,15 +173,15 @@ class House:
     def step(self) -> None:
         """A step of the learner that ends when nobody is about to join any more."""
         step = self.learner.step.remote()
-        self.beside = True
-        self.driver.until("somebody to join", lambda: bool(self.joining.members), 60)
-        self.driver.until("the others to join", lambda: not self.joining.members, 60)
-        self.beside = False
+        self.joining.poll()
+        assert self.joining.members
+        self.driver.until("them to join", lambda: not self.joining.members, 60)
         assert not step.future.done()
         self.learner.end_step.options(concurrency_group="any").remote()
         assert self.driver.ask_learner("a step", step) == "trained"
 
     def close(self) -> None:
+        self.driver.close()
         self.supervisor.end_all()
         self.learner.end()
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.runtime.admission import Pinned
-from cluster.runtime.background_evaluation import (
-    BackgroundEvaluation,
-    EvaluationSchedule,
-    Fate,
-    Questions,
-)
-from cluster.runtime.evaluator_calls import PENDING, Ask
+from cluster.runtime.background_evaluation import BackgroundEvaluation, EvaluationSchedule
+from cluster.runtime.driver import Driver, Signals
 from distill.errors import DataError
 from tests.refusals import refuses
 
@@ -77,88 +74,90 @@ def test_what_was_recorded_of_lost_weights_is_evaluated_again() -> None:
     assert begun(schedule, range(5, 9)) == [5, 8]
 
 
-class Call:
-    """A call of an evaluator: what each poll of it finds."""
-
-    def __init__(self, answers: Any) -> None:
-        self._answers = deque(answers)
-
-    def poll(self) -> Any:
-        answer = self._answers.popleft()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 class House:
     """A background evaluation of two calls, its engines, and what it asked."""
 
-    def __init__(self, **answers: list[Any]) -> None:
+    def __init__(self) -> None:
         self.serving = {"evaluation engine 0": "a", "evaluation engine 1": "b"}
         self.asked: list[str] = []
-        self._answers = answers
+        self.answers = {name: asyncio.Event() for name in ("first", "second")}
+        self.error: Exception | None = None
+        idle: Any = SimpleNamespace(tick=lambda: None)
+        self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
         self.background: BackgroundEvaluation[list[Any]] = BackgroundEvaluation(
-            self._begin, lambda: self.serving
+            self.driver, lambda: self.serving
         )
 
-    def _begin(self, ask: Ask) -> Call:
-        self.asked.append(ask.make())
-        return Call(self._answers[ask.what])
-
     def start(self) -> None:
-        self.background.begin(Pinned(7, dict(self.serving)), self._questions())
+        self.background.begin(Pinned(7, dict(self.serving)), self._evaluation())
+        self.driver.pause(0.05)
 
-    def _questions(self) -> Questions[list[Any]]:
-        first = yield Ask("first", lambda: f"of {sorted(self.background.engines)}")
-        second = yield Ask("second", lambda: f"of {sorted(self.background.engines)}, {first}")
-        return [first, second]
+    def answer(self, name: str) -> None:
+        self.answers[name].set()
+        self.driver.pause(0.05)
+
+    async def _evaluation(self) -> list[Any]:
+        return [await self._call(name) for name in ("first", "second")]
+
+    async def _call(self, name: str) -> str:
+        self.asked.append(f"{name} of {sorted(self.background.engines)}")
+        await self.answers[name].wait()
+        if self.error is not None:
+            raise self.error
+        return name
 
 
-def test_calls_follow_one_another_and_end_with_a_value() -> None:
-    house = House(first=[PENDING, "x"], second=[PENDING, PENDING, "y"])
+@pytest.fixture
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.driver.close()
+
+
+def test_calls_follow_one_another_and_end_with_a_value(house: House) -> None:
     house.start()
-    fates = []
-    for _ in range(5):
-        fates.append(house.background.fate)
-        house.background.poll()
-    assert fates == [Fate.RUNNING] * 5 and house.background.fate is Fate.DONE
-    both = "of ['evaluation engine 0', 'evaluation engine 1']"
-    assert house.asked == [both, f"{both}, x"]
+    assert not house.background.is_over
+    house.answer("first")
+    assert not house.background.is_over
+    both = "['evaluation engine 0', 'evaluation engine 1']"
+    assert house.asked == [f"first of {both}", f"second of {both}"]
+    house.answer("second")
+    assert house.background.is_over
     house.serving.clear()  # it is over: nobody needs them
-    house.background.poll()
-    assert house.background.collect() == ["x", "y"]
-    house.start()
-    assert house.background.fate is Fate.LOST
+    assert house.background.collect() == ["first", "second"]
 
 
-def test_it_goes_on_with_the_engines_that_are_left_and_is_lost_with_the_last() -> None:
-    house = House(first=["x"], second=[PENDING, "y"])
+def test_it_goes_on_with_the_engines_that_are_left_and_is_lost_with_the_last(house: House) -> None:
     house.start()
     house.serving["evaluation engine 0"] = "restarted, with other weights"
-    house.background.poll()
-    assert house.asked[1] == "of ['evaluation engine 1'], x"
+    house.answer("first")
+    assert house.asked[1] == "second of ['evaluation engine 1']"
     del house.serving["evaluation engine 1"]
-    house.background.poll()
-    assert house.background.fate is Fate.LOST
+    assert house.background.is_over
     assert house.background.collect() is None
 
 
-def test_an_error_is_raised_where_its_value_is_asked_for() -> None:
-    house = House(first=[DataError("in the reward of problem 3")])
+@pytest.mark.parametrize("engines_are_left", [True, False])
+def test_an_error_is_raised_where_its_value_is_asked_for(
+    house: House, engines_are_left: bool
+) -> None:
     house.start()
-    house.background.poll()
-    house.background.poll()
-    assert house.background.fate is Fate.FAILED
+    house.error = DataError("in the reward of problem 3")
+    house.answer("first")
+    assert house.background.is_over
+    if not engines_are_left:  # they may be its cause
+        house.serving.clear()
+        assert house.background.collect() is None
+        return
     with refuses(DataError, None, names="problem 3"):
         house.background.collect()
 
 
-def test_one_that_is_given_up_leaves_nothing_behind() -> None:
-    house = House(first=["x"], second=["y"])
+def test_one_that_is_given_up_leaves_nothing_behind(house: House) -> None:
     house.start()
     house.background.give_up()
-    house.background.poll()
+    house.answer("first")
+    house.answer("second")
+    assert len(house.asked) == 1
     house.start()
-    house.background.poll()
-    house.background.poll()
-    assert house.background.collect() == ["x", "y"] and len(house.asked) == 3
+    assert house.background.collect() == ["first", "second"] and len(house.asked) == 3

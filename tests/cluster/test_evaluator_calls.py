@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from actors.rollout.inside_file import problems_inside
 from cluster.base.outcomes import RunFailed
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
+from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
     ActorSpec,
@@ -46,7 +46,6 @@ class House:
             self.supervisor,
             self.driver,
             say=self.said.append,
-            prepare=lambda: None,
             deadline_s=120,
         )
         role = ActorSpec(
@@ -71,12 +70,11 @@ class House:
         inside = problems_inside(self.inside)
         return f", in the code of {inside} of env=Bad" if inside else ""
 
-    def evaluate(self, way: str) -> str:
-        def ask() -> Any:
-            [evaluator] = self.supervisor.serving(EVALUATOR).values()
-            return evaluator.evaluate.remote(way, self.spared)
-
-        return self.calls.persist(Ask("evaluation", ask))
+    def ask(self, make: Callable[[Any], Any]) -> str:
+        task = self.driver.beside(self.calls.ask("evaluation", make))
+        while not self.driver.waited_for(task):
+            pass
+        return task.result()
 
 
 @pytest.fixture
@@ -84,6 +82,7 @@ def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
     made = House(tmp_path)
     yield made
     made.supervisor.end_all()
+    made.driver.close()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
 )
 def test_a_second_end_in_the_same_code_ends_the_run_by_its_name(house: House, way: str) -> None:
     with pytest.raises(RunFailed) as failed:
-        house.evaluate(way)
+        house.ask(lambda evaluator: evaluator.evaluate.remote(way, house.spared))
     assert str(failed.value).startswith(
         "evaluation failed: its actor died or hung 2 times, in the code of [1] of env=Bad. Make"
     )
@@ -105,13 +104,12 @@ def test_a_second_end_in_the_same_code_ends_the_run_by_its_name(house: House, wa
 
 
 def test_what_ends_an_evaluator_once_is_forgiven(house: House) -> None:
-    def ask() -> Any:
-        [evaluator] = house.supervisor.serving(EVALUATOR).values()
+    def ask(evaluator: Any) -> Any:
         if house.made < 3:
             return evaluator.die_in_no_code.remote()
         return evaluator.evaluate.remote("dies", house.spared)
 
     Path(house.spared).touch()
-    assert house.calls.persist(Ask("evaluation", ask)) == "well"
+    assert house.ask(ask) == "well"
     assert house.made == 3
     assert not any("in the code of" in line for line in house.said)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
 from cluster.base.outcomes import ActorHung, LearnerLost
 from cluster.placement.roles import EVALUATOR, POLICY
-from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.watchdog import STALL_AFTER_S
 from cluster.weights.transport import Transport, collect
 from distill.engine import GenerateRequest, ScoreRequest
@@ -364,14 +364,11 @@ def test_a_push_that_gets_no_further_is_given_up(loop: SimulatedLoop) -> None:
     assert loop.now - began == pytest.approx(37, abs=1)
 
 
-def evaluation(run: SimulatedRun) -> Ask:
+def evaluation(run: SimulatedRun, evaluator: Any) -> Any:
+    """A call of the evaluator."""
     sampling = EvalSampling(temperature=0, max_new_tokens=TOKENS)
-
-    def make() -> Any:
-        pool = run.fleet.pool(POLICY, run.fleet.supervisor.hang_after_s)
-        return run.fleet.evaluator.evaluate.remote(pool, sampling, {}, 0)
-
-    return Ask("evaluation", make)
+    pool = run.fleet.pool(POLICY, run.fleet.supervisor.hang_after_s)
+    return evaluator.evaluate.remote(pool, sampling, {}, 0)
 
 
 def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
@@ -379,7 +376,11 @@ def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
 ) -> None:
     run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
     began = loop.now
-    evaluated = run.fleet.persist(evaluation(run))
+    asked = run.fleet.ask_evaluator("evaluation", partial(evaluation, run))
+    task = run.fleet.driver.beside(asked)
+    while not run.fleet.driver.waited_for(task):
+        pass
+    evaluated = task.result()
     assert evaluated.metrics["eval/response_length"] == TOKENS
     assert SECONDS <= loop.now - began < SECONDS + 60
     assert not events(run, "death")
@@ -394,9 +395,10 @@ def test_an_evaluation_that_waits_for_no_engine_is_found(
     async def never(*_given: Any) -> None:
         await asyncio.Event().wait()
 
-    run.fleet.evaluator.plain._evaluator.evaluate = never
+    [evaluator] = run.fleet.supervisor.serving(EVALUATOR).values()
+    evaluator.plain._evaluator.evaluate = never
     began = loop.now
     with pytest.raises(ActorHung):
-        run.fleet.driver.call("evaluation", evaluation(run).make(), worker=EVALUATOR)
+        run.fleet.driver.call("evaluation", evaluation(run, evaluator), worker=EVALUATOR)
     assert 300 <= loop.now - began < 320
     assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())
