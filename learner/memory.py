@@ -6,6 +6,7 @@ passes from its config (`learner.pass_memory`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom
+from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, gib, gpu_bytes, headroom
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import meta_causal_lm, tensor_layouts, tensor_shapes, weight_files
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
@@ -77,6 +78,14 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
     if shapes is None:
         return None
     return MemoryEstimate(parameters=sum(map(prod, shapes.values())), holding=holding)
+
+
+def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
+    """Bytes of the weights of frozen models (`learner.frozen`); None if a size is unknown."""
+    holding = Holding(f"a frozen model's weights in {dtype}", DTYPE_BYTES[dtype])
+    estimates = [estimate_memory(model, holding) for model in models]
+    known = [estimate.bytes for estimate in estimates if estimate is not None]
+    return sum(known) if len(known) == len(estimates) else None
 
 
 def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
@@ -144,28 +153,35 @@ class WorkerMemory:
 
     Attributes:
         weights, gradients, moments: bytes of the worker's shards.
+        frozen: bytes of its shards of frozen models.
         offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
     """
 
     weights: int
     gradients: int
     moments: int
+    frozen: int
     offloads: bool
 
     @classmethod
-    def of(cls, parameters: int, holding: Holding, *, workers: int, offloads: bool) -> WorkerMemory:
+    def of(
+        cls, parameters: int, holding: Holding, *, workers: int, offloads: bool, frozen: int = 0
+    ) -> WorkerMemory:
+        """`frozen`: bytes of the frozen models, which the workers share."""
         share = -(-parameters // workers)
         return cls(
             weights=share * holding.weights,
             gradients=share * holding.gradients,
             moments=share * holding.moments,
+            frozen=-(-frozen // workers),
             offloads=offloads,
         )
 
     @property
     def resting(self) -> int:
         """Bytes between two steps: weights, and moments that are not in main memory."""
-        return CONTEXT_BYTES + self.weights + (0 if self.offloads else self.moments)
+        moments = 0 if self.offloads else self.moments
+        return CONTEXT_BYTES + self.weights + self.frozen + moments
 
     @property
     def beside_passes(self) -> int:
@@ -175,15 +191,16 @@ class WorkerMemory:
     @property
     def updating(self) -> int:
         """Bytes during the optimizer's step."""
-        return CONTEXT_BYTES + self.weights + self.gradients + self.moments
+        return CONTEXT_BYTES + self.weights + self.frozen + self.gradients + self.moments
 
     def require_room(self, room: int, what: str) -> None:
         """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
         if self.updating > room:
             raise ConfigError(
-                f"{what} in the learner does not fit: weights, gradients and moments take "
-                f"{gib(self.updating)} GiB of a GPU in an update, and {gib(room)} are there for "
-                "them. Use more learner_workers, an adapter (lora.rank), or a smaller model"
+                f"{what} in the learner does not fit: weights, gradients and moments"
+                f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
+                f"of a GPU in an update, and {gib(room)} are there for them. Use more "
+                "learner_workers, an adapter (lora.rank), or a smaller model"
             )
 
 

@@ -228,6 +228,7 @@ class LearnerMemory:
         parameters: number of the model's.
         query_norm: attention normalises queries and keys.
         holding: bytes per parameter, without passes.
+        frozen: bytes of the frozen models that the workers share.
     """
 
     config: Any
@@ -236,6 +237,7 @@ class LearnerMemory:
     dtype: Precision
     device: str
     holding: Holding = TRAINED
+    frozen: int = 0
 
     @classmethod
     def of(
@@ -245,6 +247,7 @@ class LearnerMemory:
         dtype: Precision,
         device: str,
         holding: Holding = TRAINED,
+        frozen: int = 0,
     ) -> LearnerMemory | None:
         """Memory of a model's learner, from config and shapes; None where those are not known."""
         estimate, shapes = estimate_memory(model), known_shapes(model)
@@ -257,11 +260,18 @@ class LearnerMemory:
             dtype=dtype,
             device=device,
             holding=holding,
+            frozen=frozen,
         )
 
     def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
         """Memory of a worker besides passes."""
-        return WorkerMemory.of(self.parameters, self.holding, workers=workers, offloads=offloads)
+        return WorkerMemory.of(
+            self.parameters,
+            self.holding,
+            workers=workers,
+            offloads=offloads,
+            frozen=self.frozen,
+        )
 
     def passes(self, workers: int) -> PassMemory | None:
         """Memory of a worker's passes; None if the config lacks a field."""

@@ -194,6 +194,13 @@ class CommonConfig(
 
         return holding_of(adapter=self.lora.trains_adapter, followed=self.teacher_rule is not None)
 
+    def frozen_in_learner(self, device: str) -> int | None:
+        """Bytes of the copies of teachers that the learner's workers share while they train.
+
+        None if the size of one is unknown.
+        """
+        return 0
+
     def learner(
         self,
         start: str,

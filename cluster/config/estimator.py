@@ -17,7 +17,7 @@ from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
 from distill.settings import changed
 from learner.config import TOKEN_BUDGET
-from learner.memory import Holding, estimate_memory, free_bytes, readable
+from learner.memory import estimate_memory, free_bytes, frozen_bytes, readable
 from learner.pass_memory import estimate_pass
 
 # Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
@@ -79,18 +79,16 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
     device = resolve_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    copy = Holding(f"a teacher's weights in {dtype}", DTYPE_BYTES[dtype])
     student = estimate_memory(config.student, config.learner_holding)
-    copies = [estimate_memory(model, copy) for model in teachers]
+    copied = frozen_bytes(teachers, dtype)
     passes = estimate_pass(
         config.student,
         dtype=choose_dtype(config.learner_dtype, device),
         device=device,
         workers=config.learner_workers,
     )
-    if student is None or passes is None or any(each is None for each in copies):
+    if student is None or passes is None or copied is None:
         return "the size of a model is not known before it is loaded"
-    copied = sum(each.bytes for each in copies if each is not None)
     budget = config.token_budget or TOKEN_BUDGET[device]
     needed = (student.bytes + copied) // config.learner_workers
     needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
@@ -98,7 +96,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
         teacher_engines = config.pool("teacher_engines").smallest
         policy_engines = config.pool("policy_engines").smallest
         needed = needed * config.learner_workers + teacher_engines * copied
-        needed += policy_engines * student.parameters * copy.bytes_per_parameter
+        needed += policy_engines * student.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
         return "no GPU answers here (gpu_memory_gib= says what one has)"
     free = int(there * _SHARE)

@@ -431,6 +431,14 @@ class RolloutConfig(
         """True if each learner worker holds a copy of every teacher."""
         return self._compares_all and not self.teacher_moves
 
+    def frozen_in_learner(self, device: str) -> int | None:
+        if not self.copies_teachers:
+            return 0
+        from learner.memory import frozen_bytes  # imports torch
+
+        models = [teacher.model for teacher in self.teacher_models().values()]
+        return frozen_bytes(models, choose_dtype(self.dtype, device))
+
     @property
     def teaches_itself(self) -> bool:
         """True if the learner's own model is the teacher of estimator=full."""
@@ -458,7 +466,7 @@ class RolloutConfig(
         beside = 0
         if device.startswith("cuda"):
             lent = self.lent_bytes(device) if self.lends_weights(device) else 0
-            beside = self._learner_resting() + lent
+            beside = self._learner_resting(device) + lent
         return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def evaluation_engine(
@@ -518,19 +526,22 @@ class RolloutConfig(
         """
         return self.queue.max_staleness > 0 and not self.engines_sleep
 
-    def _learner_resting(self) -> int:
+    def _learner_resting(self, device: str) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""
         from learner.memory import WorkerMemory, estimate_memory  # imports torch
 
-        estimate = estimate_memory(self.student)
-        if estimate is None:
+        estimate, frozen = estimate_memory(self.student), self.frozen_in_learner(device)
+        if estimate is None or frozen is None:
+            missing = self.student if estimate is None else "a teacher's copy in the learner"
             raise ConfigError(
-                f"student={self.student} with colocate={self.colocate}: its files are not on this "
+                f"{missing} with colocate={self.colocate}: its files are not on this "
                 "machine, so it cannot be worked out what the engines leave to the learner; give a "
                 "directory"
             )
         holding, workers = self.learner_holding, self.learner_workers
-        memory = WorkerMemory.of(estimate.parameters, holding, workers=workers, offloads=True)
+        memory = WorkerMemory.of(
+            estimate.parameters, holding, workers=workers, offloads=True, frozen=frozen
+        )
         return memory.resting
 
     def engine_of(

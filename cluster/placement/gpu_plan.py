@@ -93,19 +93,23 @@ class GpuPlan:
 
     def _learner(self) -> str:
         config, model = self._config, trained_model(self._config)
+        frozen = config.frozen_in_learner(self._device)
         memory = LearnerMemory.of(
             model,
             dtype=choose_dtype(config.learner_dtype, self._device),
             device=self._device,
             holding=config.learner_holding,
+            frozen=frozen or 0,
         )
-        if memory is None:
+        if memory is None or frozen is None:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         offloads = config.offload_optimizer or sleeps
         states = memory.states(config.learner_workers, offloads=offloads)
         line = (
-            f"weights {gib(states.weights)} + gradients {gib(states.gradients)} + moments "
+            f"weights {gib(states.weights)} + "
+            f"{f'copies of teachers {gib(states.frozen)} + ' if frozen else ''}"
+            f"gradients {gib(states.gradients)} + moments "
             f"{gib(states.moments)}{' (in main memory but for their step)' * offloads}"
         )
         if self._total is None:

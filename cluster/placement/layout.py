@@ -73,7 +73,9 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
         budget = config.token_budget or TOKEN_BUDGET[device]
         note = passes and passes.describe(budget, config.gradient_checkpointing)
-        return learner_memory(estimate, workers), f"and {note or 'activations'}"
+        frozen = config.frozen_in_learner(device)
+        note = f"{'with copies of teachers, ' if frozen != 0 else ''}and {note or 'activations'}"
+        return learner_memory(estimate, frozen, workers), note
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
         dtype = choose_dtype(config.dtype, device)
         return engine_memory(estimate_memory(config.reward_model), dtype), "and activations"

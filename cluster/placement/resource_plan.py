@@ -70,9 +70,12 @@ def engine_memory(estimate: MemoryEstimate | None, dtype: str) -> int | None:
     return None if estimate is None else estimate.parameters * DTYPE_BYTES[dtype]
 
 
-def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:
-    """Bytes of one worker's share of weights, gradients and moments; activations come on top."""
-    return None if estimate is None else -(-estimate.bytes // workers)
+def learner_memory(estimate: MemoryEstimate | None, frozen: int | None, workers: int) -> int | None:
+    """Bytes of one worker's share of weights, gradients, moments and frozen models; activations
+    come on top."""
+    if estimate is None or frozen is None:
+        return None
+    return -(-(estimate.bytes + frozen) // workers)
 
 
 def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:

@@ -98,6 +98,19 @@ def numbers(text: str, *names: str) -> list[float]:
     return [float(re.search(rf"{name} (\d+\.\d)", text)[1]) for name in names]  # pyright: ignore
 
 
+def test_workers_share_the_copy_of_a_teacher(eight: Opd) -> None:
+    """32.8 B parameters of 2 bytes on eight GPUs, which engines that are awake find taken, too."""
+    config = eight(estimator="full")
+    learner = line(config, "learner")
+    assert numbers(learner, "weights", "copies of teachers", "gradients") == [3.8, 7.6, 3.8]
+    assert " of 61.4" in line(config, "policy")  # 69.0 without the copy
+    described = describe_layout(config).splitlines()
+    [row] = [each for each in described if each.startswith("learner ")]
+    assert "22.9 GiB" in row and "with copies of teachers" in row  # 15.3 without
+    with pytest.raises(ConfigError):
+        describe_layout(eight(estimator="full", learner_workers=1, policy_engines=1))
+
+
 def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     config = eight()
     learner, policy = line(config, "learner"), line(config, "policy")

@@ -41,10 +41,12 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
 def test_memory_of_one_member() -> None:
     assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
     assert engine_memory(EIGHT_B, "float32") == 32 << 30
-    assert learner_memory(EIGHT_B, 4) == 32 << 30  # 16 bytes a parameter, a quarter of them
+    assert learner_memory(EIGHT_B, 0, 4) == 32 << 30  # 16 bytes a parameter, a quarter of them
     frozen = MemoryEstimate(parameters=10, holding=FROZEN)
-    assert learner_memory(frozen, 3) == 14, "40 bytes over three, rounded up"
-    assert engine_memory(None, "float32") is None and learner_memory(None, 2) is None
+    assert learner_memory(frozen, 0, 3) == 14, "40 bytes over three, rounded up"
+    assert learner_memory(frozen, 5, 3) == 15, "with a copy of a teacher that takes 5"
+    assert learner_memory(frozen, None, 3) is None
+    assert engine_memory(None, "float32") is None and learner_memory(None, 0, 2) is None
 
 
 def test_a_push_goes_to_every_engine() -> None:
