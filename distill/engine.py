@@ -15,6 +15,7 @@ from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
+    from distill.weights.adapter import AdapterTensors
     from distill.weights.shared_memory import SharedTensors
 
 
@@ -231,9 +232,11 @@ class LentWeights:
     timeout_s: float
 
 
-# How new weights reach an engine: in memory shared with the learner, as files, over a network, or
-# in buckets that are lent.
-WeightSource: TypeAlias = "SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights"
+# How a model's new weights reach an engine: in memory shared with the learner, as files, over a
+# network, or in buckets that are lent.
+ModelSource: TypeAlias = "SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights"
+# That, or an adapter by value.
+WeightSource: TypeAlias = "ModelSource | AdapterTensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from distill.objective.rows import RowMeta
 from distill.pace import Progress
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
+from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
@@ -41,7 +42,7 @@ from learner.config import LearnerConfig, ShadowRule
 from learner.fingerprints import Fingerprints, of_all
 from learner.flops import ModelFlops
 from learner.forward import LossFunction
-from learner.lora import save_adapter
+from learner.lora import save_adapter, served_form
 from learner.orders import (
     FrozenBatches,
     LentPortion,
@@ -373,6 +374,12 @@ class Learner:
         Rounded to `dtype` if one is given, except tensors that stay exact (`learner.export`).
         """
         return _LearnerWeights(self, dtype)
+
+    def adapter(self, dtype: torch.dtype) -> AdapterWeights:
+        """The adapter's current tensors, rounded to `dtype`, for servers that hold the base."""
+        assert self.worker.lora is not None
+        tensors = {name: tensor.to(dtype) for name, tensor in self._adapter().items()}
+        return AdapterWeights(tensors, served_form(self.worker.lora))
 
     def lender_places(self) -> list[LenderPlace]:
         """Location of each worker's memory, by rank, for engines that read weights from it."""

@@ -131,6 +131,7 @@ class PolicyLoop:
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
         push_dtype: torch.dtype | None = None,
+        pushes_adapter: bool = False,
         teach: Publish | None = None,
         trace: Tracing = NO_TRACE,
         keep: Keep | None = None,
@@ -144,6 +145,7 @@ class PolicyLoop:
             sleep: makes engines that share the learner's GPUs, and hold this version, release their
                 memory until the next `publish`, before which the learner releases its own.
             push_dtype: dtype that pushed weights are rounded to; None: not rounded.
+            pushes_adapter: the policy's engines hold the base, and get the adapter alone.
             teach: pushes the learner's EMA or lagged teacher to its engines, if it has any.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: receives the groups of each step after training; None: disabled.
@@ -153,7 +155,7 @@ class PolicyLoop:
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
-        self._push_dtype = push_dtype
+        self._push_dtype, self._pushes_adapter = push_dtype, pushes_adapter
         self._trace, self._stages = trace, Stages()
         self._keep, self._sleep, self._record = keep, sleep, record
         self.learner = learner
@@ -189,10 +191,8 @@ class PolicyLoop:
         if self._sleep is not None:
             self.learner.rest()
         taught = self._publish_teacher(anew)
-        pushed = self.publisher(
-            self.learner.weights(self._push_dtype), self.step_count, self._trained
-        )
-        lost = self.learner.lost_share
+        pushed = self.publisher(*self.weights(), self._trained)
+        lost = None if self._pushes_adapter else self.learner.lost_share
         return {**pushed, **taught, **({} if lost is None else {"push/lost_share": lost})}
 
     def _publish_teacher(self, anew: bool) -> Mapping[str, float]:
@@ -211,7 +211,10 @@ class PolicyLoop:
         return self.learner.weights(self._push_dtype), rule.version(self.step_count)
 
     def weights(self) -> tuple[Weights, int]:
-        """Current weights, rounded as for engines, and their version."""
+        """Current weights, rounded as for the policy's engines, and their version."""
+        if self._pushes_adapter:
+            assert self._push_dtype is not None
+            return self.learner.adapter(self._push_dtype), self.step_count
         return self.learner.weights(self._push_dtype), self.step_count
 
     def step(self, waited_s: float = 0.0) -> dict[str, float]:

@@ -11,6 +11,7 @@ given, so that model remains the one to run. In order:
     Forward(model)                                  the model, not peft's wrapper of it
     with adapter_off(lora): ...                     the base itself: a reference that costs nothing
     merged_weights(lora)                            W', under the names that the base has
+    served_form(lora)                               or the adapter alone, for servers that can
     save_adapter(path, lora, adapter_tensors(lora)) in peft's own format; `adapter=path` reads it
 """
 
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import meta_causal_lm, reading, tensor_shapes
+from distill.weights.adapter import AdapterForm
 from distill.weights.tensors import TensorLayout
 from learner.config import ALL_LINEAR, LoraSettings
 from learner.sharding import LazyTensor, stored, whole, whole_in
@@ -51,6 +53,16 @@ logger = logging.getLogger(__name__)
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
+
+# Models whose adapters SGLang was seen to serve exactly (tests/actors/test_sglang_adapters.py), and
+# modules that it fuses, and so knows together. It fills in a k_proj that has no adapter.
+_SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_SERVED_TARGETS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("o_proj",),
+    ("down_proj",),
+)
 
 # Of an adapter's config: what says which W' it stands for,
 _READ = (
@@ -137,6 +149,62 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
             tensors = load_file(file)
         set_peft_model_state_dict(lora, tensors)
     return lora
+
+
+@lru_cache(maxsize=8)  # asked for by the plan, and for each server
+def served_adapter(settings: LoraSettings, base: str) -> AdapterForm:
+    """`served_form` of the adapter that these settings describe, with no weights loaded.
+
+    Raises:
+        ConfigError: SGLang does not serve it beside the base.
+        CheckpointError: there is no model config at `base`, or no readable adapter.
+    """
+    return served_form(_inject(meta_causal_lm(base), settings))
+
+
+def served_form(lora: PeftModel) -> AdapterForm:
+    """Form in which SGLang computes the adapter beside the base, instead of merged into it.
+
+    Raises:
+        ConfigError: SGLang has no such form of this adapter, or was not seen to serve it exactly.
+    """
+    model = lora.get_base_model()
+    config: Any = model.config
+    if (family := config.model_type) not in _SERVED_FAMILIES:
+        raise ConfigError(
+            f"SGLang was seen to serve adapters of {', '.join(_SERVED_FAMILIES)} exactly, and "
+            f"this model is of type {family}"
+        )
+    layers = dict(_layers(lora))
+    targets = {_last(name) for name in layers}
+    for together in _SERVED_TARGETS:
+        if some := targets & set(together):
+            targets -= some
+            if missing := set(together) - some - {"k_proj"}:
+                raise ConfigError(
+                    f"SGLang serves {', '.join(sorted(some))} only together with "
+                    f"{', '.join(sorted(missing))}"
+                )
+    if targets:
+        raise ConfigError(f"SGLang's names of modules do not include {', '.join(sorted(targets))}")
+    targets = {_last(name) for name in layers}
+    for name, module in model.named_modules():
+        if _last(name) in targets and isinstance(module, nn.Linear):
+            raise ConfigError(f"{name} has no adapter, as other layers' {_last(name)} have")
+    forms = {(layer.r[_ADAPTER], layer.scaling[_ADAPTER]) for layer in layers.values()}
+    if len(forms) > 1:
+        raise ConfigError("its layers have several ranks or scales, and SGLang knows one of each")
+    [(rank, scale)] = forms
+    return AdapterForm(
+        rank=rank,
+        alpha=rank * scale,
+        targets=tuple(sorted(targets)),
+        parameters=sum(weight.numel() for weight in lora.parameters() if weight.requires_grad),
+    )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class RoundedUpdate:

@@ -48,6 +48,7 @@ from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
 from distill.stops import StopTokens
 from distill.types import StopReason
+from distill.weights.adapter import AdapterTensors
 from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -221,8 +222,11 @@ class EmbeddedEngine:
                 the weights did not arrive, or are lent, which is for servers.
         """
         self._check_health()
-        if isinstance(weights, LentWeights):
-            raise EngineError("the embedded engine opens no memory that is lent; use weights=auto")
+        if isinstance(weights, LentWeights | AdapterTensors):
+            raise EngineError(
+                "the embedded engine takes whole weights of its own, neither memory that is lent "
+                "nor an adapter; use weights=auto"
+            )
         if isinstance(weights, CollectiveBroadcast):
             tensors = await asyncio.to_thread(self._receiver.receive, weights, version)
         elif isinstance(weights, CheckpointDirectory):

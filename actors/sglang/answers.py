@@ -31,8 +31,16 @@ def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     return content
 
 
-def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = (), top_k: int = 0) -> Sample:
-    """A sample, and the ids of the `top_k` likeliest outcomes where each token was sampled."""
+def read_sample(
+    answer: Mapping[str, Any],
+    event: tuple[int, ...] = (),
+    top_k: int = 0,
+    version: int | None = None,
+) -> Sample:
+    """A sample, and the ids of the `top_k` likeliest outcomes where each token was sampled.
+
+    `version` is that of all its tokens; None: the answer has each token's.
+    """
     meta = answer["meta_info"]
     logprobs_T, tokens_T = _columns(meta, "output_token_logprobs")
     if tokens_T.tolist() != list(answer.get("output_ids") or []):
@@ -50,7 +58,11 @@ def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = (), top_k: i
     return Sample(
         tokens_T=tokens_T,
         logprobs_T=_finite(logprobs_T, "output_token_logprobs"),
-        versions_T=_versions(meta, len(tokens_T)),
+        versions_T=(
+            _versions(meta, len(tokens_T))
+            if version is None
+            else np.full(len(tokens_T), version, np.int32)
+        ),
         stop_reason=reason,
         cached_tokens=meta.get("cached_tokens"),
         top_ids_TK=_output_top_ids(meta, len(tokens_T), top_k, event) if top_k else None,

@@ -5,7 +5,8 @@
                    top_logprobs_num: the likeliest tokens as well; custom_params: listed tokens,
                    whose log-probs the plugin returns
     decode_score   POST /generate, one sampled token per position, token_ids_logprob
-    load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
+    load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py); or an
+                   adapter beside the older ones (actors/sglang/adapters.py)
 
 Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)
 does, and echoes the T that it applied; an answer that echoes another T than requested is rejected.
@@ -51,7 +52,7 @@ from actors.sglang.requests import (
     scoring_body,
 )
 from actors.sglang.server import SglangServer
-from actors.sglang.weights import WeightSession
+from actors.sglang.weights import Use, WeightSession
 from actors.together import together
 from distill.engine import (
     EngineInfo,
@@ -140,10 +141,6 @@ class SglangEngine:
         self._first = FirstRequests(first_request_s)
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
-    @property
-    def _cache_namespace(self) -> dict[str, str]:
-        return {} if self._weights is None else self._weights.cache_namespace
-
     @contextmanager
     def _carrying(self, number: int) -> Iterator[None]:
         self._queued += number
@@ -159,12 +156,12 @@ class SglangEngine:
             limit = check_prompt(request, self._vocab_size, self._context_length)
             check_records(request, self._mixture is not None)
             if self._weights is None:
-                return await self._sample(request, limit)
+                return await self._sample(request, limit, Use())
             return await self._weights.generate(partial(self._sample, request, limit))
 
-    async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
+    async def _sample(self, request: GenerateRequest, limit: int, use: Use) -> list[Sample]:
         body = sampling_body(request, limit, stops=self._stops, seeded=self._seeded)
-        body |= self._cache_namespace
+        body |= use.fields
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight[ended] = request.num_samples
         try:
@@ -173,7 +170,7 @@ class SglangEngine:
                 samples = await self._client.exchange(
                     "/generate",
                     lambda: body,
-                    partial(self._read_samples, request),
+                    partial(self._read_samples, request, use),
                     allowance_s=self._decoding.allowance_s(limit),
                 )
         finally:
@@ -183,9 +180,11 @@ class SglangEngine:
         self._decoding.note(time.monotonic() - began, longest)
         return samples
 
-    def _read_samples(self, request: GenerateRequest, content: Any) -> list[Sample]:
+    def _read_samples(self, request: GenerateRequest, use: Use, content: Any) -> list[Sample]:
         answers = answers_of(content, request.num_samples)
-        samples = [read_sample(answer, self._event, request.top_k) for answer in answers]
+        samples = [
+            read_sample(answer, self._event, request.top_k, use.version) for answer in answers
+        ]
         if not request.experts:
             return samples
         return [
@@ -212,12 +211,12 @@ class SglangEngine:
             if not requests:
                 return []
             if self._weights is None:
-                return await self._score(requests)
+                return await self._score(requests, Use())
             return await self._weights.score(partial(self._score, requests))
 
-    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    async def _score(self, requests: Sequence[ScoreRequest], use: Use) -> list[Score]:
         passes = [(i, t) for i, request in enumerate(requests) for t in passes_of(request)]
-        found = await self._prefill([(in_pass(requests[i], t), t) for i, t in passes])
+        found = await self._prefill([(in_pass(requests[i], t), t) for i, t in passes], use)
         by_request: list[dict[float, FloatArray]] = [{} for _ in requests]
         tops: list[TopLogprobs | None] = [None for _ in requests]
         for (i, t), prefilled in zip(passes, found, strict=True):
@@ -233,21 +232,27 @@ class SglangEngine:
             if t not in by_request[i]
         ]
         if missing:  # a server without the plugin
-            again = await self._prefill([(in_pass(requests[i], t), t) for i, t in missing])
+            again = await self._prefill([(in_pass(requests[i], t), t) for i, t in missing], use)
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
-        await self._put_event_right(requests, by_request)
+        await self._put_event_right(requests, by_request, use)
+        version = use.version
+        if version is None and self._weights is not None:
+            version = self._weights.version
         return [
             Score(
                 logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
                 top=tops[i],
-                version=None if self._weights is None else self._weights.version,
+                version=version,
             )
             for i, request in enumerate(requests)
         ]
 
     async def _put_event_right(
-        self, requests: Sequence[ScoreRequest], by_request: Sequence[dict[float, FloatArray]]
+        self,
+        requests: Sequence[ScoreRequest],
+        by_request: Sequence[dict[float, FloatArray]],
+        use: Use,
     ) -> None:
         """Correct the unscaled log-probs of the stop event, in place.
 
@@ -266,25 +271,27 @@ class SglangEngine:
             (replace(requests[i], start=first, given_NK=None, top_k=0), UNSCALED)
             for i, first in firsts.items()
         ]
-        for (i, first), part in zip(firsts.items(), await self._prefill(parts), strict=True):
+        for (i, first), part in zip(firsts.items(), await self._prefill(parts, use), strict=True):
             unscaled_N = by_request[i][UNSCALED].copy()
             unscaled_N[first - requests[i].start :] = part.scaled_N
             by_request[i][UNSCALED] = unscaled_N
 
-    async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
+    async def _prefill(
+        self, passes: Sequence[tuple[ScoreRequest, float]], use: Use
+    ) -> list[_Prefilled]:
         """Log-probs of each request's tokens at the paired T, by prefill on the server.
 
         The passes are split into several HTTP requests so that each answer has a bounded size.
         """
         parts = [passes[part] for part in bounded(passes, self._event)]
-        namespace, began = self._cache_namespace, time.monotonic()
+        began = time.monotonic()
         tokens = sum(len(request.tokens_T) for request, _ in passes)
         with self._first.sending("scoring"):
             made = await together(
                 *(
                     self._client.exchange(
                         "/generate",
-                        lambda part=part: scoring_body(part, self._event) | namespace,
+                        lambda part=part: scoring_body(part, self._event) | dict(use.fields),
                         partial(self._read_prefilled, part),
                         repeatable=True,
                         allowance_s=self._prefilling.allowance_s(tokens),
@@ -321,14 +328,14 @@ class SglangEngine:
         if not asked:
             return []
         read = partial(self._read_off_decode, requests, asked)
-        return await (read() if self._weights is None else self._weights.score(read))
+        return await (read(Use()) if self._weights is None else self._weights.score(read))
 
     async def _read_off_decode(
-        self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]]
+        self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]], use: Use
     ) -> list[Score]:
         """Log-probs of the tokens in `asked`: (index of the request, T, position)."""
         body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
-        body |= self._cache_namespace
+        body |= use.fields
         with self._first.sending("scoring by decode"):
             content = await self._client.post("/generate", body, repeatable=True)
         answers = answers_of(content, len(asked))
@@ -403,6 +410,7 @@ class SglangEngine:
         """See `Engine.info`."""
         await self._ready()
         answer = await self._client.get("/model_info")
+        version = None if self._weights is None else self._weights.adapter_version
         scaling, scores_given = await self._probe_plugin()
         if not isinstance(answer, dict):
             raise EngineError("the server's /model_info is not a JSON object")
@@ -411,7 +419,9 @@ class SglangEngine:
             model=self._model,
             vocab_size=self._vocab_size,
             context_length=self._context_length,
-            weight_version=read_version(answer.get("weight_version")),
+            weight_version=(
+                read_version(answer.get("weight_version")) if version is None else version
+            ),
             dtype=self._dtype,
             eos_token_ids=None if self._stops is None else self._stops.ids,
             stop_event=self._event,

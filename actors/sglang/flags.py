@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from actors.sglang.installed import knows_flag
 from distill.errors import ConfigError
+
+if TYPE_CHECKING:  # settings must not import torch
+    from distill.weights.adapter import AdapterForm
 
 # Flags that the engine itself depends on; another value would break it, not tune it.
 _OURS = {
@@ -35,6 +38,8 @@ Flags = dict[str, list[str]]
 LOADER = "actors.sglang.plugin.weight_loader.load"
 _FLOAT32_HEAD = "--enable-fp32-lm-head"
 ROUTED_EXPERTS = "--enable-return-routed-experts"
+# Versions of an adapter in one batch; requests of others wait. Each has a buffer on the device.
+_ADAPTERS_A_BATCH = 8
 # Without a bound the scheduler takes 16 GB of a CPU machine for its KV cache.
 _CPU_KV_TOKENS = 16384
 
@@ -83,6 +88,18 @@ def server_flags(
         flags["--moe-runner-backend"] = ["triton"]
     flags |= parse_flags(extra)
     return [part for name, values in flags.items() for part in (name, *values)]
+
+
+def adapter_flags(form: AdapterForm, versions: int, device: str) -> str:
+    """Flags of a server that holds so many versions of an adapter."""
+    batch = min(versions, _ADAPTERS_A_BATCH)
+    # The other backends are Triton kernels.
+    backend = " --lora-backend torch_native" if device == "cpu" else ""
+    return (
+        f"--enable-lora --max-lora-rank {form.rank} --lora-target-modules "
+        f"{' '.join(form.targets)} --max-loaded-loras {versions} --max-loras-per-batch {batch}"
+        f"{backend}"
+    )
 
 
 def _cpu_defaults() -> Flags:

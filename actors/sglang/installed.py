@@ -39,13 +39,20 @@ def require_sglang() -> None:
 
 def knows_flag(name: str) -> bool:
     """True if SGLang is here and declares the command-line flag; read in its source."""
-    spec = importlib.util.find_spec("sglang")
     field = name.removeprefix("--").replace("-", "_")
-    for root in (spec and spec.submodule_search_locations) or ():
-        for file in (
-            Path(root) / "srt" / "server_args.py",
-            *(Path(root) / "srt" / "arg_groups" / "fields").glob("*.py"),
-        ):
-            if file.is_file() and re.search(rf"^\s+{field}\s*:", file.read_text(), re.MULTILINE):
-                return True
-    return False
+    return _declares(field, "server_args.py", "arg_groups/fields/*.py")
+
+
+def checks_adapters() -> bool:
+    """True if SGLang is here and compares an adapter's checksums; read in its source."""
+    return _declares("expected_checksums", "managers/io_struct.py")
+
+
+def _declares(field: str, *files: str) -> bool:
+    spec = importlib.util.find_spec("sglang")
+    return any(
+        re.search(rf"^\s+{field}\s*:", file.read_text(), re.MULTILINE)
+        for root in (spec and spec.submodule_search_locations) or ()
+        for pattern in files
+        for file in (Path(root) / "srt").glob(pattern)
+    )

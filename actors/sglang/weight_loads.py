@@ -28,7 +28,7 @@ from actors.sglang.lent_buckets import Lendings
 from actors.sglang.plugin.weight_loader import serialized_order
 from actors.sglang.weight_group import AdminRequest, ServerGroup
 from actors.sglang.weight_payloads import rank_payloads
-from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, WeightSource
+from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, ModelSource
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
@@ -53,11 +53,13 @@ class ServerFacts:
         ranks: degree of tensor parallelism.
         drafts: True if the server decodes speculatively.
         own_draft: True if the draft is a part of the served model's own checkpoint.
+        adapters: most LoRA adapters that it holds at a time; 0: it serves none.
     """
 
     ranks: int
     drafts: bool
     own_draft: bool
+    adapters: int = 0
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> ServerFacts:
@@ -66,6 +68,7 @@ class ServerFacts:
             ranks=int(info.get("tp_size") or 1),
             drafts=info.get("speculative_algorithm") is not None,
             own_draft=draft is None or draft == info.get("model_path"),
+            adapters=int(info.get("max_loaded_loras") or 0) if info.get("enable_lora") else 0,
         )
 
     @property
@@ -125,7 +128,7 @@ class WeightLoads:
         return (await self._facts()).ranks
 
     @contextmanager
-    def under_way(self, weights: WeightSource) -> Iterator[None]:
+    def under_way(self, weights: ModelSource) -> Iterator[None]:
         """Context manager for a load, entered when it is requested: ends other lent pushes."""
         if not isinstance(weights, LentWeights):
             self._lendings.end("other weights have come")
@@ -151,7 +154,7 @@ class WeightLoads:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._lendings.end(why, push)
 
-    async def prepare(self, weights: WeightSource) -> None:
+    async def prepare(self, weights: ModelSource) -> None:
         """Prepare the weights for `write`: check them, and join their group if they have one.
 
         Raises:
@@ -161,7 +164,7 @@ class WeightLoads:
         if isinstance(weights, CollectiveBroadcast):
             await self._group.join(weights)
 
-    async def _check(self, weights: WeightSource) -> None:
+    async def _check(self, weights: ModelSource) -> None:
         """Raise EngineError if the weights do not match the model.
 
         A server would load the tensors that it knows, and keep its old values of the others.
@@ -183,7 +186,7 @@ class WeightLoads:
         else:
             _check_shapes(weights.shapes, self._shapes())
 
-    async def write(self, weights: WeightSource, version: int) -> None:
+    async def write(self, weights: ModelSource, version: int) -> None:
         """Make the server load weights that `prepare` accepted; generation must be paused.
 
         Raises:

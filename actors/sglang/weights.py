@@ -26,6 +26,9 @@ Between the two every request waits, here or in the server's queue: nothing is s
 that are no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples
 would need the cache.
 
+An adapter is loaded beside the older ones instead (actors/sglang/adapters.py): nothing is paused,
+and each call goes on with the adapter that it began with.
+
 How the weights come is a matter of where the learner is (actors/sglang/weight_loads.py). Where a
 load fails after it has begun to write, the server may hold parts of two versions: nothing is
 generated or scored with those; requests fail until a whole load succeeds, or the engine is started
@@ -38,14 +41,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from actors.sglang.adapters import Adapters, Traffic
 from actors.sglang.client import SglangClient
 from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.weight_loads import ServerFacts, Shapes, WeightLoads
-from distill.engine import Sample, WeightSource
+from distill.engine import ModelSource, Sample, WeightSource
 from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason
+from distill.weights.adapter import AdapterTensors
 from distill.weights.lending import LentBucket
 from distill.weights.model_weights import BUCKET_BYTES
 from distill.weights.tensors import TensorLayout
@@ -63,27 +68,16 @@ _WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
 _T = TypeVar("_T")
 
 
-class _Traffic:
-    """Calls under way."""
+class Use(NamedTuple):
+    """Weights that a call uses from its first request to its last.
 
-    def __init__(self) -> None:
-        self._calls = 0
-        self._ended = asyncio.Event()
-        self._ended.set()
+    Attributes:
+        fields: fields of its requests, which select the adapter, or keep cached prefixes apart.
+        version: version of all its tokens; None: the server's answers tell.
+    """
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        self._calls += 1
-        self._ended.clear()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if self._calls == 0:
-                self._ended.set()
-
-    async def ended(self) -> None:
-        await self._ended.wait()
+    fields: Mapping[str, str] = {}
+    version: int | None = None
 
 
 class WeightSession:
@@ -114,18 +108,30 @@ class WeightSession:
             bucket_bytes=bucket_bytes,
             flushes=on_weight_update != "in_place",
         )
+        self._adapters = Adapters(self._order, self._facts)
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        self._generations, self._scorings = _Traffic(), _Traffic()
+        self._generations, self._scorings = Traffic(), Traffic()
         self._count = 0  # of loads
         self._released: frozenset[str] = frozenset()
         self._still_since = 0.0  # generation stands still
 
+    @contextmanager
+    def _use(self, traffic: Traffic) -> Iterator[Use]:
+        """Context of a call: the weights that it uses."""
+        with traffic.call(), self._adapters.use() as fields:
+            if fields:
+                yield Use(fields, self.version)
+            elif self._on_weight_update == "in_place":  # older weights have cached prefixes
+                yield Use({"extra_key": f"load-{self._count}"})
+            else:
+                yield Use()
+
     @property
-    def cache_namespace(self) -> dict[str, str]:
-        """Fields of a request that keep it from prefixes which older weights have cached."""
-        return {"extra_key": f"load-{self._count}"} if self._on_weight_update == "in_place" else {}
+    def adapter_version(self) -> int | None:
+        """Version of the adapter that serves new requests, which the server does not know."""
+        return None if self._adapters.newest is None else self.version
 
     @property
     def loading(self) -> bool:
@@ -137,23 +143,23 @@ class WeightSession:
         """True from `sleep` until a load has taken all memory back."""
         return bool(self._released)
 
-    async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+    async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
         while True:
             await self._admission()
             loads = self._count
-            with self._generations.call():
-                samples = await send()
+            with self._use(self._generations) as use:
+                samples = await send(use)
             self._check_whole()
             cut = any(sample.stop_reason is StopReason.ABORTED for sample in samples)
             if not (cut and self._on_weight_update == "restart" and self._count != loads):
                 return samples
 
-    async def score(self, send: Callable[[], Awaitable[_T]]) -> _T:
+    async def score(self, send: Callable[[Use], Awaitable[_T]]) -> _T:
         """Runs a scoring, which no load interrupts."""
         await self._admission()
-        with self._scorings.call():
-            return await send()
+        with self._use(self._scorings) as use:
+            return await send(use)
 
     async def _admission(self) -> None:
         while not self._open.is_set():
@@ -192,12 +198,16 @@ class WeightSession:
     async def load(self, weights: WeightSource, version: int) -> float:
         """Returns once the server holds the weights, and uses no prefix that others have cached.
 
-        Returns the seconds for which generation stood still.
+        Returns the seconds for which generation stood still: none for an adapter.
 
         Raises:
             EngineError: the weights do not fit (the server goes on with those it had), or did not
                 arrive whole (the error says that the engine must be restarted).
         """
+        if isinstance(weights, AdapterTensors):
+            await self._adapters.load(weights, version)
+            self.version = version
+            return 0.0
         with self._loads.under_way(weights):
             async with self._loading:
                 await self._loads.prepare(weights)
@@ -269,7 +279,7 @@ class WeightSession:
             await self._order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
 
-    async def _paused(self, weights: WeightSource, version: int) -> float:
+    async def _paused(self, weights: ModelSource, version: int) -> float:
         await self._pause()
         slept = self.asleep
         try:

@@ -11,6 +11,7 @@ import chz
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
+from actors.sglang.flags import adapter_flags
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
@@ -34,6 +35,7 @@ from distill.data.columns import PromptColumns
 from distill.data.feedback import FeedbackTemplate
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
+from distill.gpu import DTYPE_BYTES
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
     AUTO,
@@ -353,6 +355,11 @@ class RolloutConfig(
         return self.rollout_only
 
     @property
+    def pushes(self) -> bool:
+        """True if the run has engines and a learner, whose weights they get."""
+        return self.train_from is None and not self.only_keeps
+
+    @property
     def whole_steps(self) -> int:
         """Newest steps of which all training data are kept; 0: none."""
         return self.keep if isinstance(self.keep, int) else 0
@@ -473,7 +480,15 @@ class RolloutConfig(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
         """Settings of a policy engine on GPUs that it does not share with the learner."""
-        return self.engine_of(model, device, log_path, self.policy_server_flags, stops)
+        engine = self.engine_of(model, device, log_path, self.policy_server_flags, stops)
+        if self.weights != "adapter":
+            return engine
+        from learner.lora import served_adapter  # imports torch
+
+        form, versions = served_adapter(self.lora, self.student), self.queue.max_staleness + 2
+        flags = f"{adapter_flags(form, versions, device)} {engine.server_flags}"
+        beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
+        return chz.replace(engine, server_flags=flags, gpu_beside=beside)
 
     def policy_learner(
         self, device: str, resume_from: Checkpoint | None, stops: StopTokens

@@ -14,15 +14,16 @@ from distill.rules import above, at_least, needs, setting
 from distill.settings import MAY_CHANGE, Section
 
 Colocation = Literal["no", "share", "sleep"]
-WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc"]
+WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc", "adapter"]
 
 
 def check_served(weights: WeightsChoice, served: bool) -> None:
     """Raises ConfigError for a transport to SGLang servers, and engines that are none."""
-    if weights == "ipc" and not served:
+    if weights in ("ipc", "adapter") and not served:
         raise ConfigError(
-            "weights=ipc needs engine=sglang: the embedded engine opens no memory that is lent; "
-            "use weights=auto"
+            f"weights={weights} needs engine=sglang: the embedded engine opens no memory that is "
+            "lent, and takes an adapter merged; use weights=auto",
+            field="weights",
         )
 
 
@@ -42,8 +43,9 @@ class PolicySettings(EngineChoices, ServerSettings):
         doc="transport of new weights to the policy engines. shared_memory: engines on the "
         "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
         "gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
-        "portion at a time; disk: a directory in out/ that all nodes share; auto: for each engine "
-        "by its place",
+        "portion at a time; disk: a directory in out/ that all nodes share; adapter: a LoRA "
+        "adapter's tensors alone, which SGLang servers compute beside the base; auto: the adapter "
+        "if servers on GPUs can, else merged weights to each engine by its place",
         metadata=MAY_CHANGE,
     )
 

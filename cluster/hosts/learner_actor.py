@@ -249,6 +249,7 @@ def publishers_to(
         policies,
         push,
         learner.logprobs,
+        base_logprobs=learner.base_logprobs,
         credit=queue,
         goes_on=queue.push if config.pushes_overlap else None,
         progress=learner.progress,
@@ -311,6 +312,7 @@ def policy_loop(
         supervised=supervised,
         # The engines' dtype: rounding before the push gives the same weights in half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
+        pushes_adapter=config.weights == "adapter",
         teach=teacher_publisher,
         trace=trace,
         keep=keep,

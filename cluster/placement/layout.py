@@ -54,7 +54,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
             )
         )
     push = ""
-    if isinstance(config, RolloutConfig) and config.train_from is None and not config.only_keeps:
+    if isinstance(config, RolloutConfig) and config.pushes:
         push = describe_push(config, device)
     plan = render(Layout(roles=plans, colocate=colocated(config), push=push))
     if not device.startswith("cuda"):

@@ -12,31 +12,36 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.placement.resource_plan import push_line
 from distill.errors import ConfigError
 from distill.gpu import gib
+from learner.lora import served_adapter
 from learner.memory import estimate_memory
 
 
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
-    dtype = choose_dtype(config.dtype, device)
-    size = push_line(
-        estimate_memory(config.student),
-        dtype,
-        config.pool("policy_engines").smallest,
-    )
-    return f"{size}; {_way(config, device)}{_to_teacher(config)}"
+    dtype, engines = choose_dtype(config.dtype, device), config.pool("policy_engines").smallest
+    if config.weights == "adapter":
+        parameters = served_adapter(config.lora, config.student).parameters
+        versions = config.queue.max_staleness + 2
+        way = f"the adapter alone; a server holds at most {versions} versions of it"
+    else:
+        estimate = estimate_memory(config.student)
+        parameters = None if estimate is None else estimate.parameters
+        way = _way(config, device)
+    return f"{push_line(parameters, dtype, engines)}; {way}{_to_teacher(config)}"
 
 
 def _to_teacher(config: RolloutConfig) -> str:
     """Text on the pushes of an EMA or lagged teacher to its engines; empty without such a teacher.
 
-    These pushes precede the push to the policy engines.
+    These pushes precede the push to the policy engines. They are of whole models.
     """
     if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
         return ""
     engines = config.pool("teacher_engines").smallest
     several = "s" * (engines != 1)
     often = f"every {rule.every} steps" if rule.every else "each step"
-    return f"; as much to {engines} teacher engine{several} after {often}"
+    what = "the merged weights" if config.weights == "adapter" else "as much"
+    return f"; {what} to {engines} teacher engine{several} after {often}"
 
 
 def _way(config: RolloutConfig, device: str) -> str:

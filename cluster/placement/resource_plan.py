@@ -78,14 +78,15 @@ def learner_memory(estimate: MemoryEstimate | None, frozen: int | None, workers:
     return -(-(estimate.bytes + frozen) // workers)
 
 
-def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:
-    """Size of a weight push: every parameter, in the engines' precision, to each engine."""
+def push_line(parameters: int | None, dtype: str, engines: int) -> str:
+    """Size of a weight push: so many parameters (None: all of a model whose size is not known), in
+    the engines' precision, to each engine."""
     to = f"to {_engines(engines)} after each step"
-    if estimate is None:
+    if parameters is None:
         return f"every parameter in {dtype} {to}; size unknown"
-    size = estimate.parameters * DTYPE_BYTES[dtype]
+    size = parameters * DTYPE_BYTES[dtype]
     return (
-        f"{readable(size)} ({estimate.parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
+        f"{readable(size)} ({parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
         f"{readable(size * engines)}"
     )
 

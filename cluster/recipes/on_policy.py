@@ -8,6 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
+from cluster.config.adapter_push import with_adapter_push
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
@@ -59,7 +60,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None
         IsothermError: the run cannot work as it is set.
     """
     say = partial(console.print, markup=False, highlight=False)
-    device, engine = config.device, config.engine
+    device, engine, weights = config.device, config.engine, config.weights
     config, said = with_device(config)
     if said:
         say(said)
@@ -74,8 +75,11 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None
     config, said = with_routing_replay(config)
     if said:
         say(said)
+    config, said = with_adapter_push(config)
+    if said:
+        say(said)
     # As given: `auto` may resolve to another value where the run is resumed.
-    recorded = changed(config, device=device, engine=engine)
+    recorded = changed(config, device=device, engine=engine, weights=weights)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         yield _planned(config, inputs, directory, resume_from, console)
@@ -128,7 +132,8 @@ def _parts(
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
     context.watch_over(Setup.of(config))
-    start = resume_from if resume_from is not None and not config.only_keeps else None
+    holds_base = config.only_keeps or config.weights == "adapter"
+    start = None if holds_base else resume_from
     fleet = Fleet(
         config=config,
         cast=RolloutCast(config, inputs, directory, device, places),

@@ -354,6 +354,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "gap of an engine's log-probs from the learner's, under the version before",
         ),
         Metric(
+            "push/void",
+            "",
+            "1: the adapter, pushed alone, changes these log-probs by no more than the tolerance, "
+            "so that `push/probe_gap` does not prove that engines use it; 0: it does",
+        ),
+        Metric(
             "push/proven",
             "share",
             "parameters of the engines (fused, and cut among ranks, as a server holds them) whose "

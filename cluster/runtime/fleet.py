@@ -262,7 +262,8 @@ class Fleet:
         Raises:
             CalibrationError: parties disagree, unless `handshake=False`.
         """
-        adapter = self._config.lora.adapter is not None and resume_from is None
+        resumed, config = resume_from is not None, self._config
+        adapter = config.weights == "adapter" if resumed else config.lora.adapter is not None
         if adapter or self._config.teacher_rule is not None:
             self._push_first()
             self.pin()

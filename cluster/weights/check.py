@@ -14,6 +14,10 @@ Two methods, each for the versions that `verify.every` sets:
                 (distill/weights/served_parameters.py). A digest sees one bit.
 
 Answers are collected before the next push, so a push waits for none of them.
+
+An adapter that is pushed alone: each server compares SHA-256 of every tensor before it loads them
+(distill/weights/adapter.py), which proves that they arrived. The log-probs prove that they are
+used, if adapter and base differ on the rows by more than the tolerance; else that proof is void.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from cluster.handshake.handshake import probe_row
 from cluster.weights.transport import PushSettings, collect
 from distill.engine import Score, ScoreRequest
 from distill.errors import CalibrationError
-from distill.handshake.comparison import compare, concatenated, looser, probe_prompts
+from distill.handshake.comparison import Comparison, compare, concatenated, looser, probe_prompts
 from distill.objective.batching import TrainingRow
 from distill.pace import Progress
 from distill.types import FloatArray
@@ -35,6 +39,9 @@ from distill.weights.model_weights import Weights
 from distill.weights.served_parameters import Digests, Recipe, expected_digests, find_recipes
 
 logger = logging.getLogger(__name__)
+
+# Log-probs of rows' trained tokens, one array a row.
+Logprobs = Callable[[Sequence[TrainingRow]], list[FloatArray]]
 
 NUM_ROWS = 2
 # Requests, as the log names them.
@@ -47,11 +54,13 @@ class Expected:
 
     Attributes:
         logprobs_N: the learner's log-probs of the rows, one after the other.
+        adapted: the adapter changes these by more than the tolerance; None: merged weights.
         digests: digests of the parameters for which a recipe is known, by rank.
     """
 
     version: int
     logprobs_N: FloatArray | None = None
+    adapted: bool | None = None
     digests: Digests | None = None
 
 
@@ -79,17 +88,22 @@ class PushCheck:
     Args:
         engines: live view of the engines that hold the pushed weights: Ray handles by name.
         learner_logprobs: returns log-probs of rows under the weights that are pushed.
+        base_logprobs: returns those without the adapter, which is what is pushed if it is chosen.
     """
 
     def __init__(
         self,
         engines: Mapping[str, Any],
         settings: PushSettings,
-        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+        learner_logprobs: Logprobs,
         progress: Progress,
+        base_logprobs: Logprobs | None = None,
     ) -> None:
         self._engines, self._settings, self._progress = engines, settings, progress
         self._learner_logprobs = learner_logprobs
+        self._base_logprobs = base_logprobs if settings.choice == "adapter" else None
+        self._base_N: FloatArray | None = None  # of the rows, which never change
+        self._told_void = False
         self._rows: _ProbeRows | None = None  # made with the first engine's vocabulary
         self._recipes: dict[str, Recipe] | None = None  # found with the first engine's digests
         self._ranks = 0
@@ -107,17 +121,18 @@ class PushCheck:
         Unless `is_ready`, the engines must hold them, too: one is asked what can be compared.
         """
         self._progress.mark()
-        logprobs_N = digests = None
+        logprobs_N = adapted = digests = None
         if self._is_probed(version):
             self._rows = self._rows or self._new_rows()
             if self._rows is not None:
                 logprobs_N = concatenated(self._learner_logprobs(self._rows.rows))
+                adapted = self._is_adapted(version, logprobs_N)
         if self._is_proven(version):
             if self._recipes is None:
                 self._find_recipes(weights)
             if self._recipes is not None:
                 digests = expected_digests(self._recipes, weights, self._ranks)
-        return Expected(version=version, logprobs_N=logprobs_N, digests=digests)
+        return Expected(version=version, logprobs_N=logprobs_N, adapted=adapted, digests=digests)
 
     def ask(self, expected: Expected) -> None:
         """Send the requests; call once every engine has acknowledged the version."""
@@ -134,9 +149,9 @@ class PushCheck:
         """Collect the answers; call before the next push and at the end of a run.
 
         Returns:
-            `push/probe_gap`, the largest gap of log-probs, nats, and `push/proven`, the share of
-            parameters whose digests were expected, of the engine with the fewest. Each only if an
-            engine has answered.
+            `push/probe_gap`, the largest gap of log-probs, nats; of an adapter `push/void`, 1 if
+            that proves nothing; and `push/proven`, the share of parameters whose digests were
+            expected, of the engine with the fewest. Each only if an engine has answered.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
@@ -148,6 +163,8 @@ class PushCheck:
         if scores := self._collect(asked.scores, _SCORES):
             gaps = [self._gap(asked.expected, name, each) for name, each in scores.items()]
             found["push/probe_gap"] = max(gaps)
+            if asked.expected.adapted is not None:
+                found["push/void"] = float(not asked.expected.adapted)
         if served := self._collect(asked.digests, _DIGESTS):
             shares = [proven_share(asked.expected, name, each) for name, each in served.items()]
             require_alike(asked.expected.version, served)
@@ -158,7 +175,32 @@ class PushCheck:
         return self._settings.is_probed(version) and bool(self._engines)
 
     def _is_proven(self, version: int) -> bool:
-        return self._settings.is_proven(version) and bool(self._engines)
+        due = self._settings.is_proven(version) and bool(self._engines)
+        return due and self._settings.choice != "adapter"
+
+    def _is_adapted(self, version: int, logprobs_N: FloatArray) -> bool | None:
+        """True if an engine without the adapter would be found; None if none is pushed."""
+        if self._base_logprobs is None or self._rows is None:
+            return None
+        if self._base_N is None:
+            self._base_N = concatenated(self._base_logprobs(self._rows.rows))
+        adapted = not self._compared("the base", self._base_N, logprobs_N).agrees
+        if not (adapted or self._told_void):
+            logger.warning(
+                "weights version %d: the adapter changes the log-probs of the rows by no more than "
+                "the tolerance, so they do not prove that engines use it (push/void=1); its "
+                "checksums prove that it arrived",
+                version,
+            )
+        self._told_void = not adapted
+        return adapted
+
+    def _compared(self, name: str, their_N: FloatArray, logprobs_N: FloatArray) -> Comparison:
+        assert self._rows is not None
+        return compare(
+            name, their_N, "learner", logprobs_N,
+            temperature=self._settings.temperature, dtype=self._rows.dtype,
+        )  # fmt: skip
 
     def _collect(self, pending: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Answers by engine, without those that failed, or are empty."""
@@ -186,15 +228,9 @@ class PushCheck:
         return _ProbeRows(rows=rows, requests=requests, dtype=dtype)
 
     def _gap(self, expected: Expected, name: str, scores: Sequence[Score]) -> float:
-        assert self._rows is not None and expected.logprobs_N is not None
-        comparison = compare(
-            name,
-            concatenated([score.logprobs_by_temperature[0] for score in scores]),
-            "learner",
-            expected.logprobs_N,
-            temperature=self._settings.temperature,
-            dtype=self._rows.dtype,
-        )
+        assert expected.logprobs_N is not None
+        their_N = concatenated([score.logprobs_by_temperature[0] for score in scores])
+        comparison = self._compared(name, their_N, expected.logprobs_N)
         if not comparison.agrees:
             raise CalibrationError(
                 f"{name} does not hold weights version {expected.version}: its log-probs are up to "

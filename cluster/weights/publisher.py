@@ -36,14 +36,12 @@ from typing import Any, Protocol
 
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
-from cluster.weights.check import Expected, PushCheck
+from cluster.weights.check import Expected, Logprobs, PushCheck
 from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
 from distill.errors import EngineError, NonFiniteError
-from distill.objective.batching import TrainingRow
 from distill.pace import Progress, loading_s
 from distill.records import TrainedGroups
-from distill.types import FloatArray
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, total_bytes
 
@@ -158,8 +156,9 @@ class Publisher:
         self,
         engines: Mapping[str, Any],
         settings: PushSettings,
-        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+        learner_logprobs: Logprobs,
         *,
+        base_logprobs: Logprobs | None = None,
         credit: Credit | None = None,
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
         progress: Progress | None = None,
@@ -169,6 +168,7 @@ class Publisher:
         Args:
             engines: Ray handles by name.
             learner_logprobs: log-probs of rows under the weights that are pushed.
+            base_logprobs: log-probs of rows without the adapter, if adapters alone are pushed.
             credit: told when all engines hold a version; None: nobody.
             goes_on: told of each push that overlaps the next step; None: no push does.
             progress: the learner's, marked while a push waits: that has its own deadlines.
@@ -178,7 +178,9 @@ class Publisher:
         self._credit, self._goes_on = credit, goes_on
         self._progress = progress or Progress()
         self._lenders = [LenderPlace.own(settings.device)] if lenders is None else lenders
-        self._check = PushCheck(self._engines, settings, learner_logprobs, self._progress)
+        self._check = PushCheck(
+            self._engines, settings, learner_logprobs, self._progress, base_logprobs
+        )
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._last: Attempt | None = None  # the push that all engines hold, and its copies

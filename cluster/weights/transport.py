@@ -61,14 +61,14 @@ class PushSettings:
         """Settings of pushes to the engines of a lagged or EMA teacher, checked by checksums alone.
 
         Its files are apart from the policy's, whose version may be the same. Nothing is lent to its
-        engines: a worker has one bucket, which is the policy's.
+        engines: a worker has one bucket, which is the policy's. An adapter goes to them merged.
 
         Args:
             nodes: nodes over which each of the teacher's servers is spread.
         """
         return replace(
             self,
-            choice="auto" if self.choice == "ipc" else self.choice,
+            choice="auto" if self.choice in ("ipc", "adapter") else self.choice,
             directory=f"{self.directory}-teacher",
             probe_every=0,
             nodes=nodes,

@@ -7,6 +7,8 @@ group          other nodes, other GPUs: a torch.distributed group with the engin
                (cluster/weights/collective.py)
 ipc            the same GPUs, or the same machine: buckets that SGLang's ranks open by handles
                (cluster/weights/ipc.py)
+adapter        SGLang servers anywhere: a LoRA adapter's tensors, as an argument of the call
+               (actors/sglang/adapters.py)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from cluster.config.pools import check_served
+from cluster.handles import calls
 from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.ipc import IpcTransport
@@ -31,6 +34,7 @@ from distill.errors import EngineError
 from distill.gpu import visible_gpus
 from distill.models.loading import load_config
 from distill.nccl import nccl_settings
+from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, save_weights
 from distill.weights.shared_memory import SharedBlock
@@ -100,6 +104,20 @@ class DiskTransport(Transport):
                 shutil.rmtree(old, ignore_errors=True)
 
 
+class AdapterTransport(Transport):
+    """A LoRA adapter's tensors by value, to SGLang servers that hold its base."""
+
+    copies = True
+
+    def describe(self) -> str:
+        return "the adapter alone"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        assert isinstance(weights, AdapterWeights), "merged weights go another way"
+        copied = calls.shared(weights.copied(), list(self.engines.values()))
+        return self.share(copied, version)
+
+
 def choose_transports(
     settings: PushSettings, engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = ()
 ) -> list[Transport]:
@@ -118,6 +136,8 @@ def choose_transports(
     if settings.choice == "disk":
         return [DiskTransport(engines, settings.directory, settings.model)]
     check_served(settings.choice, settings.served)
+    if settings.choice == "adapter":
+        return [AdapterTransport(engines)]
     places = _places(settings, engines)
     on_cuda = settings.device.startswith("cuda")
     learner = _place(None)

@@ -94,6 +94,7 @@ def plan_ways(
 
 
 def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> Way:
+    assert choice != "adapter", "it goes to all engines in one way"
     if choice != "auto":
         return choice
     if not engine.beside(learner):

@@ -26,7 +26,8 @@ from distill.pace import Progress
 from distill.weights.digests import digest
 from distill.weights.model_weights import HeldWeights
 from distill.weights.served_parameters import Digests, expected_digests, find_recipes
-from learner.config import LearnerConfig
+from distill.weights.shared_memory import SharedTensors
+from learner.config import LearnerConfig, LoraSettings
 from learner.learner import Learner
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.weights_server import WeightsServer
@@ -38,11 +39,11 @@ T = 0.7
 FIRST, SECOND = "policy engine 0", "policy engine 1"
 
 
-def settings(**every: int) -> PushSettings:
-    given: dict[str, Any] = {"probe_every": 0, "prove_every": 0} | every
+def settings(**given: Any) -> PushSettings:
+    defaults = {"choice": "auto", "probe_every": 0, "prove_every": 0}
     return PushSettings(
-        choice="auto", served=False, device="cpu", directory="", model="", temperature=T,
-        learner_dtype="float32", timeout_s=60.0, **given,
+        served=False, device="cpu", directory="", model="", temperature=T,
+        learner_dtype="float32", timeout_s=60.0, **(defaults | given),
     )  # fmt: skip
 
 
@@ -128,6 +129,56 @@ def test_an_engine_left_behind(run: Run, behind: str) -> None:
     run.push(8, FIRST, SECOND)
     run.ask(8)  # and found well again, once it is
     assert run.check.settle()["push/probe_gap"] < 1e-5
+
+
+@pytest.fixture
+def adapted(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Run]:
+    """A learner of an adapter. Its engines, which cannot have one, hold merged weights for it."""
+    lora = LoraSettings(rank=2)
+    config = LearnerConfig(model=tiny_pair.student, lora=lora, total_steps=1, device="cpu")
+    learner = Learner(config, str(tmp_path))
+    engine = LocalActor(Engine, model_path=tiny_pair.student, device="cpu", threads=1)
+    check = PushCheck(
+        {FIRST: engine}, settings(choice="adapter", probe_every=1, prove_every=1),
+        learner.logprobs, Progress(), learner.base_logprobs,
+    )  # fmt: skip
+    yield Run(learner=learner, engines={FIRST: engine}, check=check)
+    calls.kill(engine)
+
+
+def test_an_engine_that_ignores_its_adapter_is_found(adapted: Run) -> None:
+    for name, weight in adapted.learner.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapted.push(1, FIRST)
+    adapted.ask(1)
+    assert adapted.check.settle()["push/void"] == 0, "push/proven is about merged weights"
+    [engine] = adapted.engines.values()
+    calls.get(engine.load_weights.remote(base_of(adapted.learner), 2))
+    adapted.ask(2)
+    with refuses(CalibrationError, None, names=FIRST):
+        adapted.check.settle()
+
+
+def test_the_proof_of_an_adapter_that_changes_nothing_is_void(adapted: Run) -> None:
+    adapted.ask(0)  # B is zero: the engine has the base alone
+    found = adapted.check.settle()
+    assert found["push/void"] == 1 and found["push/probe_gap"] < 1e-5
+
+
+def base_of(learner: Learner) -> SharedTensors:
+    """The learner's model without its adapter."""
+    lora = learner.worker.lora
+    assert lora is not None
+    with torch.no_grad():
+        for name, weight in lora.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(0)
+        base = shared(gather_all(learner.weights()))
+        for name, weight in lora.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight)
+    return base
 
 
 def test_an_engine_is_not_waited_for_until_the_next_push(run: Run) -> None:

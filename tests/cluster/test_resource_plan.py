@@ -50,8 +50,8 @@ def test_memory_of_one_member() -> None:
 
 
 def test_a_push_goes_to_every_engine() -> None:
-    assert push_line(EIGHT_B, "bfloat16", 3) == (
+    assert push_line(EIGHT_B.parameters, "bfloat16", 3) == (
         "16 GiB (8589.9 M parameters in bfloat16) to 3 policy engines after each step: 48 GiB"
     )
-    assert "to 1 policy engine after" in push_line(EIGHT_B, "float32", 1)
+    assert "to 1 policy engine after" in push_line(EIGHT_B.parameters, "float32", 1)
     assert push_line(None, "float32", 2).endswith("size unknown")

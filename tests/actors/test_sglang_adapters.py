@@ -1,0 +1,378 @@
+"""LoRA adapters on SGLang servers: the protocol on a fake server, log-probs on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import pickle
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
+from actors.sglang.flags import adapter_flags
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.installed import sglang_installed
+from actors.sglang.weights import WeightSession
+from distill.engine import GenerateRequest, ScoreRequest
+from distill.errors import EngineError
+from distill.models.loading import load_causal_lm
+from distill.sampling import TrainSampling
+from distill.types import FloatArray, TokenArray
+from distill.weights.adapter import AdapterForm, AdapterTensors, AdapterWeights
+from learner.config import LearnerConfig, LoraSettings
+from learner.learner import Learner
+from learner.lora import adapter_tensors, save_adapter
+from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
+from tests.families import SIZES
+from tests.tiny import save_tokenizer
+
+FORM = AdapterForm(rank=2, alpha=4.0, targets=("q_proj", "v_proj"), parameters=8)
+TENSORS = {
+    "q_proj.lora_A.weight": torch.arange(4.0).view(2, 2),
+    "v_proj.lora_A.weight": torch.ones(2, 2),
+}
+ASK = GenerateRequest(
+    prompt_tokens_T=np.arange(2, 10, dtype=np.int32),
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=4),
+    num_samples=2,
+    seed=0,
+)
+SCORE = ScoreRequest(tokens_T=np.arange(2, 10, dtype=np.int32), start=3, temperatures=(0.7, 1.0))
+
+
+# ---- the protocol
+
+
+class AdapterServer(MisbehavingServer):
+    """Holds adapters as SGLang does, and refuses what it refuses; holds requests back on demand."""
+
+    def __init__(self, **info: Any) -> None:
+        super().__init__()
+        self.info: dict[str, Any] = {
+            "tp_size": 2,
+            "enable_lora": True,
+            "max_loaded_loras": 3,
+        } | info
+        self.held: dict[str, dict[str, torch.Tensor]] = {}
+        self.named: list[str | None] = []  # the adapter of each request, in order
+        self.let_go = asyncio.Event()
+        self.let_go.set()
+        self.in_use: list[str | None] = []
+        self.refuses = ""  # an order
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/server_info":
+            return web.json_response(self.info)
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/generate":
+            name = body.get("lora_path")
+            assert name is None or name in self.held, f"SGLang would look for {name} on the hub"
+            self.named.append(name)
+            self.in_use.append(name)
+            await self.let_go.wait()
+            self.in_use.remove(name)
+        elif request.path.endswith("lora_adapter") or "lora_adapter_from" in request.path:
+            refusal = "on purpose" if request.path == self.refuses else self.order(body)
+            told = {"success": refusal is None, "error_message": refusal}
+            return web.json_response(told, status=400 if refusal else 200)
+        return await super().handle(request)
+
+    def order(self, body: dict[str, Any]) -> str | None:
+        name = body["lora_name"]
+        if "config_dict" not in body:
+            assert name not in self.in_use, "later loads would wait behind this unload"
+            return None if self.held.pop(name, None) else f"LoRA with name {name} does not exist"
+        first, second = body["serialized_named_tensors"]  # one for each rank
+        assert first == second
+        tensors = pickle.loads(base64.b64decode(first))
+        for tensor_name, tensor in tensors.items():
+            digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            assert body["expected_checksums"][tensor_name] == digest
+        self.held[name] = tensors
+        assert len(self.held) <= self.info["max_loaded_loras"], "SGLang would evict one"
+        return None
+
+
+def run(server: AdapterServer, story: Callable[[SglangEngine], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with server.running():
+            client = SglangClient(
+                lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=30
+            )
+            engine = SglangEngine(
+                client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
+                dtype="float32", stops=None, weights=WeightSession(client, "continue", dict),
+                seeded=False,
+            )  # fmt: skip
+            try:
+                await asyncio.wait_for(story(engine), 60)
+            finally:
+                server.let_go.set()
+                await client.close()
+
+    asyncio.run(within())
+
+
+def adapter(factor: float = 1.0) -> AdapterTensors:
+    return AdapterWeights({n: factor * t for n, t in TENSORS.items()}, FORM).copied()
+
+
+@asynccontextmanager
+async def under_way(server: AdapterServer, engine: SglangEngine, name: str | None):
+    """A generation that the server holds back; ends with the context."""
+    server.let_go.clear()
+    task = asyncio.create_task(engine.generate(ASK))
+    while name not in server.in_use:
+        await asyncio.sleep(0.01)
+    try:
+        yield task
+    finally:
+        server.let_go.set()
+        await task
+
+
+def test_requests_name_the_newest_adapter_and_samples_are_of_its_version() -> None:
+    server = AdapterServer()
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.generate(ASK)
+        for version in (4, 5):
+            assert await engine.load_weights(adapter(version), version) == 0
+            samples = await engine.generate(ASK)
+            assert {v for sample in samples for v in sample.versions_T} == {version}
+            [score] = await engine.score([SCORE])
+            assert score.version == version
+
+    run(server, story)
+    assert server.named[0] is None
+    [held] = server.held.values()
+    assert torch.equal(held["v_proj.lora_A.weight"], 5 * torch.ones(2, 2))
+
+
+def test_an_adapter_stays_until_its_requests_have_ended() -> None:
+    server = AdapterServer()
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        [first] = server.held
+        async with under_way(server, engine, first) as old:
+            await engine.load_weights(adapter(), 2)
+            assert first in server.held and len(server.held) == 2
+            new = asyncio.create_task(engine.generate(ASK))
+            while len(server.named) < 2:
+                await asyncio.sleep(0.01)
+        assert {v for sample in await old for v in sample.versions_T} == {1}
+        assert {v for sample in await new for v in sample.versions_T} == {2}
+        await engine.load_weights(adapter(), 3)
+        assert first not in server.held and len(server.held) == 1
+
+    run(server, story)
+
+
+def test_a_full_server_takes_a_further_adapter_when_the_oldest_s_requests_have_ended() -> None:
+    server = AdapterServer(max_loaded_loras=2)
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        [first] = server.held
+        async with under_way(server, engine, first):
+            await engine.load_weights(adapter(), 2)
+            load = asyncio.create_task(engine.load_weights(adapter(), 3))
+            await asyncio.sleep(0.2)
+            assert not load.done() and len(server.held) == 2
+        await load
+        assert first not in server.held
+
+    run(server, story)
+
+
+def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
+    """A server without the plugin is asked a second time, for T = 1; a load comes in between."""
+    server = AdapterServer()
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        [first] = server.held
+        server.let_go.clear()
+        task = asyncio.create_task(engine.score([SCORE]))
+        while first not in server.in_use:
+            await asyncio.sleep(0.01)
+        await engine.load_weights(adapter(), 2)
+        server.let_go.set()
+        [score] = await task
+        assert score.version == 1
+        assert server.named == [first] * 2
+
+    run(server, story)
+
+
+def test_an_adapter_that_does_not_load_leaves_the_one_before() -> None:
+    server = AdapterServer()
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        [first] = server.held
+        server.refuses = "/load_lora_adapter_from_tensors"
+        with pytest.raises(EngineError):
+            await engine.load_weights(adapter(), 2)
+        samples = await engine.generate(ASK)
+        assert server.named[-1] == first
+        assert {v for sample in samples for v in sample.versions_T} == {1}
+        server.refuses = ""
+        await engine.load_weights(adapter(), 2)  # tried again
+        assert (await engine.generate(ASK))[0].versions_T[0] == 2
+
+    run(server, story)
+
+
+def test_a_server_that_was_not_started_for_adapters_refuses_them() -> None:
+    server = AdapterServer(enable_lora=False)
+
+    async def story(engine: SglangEngine) -> None:
+        with pytest.raises(EngineError):
+            await engine.load_weights(adapter(), 1)
+        await engine.generate(ASK)
+
+    run(server, story)
+
+
+# ---- real servers
+
+T = 0.7
+FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+def checkpoint(directory: Path, family: str) -> str:
+    """A random model whose output shows its layers; of Qwen a tied one."""
+    torch.manual_seed(0)
+    tied = family.startswith("qwen")
+    head = {"head_dim": 64} if family == "qwen3" else {"hidden_size": 256}
+    config = FAMILIES[family](**(SIZES | head | {"tie_word_embeddings": tied}))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(std=1.0 if "embed" in name else 0.2)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return str(directory)
+
+
+class Adapted:
+    """A learner's adapter, and what peft makes of each version that it wrote."""
+
+    def __init__(self, base: str, targets: str | None, out: Path) -> None:
+        lora = LoraSettings(rank=4, targets=targets)
+        config = LearnerConfig(model=base, lora=lora, total_steps=1, device="cpu")
+        self._base, self._out = base, out
+        self.learner = Learner(config, str(out))
+
+    def next(self, version: int) -> AdapterTensors:
+        """Changes the adapter, writes it as peft's, and returns what is pushed of it."""
+        lora = self.learner.worker.lora
+        assert lora is not None
+        generator = torch.Generator().manual_seed(version)
+        for weight in lora.parameters():
+            if weight.requires_grad:
+                weight.data = torch.randn(weight.shape, generator=generator) * 0.2
+        save_adapter(self._out / f"v{version}", lora, adapter_tensors(lora))
+        return self.learner.adapter(torch.float32).copied()
+
+    @torch.no_grad()
+    def logprobs(self, tokens_T: TokenArray, temperature: float, version: int | None) -> FloatArray:
+        """log p_T of each token but the first, by transformers and peft; of the base for None."""
+        model: Any = load_causal_lm(self._base, dtype=torch.float32, device="cpu")
+        if version is not None:
+            model = PeftModel.from_pretrained(model, str(self._out / f"v{version}"))
+        ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+        logits_TV = model.eval()(input_ids=ids_1T).logits[0] / temperature
+        log_p_TV = torch.log_softmax(logits_TV, dim=-1)[:-1]
+        return log_p_TV.gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
+
+
+TOKENS_T = np.random.default_rng(0).integers(3, 60, size=40).astype(np.int32)
+
+
+@pytest.fixture
+def needs_sglang() -> Iterator[None]:
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_sglang")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", None), ("mistral", None), ("qwen2", "q_proj,v_proj,down_proj"), ("qwen3", None)],
+)
+def test_log_probs_are_those_of_transformers_and_peft_after_each_push(
+    family: str, targets: str | None, tmp_path: Path
+) -> None:
+    asyncio.run(pushes(checkpoint(tmp_path / "base", family), targets, tmp_path))
+
+
+async def pushes(base: str, targets: str | None, out: Path) -> None:
+    adapted = Adapted(base, targets, out)
+    flags = adapter_flags(adapted.learner.adapter(torch.float32).form, 3, "cpu")
+    engine = HostedSglangEngine(
+        model_path=base, device="cpu", flags=flags, start_deadline_s=300, request_deadline_s=120
+    )
+    try:
+        await expect(engine, adapted, None)
+        for version in (1, 2, 3, 4):
+            old = asyncio.create_task(engine.generate(ask(64)))
+            await asyncio.sleep(0.2)
+            await engine.load_weights(adapted.next(version), version)
+            await expect(engine, adapted, version)
+            assert (await engine.info()).weight_version == version
+            for sample in [*await engine.generate(ask(8)), *await old]:
+                of = int(sample.versions_T[0])
+                assert (sample.versions_T == of).all()
+                whole_T = np.concatenate([TOKENS_T, sample.tokens_T])
+                expected_T = adapted.logprobs(whole_T, T, of or None)[len(TOKENS_T) - 1 :]
+                np.testing.assert_allclose(sample.logprobs_T, expected_T, atol=1e-3)
+            assert {int(s.versions_T[0]) for s in await old} == {version - 1}
+        wrong = adapted.next(5)
+        spoiled = AdapterTensors(
+            form=wrong.form,
+            pickled=adapted.next(6).pickled,
+            checksums=wrong.checksums,
+        )
+        with pytest.raises(EngineError):
+            await engine.load_weights(spoiled, 6)
+    finally:
+        await engine.close()
+
+
+def ask(tokens: int) -> GenerateRequest:
+    sampling = TrainSampling(temperature=T, max_new_tokens=tokens)
+    return GenerateRequest(prompt_tokens_T=TOKENS_T, sampling=sampling, num_samples=2, seed=0)
+
+
+async def expect(engine: HostedSglangEngine, adapted: Adapted, version: int | None) -> None:
+    """The server scores as this version, at two temperatures, and not as the base."""
+    temperatures = (T, 1.5)
+    request = ScoreRequest(tokens_T=TOKENS_T, start=1, temperatures=temperatures)
+    [score] = await asyncio.wait_for(engine.score([request]), timeout=360)  # its start included
+    for temperature, scored_N in zip(temperatures, score.logprobs_by_temperature, strict=True):
+        expected_N = adapted.logprobs(TOKENS_T, temperature, version)
+        np.testing.assert_allclose(scored_N, expected_N, atol=1e-3)
+        if version is not None:
+            base_N = adapted.logprobs(TOKENS_T, temperature, None)
+            assert np.abs(base_N - expected_N).max() > 0.1, "the adapter changes nothing"
