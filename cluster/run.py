@@ -21,8 +21,9 @@
 
 While it waits, the driver polls (`Driver.poll`, twice a second): signals; heartbeats, restarts
 (`Supervisor.tick`); and, of a run with engines, `Fleet.poll`: changes of membership, statuses of
-workers and queue, leases, canaries, engines that join, the evaluation beside training. An actor
-that dies or hangs is restarted there. A lost learner concerns `train` alone: see `recover`.
+workers and queue, leases, canaries. An actor that dies or hangs is restarted there. Engines that
+join and the evaluation beside training are coroutines, which advance meanwhile (`Driver.beside`).
+A lost learner concerns `train` alone: see `recover`.
 
 sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.
 """
