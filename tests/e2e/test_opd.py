@@ -199,7 +199,7 @@ def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path:
     assert summary["eval after"]["eval/accuracy"] >= 0
     assert json.loads((out / "calibration.json").read_text())["agrees"] is True
     config = json.loads((out / "config.json").read_text())
-    assert config["settings"]["temperature"] == 0.7 and config["versions"]["ray"]
+    assert config["settings"]["sampling"]["temperature"] == 0.7 and config["versions"]["ray"]
     assert "eval/reverse_kl" in metrics(out)[1] and "eval/reverse_kl" not in metrics(out)[0]
     assert list((out / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
 
