@@ -387,7 +387,7 @@ class Learner:
 
     @property
     def own_teacher(self) -> ShadowRule | None:
-        """Update rule of the EMA or lagged teacher (`learner.shadow`), or None without one."""
+        """Update rule of the EMA or lagged teacher (`learner.own_teacher`), or None without one."""
         return self.worker.own_teacher
 
     def follow(self, version: int) -> None:

@@ -47,7 +47,7 @@ FROZEN = Holding("frozen weights in fp32", 4)
 def holding_of(*, adapter: bool, followed: bool) -> Holding:
     """Bytes per parameter of a learner.
 
-    `followed`: it also holds an EMA or lagged teacher (`learner.shadow`).
+    `followed`: it also holds an EMA or lagged teacher (`learner.own_teacher`).
     """
     if adapter:
         return FROZEN

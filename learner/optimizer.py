@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from distill.errors import CheckpointError
 from learner.config import OptimizerConfig, OptimizerSettings
-from learner.shadow import SUFFIX
+from learner.own_teacher import SUFFIX
 from learner.sharding import local
 from learner.state_files import read_tensors, tensor_sizes
 

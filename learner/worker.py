@@ -69,14 +69,13 @@ from learner.orders import (
     StepShare,
     UpdateShare,
 )
-from learner.own_teacher import OwnTeacher
+from learner.own_teacher import OwnTeacher, Shadow
 from learner.pass_plan import plan_passes
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
 from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
 from learner.router_balance import RouterBalance
 from learner.routing_replay import RoutingReplay
-from learner.shadow import Shadow
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.state_copy import CopyCost, MomentsCopy
 from learner.state_files import write_tensors

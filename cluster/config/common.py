@@ -184,7 +184,7 @@ class CommonConfig(
 
     @property
     def teacher_rule(self) -> ShadowRule | None:
-        """Update rule of an EMA or lagged teacher (`learner.shadow`); None without one."""
+        """Update rule of an EMA or lagged teacher (`learner.own_teacher`); None without one."""
         return None
 
     @property
