@@ -197,7 +197,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
         elif self.server_flags and self.kind == "embedded":
             raise ConfigError(
                 f"SGLang's flags {self.server_flags} change nothing: the engine is embedded; use "
-                "engine=sglang, or leave policy_server_flags, teacher_server_flags or "
+                "engine=sglang, or leave policy.server_flags, teacher.server_flags or "
                 "server_flags out",
                 field="server_flags",
             )

@@ -125,7 +125,7 @@ def meant_by(kind: type, name: str) -> list[str]:
     if _SHORT.get(head) in fields:
         return [f"{_SHORT[head]}{dot}{rest}"]
     joined = [path for path in fields if path.replace(".", "_") == head]
-    last = [path for path in fields if path.rpartition(".")[2] == head]
+    last = [path for path in fields if path.rpartition(".")[2] == head and not _is_main(kind, path)]
     return [f"{path}{dot}{rest}" for path in joined or last]
 
 
@@ -141,6 +141,23 @@ def path_of(kind: type, name: str) -> str:
     return meant[0] if meant else name
 
 
+def setting_of(kind: type, path: str, value: Any) -> str:
+    """Path of the setting that a value is for: with a plain value, `teacher` is `teacher.model`.
+
+    The ClassVar `main` of a section's class is the name of that setting.
+    """
+    field = chz.chz_fields(kind).get(path)
+    if field is None or not is_section(field) or isinstance(value, Mapping) or chz.is_chz(value):
+        return path
+    main = getattr(_kind(field), "main", None)
+    return path if main is None else f"{path}.{main}"
+
+
+def _is_main(kind: type, path: str) -> bool:
+    section = path.rpartition(".")[0]
+    return bool(section) and setting_of(kind, section, "") == path
+
+
 def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
     """Values by path: `{"env": {"max_turns": 3}}` is `{"env.max_turns": 3}`."""
     found: dict[str, Any] = {}
@@ -154,8 +171,7 @@ def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
 
 def by_names(kind: type[Settings], /, **values: Any) -> Settings:
     """Make settings of the class `kind` from values by name; a mapping gives those within one."""
-    given = {path_of(kind, name): value for name, value in by_path(values).items()}
-    return chz.Blueprint(kind).apply(given).make()
+    return chz.Blueprint(kind).apply(_given(kind, values)).make()
 
 
 def changed(settings: Settings, /, **changes: Any) -> Settings:
@@ -165,13 +181,21 @@ def changed(settings: Settings, /, **changes: Any) -> Settings:
         changes: values by name; a mapping changes the settings within one.
     """
     kind = type(settings)
-    given = {path_of(kind, name): value for name, value in by_path(changes).items()}
+    given = _given(kind, changes)
     kept = {
         path: value
         for path, value in by_path(chz.beta_to_blueprint_values(settings)).items()
         if not any(path == name or path.startswith(f"{name}.") for name in given)
     }
     return chz.Blueprint(kind).apply(kept | given).make()
+
+
+def _given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by path, of those by a user's names."""
+    return {
+        setting_of(kind, path_of(kind, name), value): value
+        for name, value in by_path(values).items()
+    }
 
 
 def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
-from cluster.config.teachers import TeacherConfig, TeacherSettings
+from cluster.config.teachers import TeacherConfig, TeachersSettings
 from cluster.run_files.metric_table import METRICS
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, fields_of, flagged
 
@@ -77,7 +77,7 @@ class _Row:
 
 def settings_page() -> str:
     """docs/settings.md."""
-    several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeacherSettings)]
+    several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeachersSettings)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
     lines = [_SETTINGS_HEAD]
     tables = _tables(CONFIGS, "")

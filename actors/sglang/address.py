@@ -29,8 +29,8 @@ def check_url(url: str) -> None:
             f"teacher={url} is the address of an OpenAI-compatible endpoint, which answers in "
             "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
             "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
-            "samples of sft_steps= and sample_share= (samples_from=), and for SFT alone "
-            "there are cluster.sample_to_sft and recipe=sft",
+            "samples of teacher.sft_steps= and teacher.sample_share= (teacher.samples_from=), and "
+            "for SFT alone there are cluster.sample_to_sft and recipe=sft",
             field="teacher",
         )
     if parts is None or parts.path not in ("", "/") or parts.query:

@@ -92,7 +92,7 @@ def read_experts(
     if tokens and mixture.top_k > 1 and not experts_NLK.any():
         raise EngineError(
             "the server's routed_experts are 0 throughout: it chooses experts inside a kernel, "
-            "where SGLang records none. Give policy_server_flags='--moe-runner-backend triton', or "
+            "where SGLang records none. Give policy.server_flags='--moe-runner-backend triton', or "
             "routing_replay=False"
         )
     return experts_NLK.astype(mixture.dtype)

@@ -71,7 +71,7 @@ class ExternalSglangEngine(SglangEngine):
         if not isinstance(info, dict) or "max_req_input_len" not in info:
             raise EngineError(
                 f"{self._model} does not answer as an SGLang server does, so it cannot score; an "
-                "OpenAI-compatible endpoint can write samples (samples_from=), beside a "
+                "OpenAI-compatible endpoint can write samples (teacher.samples_from=), beside a "
                 "teacher that scores"
             )
         if info.get("tokenizer_path") is None or info.get("is_embedding"):

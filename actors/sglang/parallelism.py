@@ -107,6 +107,6 @@ def check_pushed(setting: str, text: str) -> None:
     if found.data > 1 and not found.data_attention:
         raise ConfigError(
             f"{setting} --dp-size {found.data}: weights cannot be pushed into a server of several "
-            f"replicas; use policy_engines={found.data} instead, or --enable-dp-attention",
+            f"replicas; use policy.engines={found.data} instead, or --enable-dp-attention",
             field=setting,
         )

@@ -51,7 +51,7 @@ def with_adapter_push(config: Config) -> tuple[Config, str]:
 
 def _served(config: RolloutConfig) -> AdapterForm:
     """Form of the adapter on the servers. Raises ConfigError with the reason if they cannot."""
-    given = config.policy_server_flags
+    given = config.policy.server_flags
     parallel = parallelism(given)
     if not (config.lora.trains_adapter and config.pushes):
         raise ConfigError("no adapter is trained, and pushed; set lora.rank, or use weights=auto")

@@ -93,8 +93,8 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     needed = (student.bytes + copied) // config.learner_workers
     needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
-        teacher_engines = config.pool("teacher_engines").smallest
-        policy_engines = config.pool("policy_engines").smallest
+        teacher_engines = config.teacher.size.smallest
+        policy_engines = config.policy.size.smallest
         needed = needed * config.learner_workers + teacher_engines * copied
         needed += policy_engines * student.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:

@@ -17,7 +17,7 @@ from chz.field import Field
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.rules import default_of, get
-from distill.settings import fields_of, is_section, path_of
+from distill.settings import fields_of, is_section, path_of, setting_of
 
 CONFIG = "config"
 _CLASS = "class"
@@ -136,7 +136,8 @@ def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in tree.items():
-        for path, each in _by_name(fields, {path_of(kind, name): value}, ""):
+        there = setting_of(kind, path_of(kind, name), value)
+        for path, each in _by_name(fields, {there: value}, ""):
             if path in found:
                 raise ConfigError(f"{path} is given as {names[path]} and as {name}", field=path)
             found[path], names[path] = each, name

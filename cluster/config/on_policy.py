@@ -12,13 +12,12 @@ from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.flags import adapter_flags
-from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
+from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
 from cluster.config.pools import (
-    PolicySettings,
     PoolSettings,
     QueueSettings,
     RolloutSettings,
@@ -27,8 +26,7 @@ from cluster.config.pools import (
 from cluster.config.rows import ROWS
 from cluster.config.teachers import (
     TeacherConfig,
-    TeacherSampleSettings,
-    TeacherSettings,
+    TeachersSettings,
 )
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
@@ -50,7 +48,7 @@ from distill.objective.settings import (
     require_teacher,
 )
 from distill.rewards.length import LengthRules
-from distill.rules import above, at_least, get, needs, not_with, setting
+from distill.rules import ABSENT, above, at_least, get, needs, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field, values_of, with_default
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
@@ -178,7 +176,6 @@ class StepSettings:
 class RolloutConfig(
     DataSettings,
     StepSettings,
-    PolicySettings,
     PoolSettings,
     CommonConfig,
     ABC,
@@ -223,9 +220,10 @@ class RolloutConfig(
 
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for settings that need Ray, in a run with local=True."""
-        engines = [name for name in ("policy_engines", "teacher_engines") if hasattr(self, name)]
-        sizes = {name: self.pool(name) for name in engines} | {"rollout.workers": self.rollout.size}
-        for name, size in sizes.items():
+        pools = {"policy.engines": self.policy.size, "rollout.workers": self.rollout.size}
+        if isinstance(self, OpdConfig):
+            pools["teacher.engines"] = self.teacher.size
+        for name, size in pools.items():
             if size.largest > size.smallest:
                 raise ConfigError(
                     f"{name}={get(self, name)} with local=True: pools grow on a Ray cluster "
@@ -263,15 +261,17 @@ class RolloutConfig(
 
     def _check_nodes(self) -> None:
         """Raises ConfigError for servers over several nodes that cannot be placed."""
-        for name in ("policy_server_flags", "teacher_server_flags"):
-            flags = getattr(self, name, "")
+        for name in ("policy.server_flags", "teacher.server_flags"):
+            flags = get(self, name)
+            if flags is ABSENT:
+                continue
             nodes = parallelism(flags).nodes
             if nodes > 1 and self.local:
                 raise ConfigError(
                     f"{name}={flags} with local=True: this process is on one node; leave --nnodes "
                     "or local out"
                 )
-            if nodes > 1 and self.colocate != "no" and name == "policy_server_flags":
+            if nodes > 1 and self.colocate != "no" and name == "policy.server_flags":
                 raise ConfigError(
                     f"{name}={flags} with colocate={self.colocate}: an engine over {nodes} nodes "
                     "has no place beside a learner worker; leave colocate out"
@@ -279,21 +279,21 @@ class RolloutConfig(
 
     def _check_shared_gpus(self) -> None:
         """Raises ConfigError if engines of several GPUs do not match the GPUs of the workers."""
-        gpus, workers = parallelism(self.policy_server_flags).gpus, self.learner_workers
+        gpus, workers = parallelism(self.policy.server_flags).gpus, self.learner_workers
         if gpus == 1 or not self.shares_gpus("cpu" if self.device == "cpu" else "cuda"):
             return
         if workers % gpus:
             raise ConfigError(
-                f"learner_workers={workers} with colocate={self.colocate} policy_server_flags="
-                f"{self.policy_server_flags}: each engine shares the GPUs of {gpus} workers; use a "
+                f"learner_workers={workers} with colocate={self.colocate} policy.server_flags="
+                f"{self.policy.server_flags}: each engine shares the GPUs of {gpus} workers; use a "
                 f"multiple of {gpus}"
             )
         engines = workers // gpus
-        if (self.gpus_per_actor, *self.pool("policy_engines")) != (0.5, engines, engines):
+        if (self.gpus_per_actor, *self.policy.size) != (0.5, engines, engines):
             raise ConfigError(
-                f"policy_server_flags={self.policy_server_flags} with colocate={self.colocate} "
+                f"policy.server_flags={self.policy.server_flags} with colocate={self.colocate} "
                 f"learner_workers={workers}: each engine shares the GPUs of {gpus} workers; use "
-                f"gpus_per_actor=0.5 policy_engines={engines}"
+                f"gpus_per_actor=0.5 policy.engines={engines}"
             )
 
     def _check_sleep(self) -> None:
@@ -459,7 +459,7 @@ class RolloutConfig(
         self, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
         assert self.reference is not None
-        return self.engine_of(self.reference, device, log_path, self.policy_server_flags, stops)
+        return self.engine_of(self.reference, device, log_path, self.policy.server_flags, stops)
 
     def policy_engine(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
@@ -480,7 +480,7 @@ class RolloutConfig(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
         """Settings of a policy engine on GPUs that it does not share with the learner."""
-        engine = self.engine_of(model, device, log_path, self.policy_server_flags, stops)
+        engine = self.engine_of(model, device, log_path, self.policy.server_flags, stops)
         if self.weights != "adapter":
             return engine
         from learner.lora import served_adapter  # imports torch
@@ -520,7 +520,7 @@ class RolloutConfig(
         """
         if self.weights != "auto":
             return self.weights == "ipc"
-        gpus = self.pool("policy_engines").smallest * parallelism(self.policy_server_flags).gpus
+        gpus = self.policy.size.smallest * parallelism(self.policy.server_flags).gpus
         shares = self.shares_gpus(device) and gpus <= self.learner_workers
         return shares and choose_engine(self.engine, device) == "sglang"
 
@@ -585,31 +585,18 @@ class RolloutConfig(
 
 
 @chz.chz
-class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherObjective):
+class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     section: ClassVar[Section] = Section.ENGINES
 
     estimator: str = with_default(TeacherObjective, "estimator", AUTO)
-    teacher_server_flags: str = chz.field(
-        default="",
-        doc="further flags of SGLang for teacher servers",
-        metadata=MAY_CHANGE,
-    )
-    teacher_engines: int | str = chz.field(
-        default=1,
-        doc="engines (actors) of each teacher: a number, or 2..8 for a pool that begins with 2 and "
-        "grows up to 8 while scoring is too slow",
-        metadata=MAY_CHANGE,
-    )
 
     @chz.validate
     def _opd_in_range(self) -> None:
-        self.pool("teacher_engines")
-        check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         require_advantages(self)
-        self.check_share(self.steps)
+        self.teacher.check_share(self.steps)
         self.text_endpoints()
         self._check_feedback()
         if self.teacher_moves:
@@ -634,23 +621,23 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
-        if self.teacher is None:
+        if self.teacher.model is None:
             return self.teachers
         return {
             "": TeacherConfig(
-                model=self.student if self.teacher_moves else self.teacher,
-                samples_from=self.samples_from,
+                model=self.student if self.teacher_moves else self.teacher.model,
+                samples_from=self.teacher.samples_from,
             )
         }
 
     def text_endpoints(self) -> Mapping[str, EndpointAddress]:
-        return self.endpoints(self.teacher_models())
+        return self.teacher.endpoints(self.teacher_models())
 
     def feedback_template(self) -> FeedbackTemplate | None:
-        if self.teacher_feedback is None:
+        if self.teacher.feedback is None:
             return None
         return FeedbackTemplate(
-            text=self.teacher_feedback, correct_reward_threshold=self.correct_threshold
+            text=self.teacher.feedback, correct_reward_threshold=self.correct_threshold
         )
 
     def _check_feedback(self) -> None:
@@ -659,38 +646,41 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         if self.correct_reward_threshold is not None and not (tells or self.hint_bonus_coef):
             raise ConfigError(
                 f"correct_reward_threshold={self.correct_reward_threshold} changes nothing without "
-                "{outcome} in teacher_feedback, or hint_bonus_coef; leave it out"
+                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out"
             )
 
     def _check_own_teacher(self) -> None:
         """Raises ConfigError for settings that conflict with teacher=policy."""
         for name in ("sft_steps", "sample_share"):
-            if getattr(self, name) and self.samples_from is None:
+            if (value := getattr(self.teacher, name)) and self.teacher.samples_from is None:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} with teacher={OWN}: the student would learn to "
+                    f"teacher.{name}={value} with teacher={OWN}: the student would learn to "
                     "say what it says; leave one of them out, or have another model write the "
-                    "samples (samples_from=)"
+                    "samples (teacher.samples_from=)",
+                    field=f"teacher.{name}",
                 )
         if self.teacher_rule is not None and self.only_keeps:
             raise ConfigError(
-                f"teacher_lag={self.teacher_lag} teacher_ema={self.teacher_ema} with "
+                f"teacher.lag={self.teacher.lag} teacher.ema={self.teacher.ema} with "
                 "rollout_only=True: weights that stay are followed by none that move; leave the "
                 "teacher's setting out"
             )
         if self.teacher_rule is not None:
-            check_pushed("teacher_server_flags", self.teacher_server_flags)
+            check_pushed("teacher.server_flags", self.teacher.server_flags)
             return
-        for name in ("teacher_engines", "teacher_server_flags"):
-            value, default = getattr(self, name), chz.chz_fields(type(self))[name]._default
+        for name in ("engines", "server_flags"):
+            value = getattr(self.teacher, name)
+            default = chz.chz_fields(self.teacher)[name]._default
             if value != default:
                 raise ConfigError(
-                    f"{name}={value} changes nothing: with teacher={OWN} the policy engines score; "
-                    "leave it out, and use policy_engines"
+                    f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy "
+                    "engines score; leave it out, and use policy.engines",
+                    field=f"teacher.{name}",
                 )
 
     @property
     def teacher_nodes(self) -> int:
-        return parallelism(self.teacher_server_flags).nodes
+        return parallelism(self.teacher.server_flags).nodes
 
     def scored_by_teacher(self) -> GroupShare:
         if self._scores_are_trained_on:
@@ -719,8 +709,8 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         return TeacherSamples(
-            warmup_groups=self.sft_steps * self.prompts_per_step,
-            share=self.sample_share,
+            warmup_groups=self.teacher.sft_steps * self.prompts_per_step,
+            share=self.teacher.sample_share,
             groups_per_step=self.prompts_per_step,
             seed=self.seed,
             vocab_size=vocab_size,
@@ -730,7 +720,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, TeacherOb
         self, name: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
         model = self.teacher_models()[name].model
-        return self.engine_of(model, device, log_path, self.teacher_server_flags, stops)
+        return self.engine_of(model, device, log_path, self.teacher.server_flags, stops)
 
 
 @chz.chz

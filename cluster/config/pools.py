@@ -11,7 +11,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.records import OnStale, StepRuleName
 from distill.rules import above, at_least, needs, setting
-from distill.settings import MAY_CHANGE, Section
+from distill.settings import MAY_CHANGE, Section, section_field
 
 Colocation = Literal["no", "share", "sleep"]
 WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc", "adapter"]
@@ -33,11 +33,6 @@ class PolicySettings(EngineChoices, ServerSettings):
 
     section: ClassVar[Section] = Section.ENGINES
 
-    policy_server_flags: str = chz.field(
-        default="",
-        doc="further flags of SGLang for policy servers, for example '--tp-size 2'",
-        metadata=MAY_CHANGE,
-    )
     weights: WeightsChoice = chz.field(
         default="auto",
         doc="transport of new weights to the policy engines. shared_memory: engines on the "
@@ -48,19 +43,6 @@ class PolicySettings(EngineChoices, ServerSettings):
         "if servers on GPUs can, else merged weights to each engine by its place",
         metadata=MAY_CHANGE,
     )
-
-    @chz.validate
-    def _weights_reach_the_servers(self) -> None:
-        check_hosted("policy_server_flags", self.policy_server_flags)
-        check_pushed("policy_server_flags", self.policy_server_flags)
-        nodes = parallelism(self.policy_server_flags).nodes
-        if nodes > 1 and self.weights in ("shared_memory", "ipc"):
-            raise ConfigError(
-                f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
-                f"(policy_server_flags={self.policy_server_flags}); use weights=auto, which sends "
-                "to every rank, or weights=disk"
-            )
-        check_served(self.weights, self.engine != "embedded")
 
 
 class PoolSize(NamedTuple):
@@ -94,17 +76,53 @@ class PoolSize(NamedTuple):
 
 
 @chz.chz
-class PoolSettings:
-    """Number of policy engines, and their place."""
+class EnginePoolSettings:
+    """Engines of one kind, and their servers."""
+
+    section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str]
+
+    engines: int | str = chz.field(
+        default=1,
+        doc="engines (actors), of each teacher: a number, or 2..8 for a pool that begins with 2 "
+        "and grows up to 8 while its work is too slow",
+        metadata=MAY_CHANGE,
+    )
+    server_flags: str = chz.field(
+        default="",
+        doc="further flags of SGLang for its servers, for example '--tp-size 2'",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _engines_can_be_hosted(self) -> None:
+        _ = self.size
+        check_hosted(f"{self.within}server_flags", self.server_flags)
+
+    @property
+    def size(self) -> PoolSize:
+        """Number of engines. Raises as `PoolSize.parse`."""
+        return PoolSize.parse(f"{self.within}engines", self.engines)
+
+
+@chz.chz
+class PolicyPoolSettings(EnginePoolSettings):
+    """The policy's engines."""
+
+    within: ClassVar[str] = "policy."
+
+    @chz.validate
+    def _weights_reach_the_servers(self) -> None:
+        check_pushed("policy.server_flags", self.server_flags)
+
+
+@chz.chz
+class PoolSettings(PolicySettings):
+    """The policy's pool, and its place."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    policy_engines: int | str = chz.field(
-        default=1,
-        doc="policy engines (actors): a number, or 2..8 for a pool that begins with 2 and grows up "
-        "to 8 while rollouts are too slow",
-        metadata=MAY_CHANGE,
-    )
+    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
     colocate: Colocation = chz.field(
         default="no",
         doc="place learner worker i and policy engine i together: they share memory, and with "
@@ -114,12 +132,16 @@ class PoolSettings:
     )
 
     @chz.validate
-    def _pools_have_a_size(self) -> None:
-        self.pool("policy_engines")
-
-    def pool(self, name: str) -> PoolSize:
-        """Size of the pool that the setting `name` describes. Raises as `PoolSize.parse`."""
-        return PoolSize.parse(name, getattr(self, name))
+    def _weights_reach_the_servers(self) -> None:
+        flags = self.policy.server_flags
+        if (nodes := parallelism(flags).nodes) > 1 and self.weights in ("shared_memory", "ipc"):
+            raise ConfigError(
+                f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
+                f"(policy.server_flags={flags}); use weights=auto, which sends to every rank, or "
+                "weights=disk",
+                field="weights",
+            )
+        check_served(self.weights, self.engine != "embedded")
 
 
 @chz.chz

@@ -346,13 +346,13 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         if objective.hint_bonus_coef and not hinted:
             raise ConfigError(
                 f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
-                "hint; give teacher_feedback, or `teacher_prompt` or `teacher_messages` with each "
+                "hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with each "
                 "prompt"
             )
         if config.teacher_moves and config.teacher_rule is None and not hinted:
             raise ConfigError(
                 "teacher=policy is the student itself, at every step, and sees what the student "
-                "sees: the KL and its gradient are zero. Show it more (teacher_feedback, or "
+                "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
                 "`teacher_prompt` or `teacher_messages` with each prompt)"
             )
         fork = config.fork_from is not None and not config.teacher_moves
@@ -370,25 +370,25 @@ def _check_feedback(
     builders_P: Sequence[EnvGroupBuilder],
     unjudged: Sequence[str],
 ) -> None:
-    """Raises ConfigError if teacher_feedback needs text or rewards that the problems lack."""
+    """Raises ConfigError if teacher.feedback needs text or rewards that the problems lack."""
     template = config.feedback_template()
     if template is None:
         return
     if any(builder.feedback is None for builder in builders_P):
         raise ConfigError(
-            f"teacher_feedback takes the place of a prompt, or of what a user said last, and "
+            f"teacher.feedback takes the place of a prompt, or of what a user said last, and "
             f"problems of env={type(config.env).__name__} are tokens; give `feedback` with them "
             "(distill.data.feedback.FeedbackContext), or leave it out"
         )
     if template.judges and unjudged:
         raise ConfigError(
-            "teacher_feedback tells of the reward, and there is none without an `answer`: "
+            "teacher.feedback tells of the reward, and there is none without an `answer`: "
             f"{config.prompts}:{unjudged[0]} has none (columns.answer= says which column it is)"
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
-            f"teacher_feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
+            f"teacher.feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
             "words come from a reward that looks at the prompt's `answer` (columns.answer= says "
             "which column it is), not from a reward_model; leave it out"
         )

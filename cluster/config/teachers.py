@@ -10,9 +10,10 @@ import chz
 
 from actors.rollout.text_endpoint import EndpointAddress
 from cluster.config.early_checks import OWN, model_field
+from cluster.config.pools import EnginePoolSettings
 from distill.errors import ConfigError
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
-from distill.settings import ESSENTIAL, Section, may_change_but
+from distill.settings import ESSENTIAL, Section, may_change_but, section_field
 from learner.config import ShadowRule
 
 _NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
@@ -35,46 +36,48 @@ class TeacherConfig:
     model: str = model_field(doc="checkpoint, or http://host:port of a running SGLang server")
     weight: float = chz.field(default=1.0, doc="factor of kl_coef for this teacher")
     samples_from: str | None = chz.field(
-        default=None, doc="samples_from for the prompts of this teacher"
+        default=None, doc="teacher.samples_from for the prompts of this teacher"
     )
 
 
 @chz.chz
-class TeacherSettings:
-    """Teachers whose distributions the student learns."""
+class TeacherSettings(EnginePoolSettings):
+    """The teacher, whose distributions the student learns, and the groups that it samples."""
 
     section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "teacher."
+    main: ClassVar[str] = "model"
 
-    teacher: str | None = model_field(
+    model: str | None = model_field(
         default=None,
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
         "ISOTHERM_TEACHER_API_KEY); it shares the student's tokenizer. policy: the student itself "
-        "as it trains, with more context than the sampler had (teacher_feedback, or teacher_prompt "
+        "as it trains, with more context than the sampler had (teacher.feedback, or teacher_prompt "
         "of rows)",
         metadata=ESSENTIAL,
     )
-    teacher_lag: int = setting(
+    lag: int = setting(
         at_least(0),
         never(
             1,
             "must be at least 2: a teacher that is renewed at every step is the live student, as "
             "with 0",
         ),
-        needs("teacher", OWN),
-        not_with("teacher_ema", why="a teacher follows in one way"),
+        needs("teacher.model", OWN),
+        not_with("teacher.ema", why="a teacher follows in one way"),
         default=0,
         doc="teacher=policy: steps between two copies of the student's weights to the teacher, "
-        "which is 0 to teacher_lag - 1 steps older, on engines of its own; 0: the live student",
+        "which is 0 to teacher.lag - 1 steps older, on engines of its own; 0: the live student",
     )
-    teacher_ema: float | None = setting(
+    ema: float | None = setting(
         above(0, "at 0 the teacher is the live student; leave it out"),
         below(1, "at 1 the teacher is the student's first checkpoint; name that as the teacher"),
-        needs("teacher", OWN),
+        needs("teacher.model", OWN),
         default=None,
         doc="teacher=policy: the teacher is a moving average of the student's weights, on engines "
         "of its own, and keeps this share of its weights at each step (for example 0.99)",
     )
-    teacher_feedback: str | None = setting(
+    feedback: str | None = setting(
         never(
             "{prompt}",
             "changes nothing: the teacher sees the prompt in any case; put words around it, "
@@ -86,54 +89,10 @@ class TeacherSettings:
         "wrong, by correct_reward_threshold) and {feedback} (the environment's words). In a chat "
         "it replaces the user's last message",
     )
-    teachers: Mapping[str, TeacherConfig] = chz.field(
-        default_factory=dict,
-        doc="several teachers, instead of teacher: teachers.NAME.model=... and "
-        "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",
-    )
-
-    @chz.validate
-    def _teachers_in_range(self) -> None:
-        if (self.teacher is None) != bool(self.teachers):
-            raise ConfigError(
-                f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
-                "for one, or teachers.NAME.model=DIR for several"
-            )
-        for name, teacher in self.teachers.items():
-            if teacher.model == OWN:
-                raise ConfigError(
-                    f"teachers.{name}.model={OWN}: a teacher that moves is the only one; use "
-                    f"teacher={OWN}, or give a checkpoint"
-                )
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
-                raise ConfigError(f"teachers.{name}: a name has letters, digits, _ and - only")
-            if not 0 < teacher.weight < float("inf"):
-                raise ConfigError(
-                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
-                )
-
-    @property
-    def teacher_moves(self) -> bool:
-        return self.teacher == OWN
-
-    @property
-    def teacher_rule(self) -> ShadowRule | None:
-        """Update rule of an EMA or lagged teacher; None for the live student or a fixed teacher."""
-        if not self.teacher_lag and self.teacher_ema is None:
-            return None
-        return ShadowRule(every=self.teacher_lag, ema=self.teacher_ema)
-
-
-@chz.chz
-class TeacherSampleSettings:
-    """Groups that the teacher samples instead of the student."""
-
-    section: ClassVar[Section] = Section.SAMPLING
-
     sft_steps: int = setting(
         at_least(0),
         at_most("steps", "it counts steps at the start of the run"),
-        not_with("sample_share", 1, why="with it the teacher samples every group"),
+        not_with("teacher.sample_share", 1, why="with it the teacher samples every group"),
         _NOT_KEPT,
         default=0,
         doc="steps at the start of the run in which the teacher samples the responses, and the "
@@ -157,6 +116,18 @@ class TeacherSampleSettings:
         metadata=may_change_but(lambda value: value and value.partition("@http")[0]),
     )
 
+    @property
+    def moves(self) -> bool:
+        """True if the teacher is the student itself, as it trains."""
+        return self.model == OWN
+
+    @property
+    def rule(self) -> ShadowRule | None:
+        """Update rule of an EMA or lagged teacher; None for the live student or a fixed teacher."""
+        if not self.lag and self.ema is None:
+            return None
+        return ShadowRule(every=self.lag, ema=self.ema)
+
     def endpoints(self, teachers: Mapping[str, TeacherConfig]) -> dict[str, EndpointAddress]:
         """Endpoints that generate teacher samples, by teacher name.
 
@@ -166,28 +137,72 @@ class TeacherSampleSettings:
         """
         if any(teachers) and self.samples_from is not None:
             raise ConfigError(
-                f"samples_from={self.samples_from} beside teachers.NAME: whose it is must be said; "
-                f"give teachers.{min(teachers)}.samples_from, say",
-                field="samples_from",
+                f"teacher.samples_from={self.samples_from} beside teachers.NAME: whose it is must "
+                f"be said; give teachers.{min(teachers)}.samples_from, say",
+                field="teacher.samples_from",
             )
         found: dict[str, EndpointAddress] = {}
         for name, teacher in teachers.items():
             if teacher.samples_from is None:
                 continue
-            setting = f"teachers.{name}.samples_from" if name else "samples_from"
+            setting = f"teachers.{name}.samples_from" if name else "teacher.samples_from"
             found[name] = EndpointAddress.of(setting, teacher.samples_from)
             if not self.sft_steps and not self.sample_share:
                 raise ConfigError(
                     f"{setting}={teacher.samples_from} changes nothing: no group is the teacher's "
-                    "to sample; give sft_steps= or sample_share=, or leave it out",
+                    "to sample; give teacher.sft_steps= or teacher.sample_share=, or leave it out",
                     field=setting,
                 )
         return found
 
     def check_share(self, steps: int) -> None:
-        """Raises ConfigError if no step of the run's `steps` is left for sample_share."""
+        """Raises ConfigError if no step of the run's `steps` is left for teacher.sample_share."""
         if self.sample_share and self.sft_steps == steps:
             raise ConfigError(
-                f"sample_share={self.sample_share} changes nothing with sft_steps=steps="
-                f"{steps}: no step follows; lower sft_steps, or leave it out"
+                f"teacher.sample_share={self.sample_share} changes nothing with "
+                f"teacher.sft_steps=steps={steps}: no step follows; lower teacher.sft_steps, or "
+                "leave it out",
+                field="teacher.sample_share",
             )
+
+
+@chz.chz
+class TeachersSettings:
+    """One teacher, or several."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    teacher: TeacherSettings = section_field(TeacherSettings)
+    teachers: Mapping[str, TeacherConfig] = chz.field(
+        default_factory=dict,
+        doc="several teachers, instead of teacher: teachers.NAME.model=... and "
+        "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",
+    )
+
+    @chz.validate
+    def _teachers_in_range(self) -> None:
+        if (self.teacher.model is None) != bool(self.teachers):
+            raise ConfigError(
+                f"teacher={self.teacher.model} with {len(self.teachers)} teachers.NAME: give "
+                "teacher=DIR for one, or teachers.NAME.model=DIR for several"
+            )
+        for name, teacher in self.teachers.items():
+            if teacher.model == OWN:
+                raise ConfigError(
+                    f"teachers.{name}.model={OWN}: a teacher that moves is the only one; use "
+                    f"teacher={OWN}, or give a checkpoint"
+                )
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
+                raise ConfigError(f"teachers.{name}: a name has letters, digits, _ and - only")
+            if not 0 < teacher.weight < float("inf"):
+                raise ConfigError(
+                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
+                )
+
+    @property
+    def teacher_moves(self) -> bool:
+        return self.teacher.moves
+
+    @property
+    def teacher_rule(self) -> ShadowRule | None:
+        return self.teacher.rule

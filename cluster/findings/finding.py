@@ -79,9 +79,7 @@ class Setup:
             max_new_tokens=config.sampling.max_new_tokens,
             max_staleness=config.queue.max_staleness,
             prompts_per_step=config.prompts_per_step,
-            teacher_engines=(
-                config.pool("teacher_engines").smallest if isinstance(config, OpdConfig) else 0
-            ),
+            teacher_engines=(config.teacher.size.smallest if isinstance(config, OpdConfig) else 0),
             rewarded=objective.reward_coef > 0,
             local=config.local,
             trains=not config.only_keeps,

@@ -42,9 +42,9 @@ def learner_starves(history: History, setup: Setup) -> Finding | None:
         name="learner_starves",
         step=history.step,
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
-        remedy="give it more policy_engines and rollout.workers (2..8: they are added as needed), "
+        remedy="give it more policy.engines and rollout.workers (2..8: they are added as needed), "
         "or let more groups be under way (groups_in_flight)",
-        settings=("policy_engines", "rollout.workers", "groups_in_flight"),
+        settings=("policy.engines", "rollout.workers", "groups_in_flight"),
     )
 
 
@@ -66,8 +66,8 @@ def teachers_idle(history: History, setup: Setup) -> Finding | None:
         step=history.step,
         text=f"{setup.teacher_engines} engines of the teacher share work that keeps {work:.0%} of "
         "one busy, at most",
-        remedy="teacher_engines=1 would do; use what is freed for policy_engines",
-        settings=("teacher_engines", "policy_engines"),
+        remedy="teacher.engines=1 would do; use what is freed for policy.engines",
+        settings=("teacher.engines", "policy.engines"),
     )
 
 

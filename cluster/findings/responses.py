@@ -42,8 +42,8 @@ def members_are_equal(history: History, _setup: Setup) -> Finding | None:
         text=f"in {equal.values[-1]:.0%} of the groups all members are the same tokens, though "
         "they were sampled at a temperature above 0 (rollout/equal_groups)",
         remedy="the engine draws all members with one seed. Leave out the flag of "
-        "policy_server_flags= that makes SGLang deterministic, or use engine=embedded",
-        settings=("policy_server_flags", "engine"),
+        "policy.server_flags= that makes SGLang deterministic, or use engine=embedded",
+        settings=("policy.server_flags", "engine"),
     )
 
 

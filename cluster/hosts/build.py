@@ -362,7 +362,7 @@ class RolloutCast:
             prove_every=prove_every,
             timeout_s=config.no_progress_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
-            gpus=parallelism(config.policy_server_flags).gpus_a_node,
+            gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:

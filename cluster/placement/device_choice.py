@@ -109,13 +109,13 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
     if workers == 1 or share >= 1 or config.only_keeps:
         return
     if isinstance(config, RolloutConfig) and config.colocate != "no":
-        gpus = parallelism(config.policy_server_flags).gpus
-        if share == 0.5 and config.pool("policy_engines").smallest * gpus == workers:
+        gpus = parallelism(config.policy.server_flags).gpus
+        if share == 0.5 and config.policy.size.smallest * gpus == workers:
             return
         raise ConfigError(
             f"colocate={config.colocate} gpus_per_actor={share} learner_workers={workers} "
-            f"policy_engines={config.policy_engines}: two workers could meet on one GPU, which "
-            f"NCCL refuses; use gpus_per_actor=0.5 and policy_engines={workers // gpus}",
+            f"policy.engines={config.policy.engines}: two workers could meet on one GPU, which "
+            f"NCCL refuses; use gpus_per_actor=0.5 and policy.engines={workers // gpus}",
             field="colocate",
         )
     raise ConfigError(

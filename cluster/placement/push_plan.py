@@ -18,7 +18,7 @@ from learner.memory import estimate_memory
 
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
-    dtype, engines = choose_dtype(config.dtype, device), config.pool("policy_engines").smallest
+    dtype, engines = choose_dtype(config.dtype, device), config.policy.size.smallest
     if config.weights == "adapter":
         parameters = served_adapter(config.lora, config.student).parameters
         versions = config.queue.max_staleness + 2
@@ -37,7 +37,7 @@ def _to_teacher(config: RolloutConfig) -> str:
     """
     if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
         return ""
-    engines = config.pool("teacher_engines").smallest
+    engines = config.teacher.size.smallest
     several = "s" * (engines != 1)
     often = f"every {rule.every} steps" if rule.every else "each step"
     what = "the merged weights" if config.weights == "adapter" else "as much"
@@ -64,12 +64,12 @@ def require_lenders(config: RolloutConfig) -> None:
     """Raises ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
     if config.weights != "ipc" or config.local:
         return
-    gpus = parallelism(config.policy_server_flags).gpus
+    gpus = parallelism(config.policy.server_flags).gpus
     if config.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):
         what = (
             f"gpus_per_actor={config.gpus_per_actor:g}"
             if gpus == 1
-            else f"policy_server_flags={config.policy_server_flags}"
+            else f"policy.server_flags={config.policy.server_flags}"
         )
         raise ConfigError(
             f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "

@@ -101,12 +101,12 @@ def colocated(config: CommonConfig) -> tuple[str, ...]:
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
     """Smallest and largest size of each pool, by role."""
     bounds: dict[str, tuple[int, int]] = {
-        POLICY: config.pool("policy_engines"),
+        POLICY: config.policy.size,
         ROLLOUT: config.rollout.size,
     }
     if isinstance(config, OpdConfig):
         for role in served_teachers(config).values():
-            bounds[role] = config.pool("teacher_engines")
+            bounds[role] = config.teacher.size
     if config.eval.engines:
         bounds[EVALUATION] = (config.eval.engines, config.eval.engines)
     return bounds

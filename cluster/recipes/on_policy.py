@@ -203,7 +203,7 @@ def _plan(
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
         f"engine    {config.engine} (dtype={config.dtype}); "
-        f"{config.policy_engines} policy, {evaluation}{config.rollout.workers} rollout workers"
+        f"{config.policy.engines} policy, {evaluation}{config.rollout.workers} rollout workers"
     )
     if config.train_from is not None:
         made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"
@@ -311,11 +311,11 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     if not isinstance(config, OpdConfig):
         return ""
     parts = []
-    if config.sft_steps:
-        parts.append(f"the first {config.sft_steps} steps of its own samples")
-    if config.sample_share:
-        later = "later " if config.sft_steps else ""
-        parts.append(f"{config.sample_share:.0%} of {later}groups")
+    if config.teacher.sft_steps:
+        parts.append(f"the first {config.teacher.sft_steps} steps of its own samples")
+    if config.teacher.sample_share:
+        later = "later " if config.teacher.sft_steps else ""
+        parts.append(f"{config.teacher.sample_share:.0%} of {later}groups")
     if not parts:
         return ""
     written = "; ".join(

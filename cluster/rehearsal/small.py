@@ -23,14 +23,14 @@ _MOST = {
     "eval.max_new_tokens": 24,
     "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1, "num_substeps": 4,
     "lora.rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
-    "sft_steps": 1, "teacher_lag": 2,
+    "teacher.sft_steps": 1, "teacher.lag": 2,
 }  # fmt: skip
-_POOLS = ("policy_engines", "teacher_engines", "rollout.workers")
+_POOLS = ("policy.engines", "teacher.engines", "rollout.workers")
 _MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
     "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
-    "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
+    "compile", "policy.server_flags", "teacher.server_flags", "weights", "dtype", "learner_dtype",
     "rollout.cpus",
     "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora.adapter",
     "trace_step",
@@ -119,7 +119,11 @@ def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
     """Settings that name models other than the student, with the paths of their twins."""
     changes: dict[str, Any] = {}
-    if isinstance(config, OpdConfig) and not config.teacher_moves and config.teacher is not None:
+    if (
+        isinstance(config, OpdConfig)
+        and not config.teacher_moves
+        and config.teacher.model is not None
+    ):
         changes["teacher"] = twins["teacher"].path
     elif isinstance(config, OpdConfig) and config.teachers:
         changes["teachers"] = {

@@ -85,7 +85,7 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))
     if config.teacher_moves:
         found[_MOVES] = None
-    if isinstance(config, OpdConfig) and (config.sft_steps or config.sample_share):
+    if isinstance(config, OpdConfig) and (config.teacher.sft_steps or config.teacher.sample_share):
         found["groups that the teacher sampled have no scores: their log-probs are those of its "
               "decode, and canaries are prefills of the same weights"] = None  # fmt: skip
     for address in config.text_endpoints().values():

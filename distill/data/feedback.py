@@ -63,27 +63,27 @@ class FeedbackTemplate:
             parts = list(Formatter().parse(self.text))
         except ValueError as error:
             raise ConfigError(
-                f"teacher_feedback={self.text!r}: {error}; a brace is written {{{{ or }}}}",
-                field="teacher_feedback",
+                f"teacher.feedback={self.text!r}: {error}; a brace is written {{{{ or }}}}",
+                field="teacher.feedback",
             ) from error
         for _, name, spec, conversion in parts:
             if name is not None and name not in PLACEHOLDERS:
                 raise ConfigError(
-                    f"teacher_feedback: the placeholder {{{name}}} is unknown; "
+                    f"teacher.feedback: the placeholder {{{name}}} is unknown; "
                     f"{known_names(name, PLACEHOLDERS)}",
-                    field="teacher_feedback",
+                    field="teacher.feedback",
                 )
             if spec or conversion:
                 raise ConfigError(
-                    f"teacher_feedback: write {{{name}}} without `!` or `:`; numbers are "
+                    f"teacher.feedback: write {{{name}}} without `!` or `:`; numbers are "
                     "written short as they are",
-                    field="teacher_feedback",
+                    field="teacher.feedback",
                 )
         if "prompt" not in self.placeholders:
             raise ConfigError(
-                f"teacher_feedback={self.text!r} lacks {{prompt}}: the teacher would not see what "
+                f"teacher.feedback={self.text!r} lacks {{prompt}}: the teacher would not see what "
                 "is asked; put it where the prompt belongs",
-                field="teacher_feedback",
+                field="teacher.feedback",
             )
 
     @property
@@ -171,13 +171,13 @@ def last_of_user(messages: Sequence[Message]) -> int:
         if messages[place]["role"] == "user":
             if not isinstance(messages[place].get("content"), str):
                 raise DataError(
-                    "teacher_feedback needs a text for what the user said last",
-                    field="teacher_feedback",
+                    "teacher.feedback needs a text for what the user said last",
+                    field="teacher.feedback",
                 )
             return place
     raise DataError(
-        "teacher_feedback takes the place of what the user said last; nobody did",
-        field="teacher_feedback",
+        "teacher.feedback takes the place of what the user said last; nobody did",
+        field="teacher.feedback",
     )
 
 
@@ -203,7 +203,7 @@ def feedback_context(
     """
     if answer is None and "answer" in template.placeholders:
         raise DataError(
-            "teacher_feedback names {answer}, and the row has no `answer`", field="teacher_feedback"
+            "teacher.feedback names {answer}, and the row has no `answer`", field="teacher.feedback"
         )
     prompt = messages[last_of_user(messages)]["content"] if messages else text
     made = FeedbackContext(
@@ -220,9 +220,9 @@ def feedback_context(
     length = len(made.tokens_T(Outcome(reward=0.0)))
     if length + responses * max_new_tokens > room:
         raise DataError(
-            f"teacher_feedback makes {length} tokens of the prompt, and {responses} x "
+            f"teacher.feedback makes {length} tokens of the prompt, and {responses} x "
             f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room}; "
             "shorten the template or lower max_new_tokens",
-            field="teacher_feedback",
+            field="teacher.feedback",
         )
     return made

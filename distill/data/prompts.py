@@ -213,7 +213,7 @@ def _with_feedback(
 ) -> Prompt:
     if prompt.teacher_tokens_T is not None:
         raise DataError(
-            "the row says what the teacher sees, and so does teacher_feedback; leave out "
+            "the row says what the teacher sees, and so does teacher.feedback; leave out "
             "`teacher_prompt` and `teacher_messages`, or the setting"
         )
     context = feedback_context(

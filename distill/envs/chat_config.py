@@ -421,14 +421,14 @@ class ChatEnvConfig(ChatConfig):
     def _told(
         self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
     ) -> MessageProblem:
-        """The problem, with the maker of its teacher's context if the run sets teacher_feedback."""
+        """The problem, with the maker of its teacher's context if the run sets teacher.feedback."""
         if setting.feedback is None or problem.feedback is not None:
             return problem
         if problem.teacher_tokens_T is not None:
             raise ConfigError(
                 f"problems of env={type(self).__name__} say what the teacher sees, and so does "
-                "teacher_feedback; leave out one of them",
-                field="teacher_feedback",
+                "teacher.feedback; leave out one of them",
+                field="teacher.feedback",
             )
         env = problem.make()
         feedback = setting.feedback_on(

@@ -277,7 +277,9 @@ class TeacherObjective(PolicyObjective):
     hint_bonus_coef: float = setting(
         at_least(0),
         needs(
-            "teacher", "policy", remedy="it is a bonus of the policy's own log-probs under a hint"
+            "teacher.model",
+            "policy",
+            remedy="it is a bonus of the policy's own log-probs under a hint",
         ),
         default=0.0,
         doc="teacher=policy: weight of a bonus in the advantages of right answers: a token's "
@@ -286,7 +288,7 @@ class TeacherObjective(PolicyObjective):
     correct_reward_threshold: float | None = chz.field(
         default=None,
         doc="smallest reward of a right response, for hint_bonus_coef and {outcome} of "
-        "teacher_feedback; default: 1",
+        "teacher.feedback; default: 1",
     )
 
     @chz.validate

@@ -329,7 +329,7 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
 class CheckedReward:
     """A user's reward function, held to finite numbers and to a time. It pickles by its name.
 
-    It may return (number, words): what is to be said of the response, for `teacher_feedback=`.
+    It may return (number, words): what is to be said of the response, for `teacher.feedback=`.
 
     It runs in a thread of this process; when it is late nothing can end that thread, which is given
     up. The next call has a new one, until four still run.

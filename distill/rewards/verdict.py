@@ -11,7 +11,7 @@ RIGHT = "Right."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A reward, and what is to be said of the response (`{feedback}` of `teacher_feedback=`)."""
+    """A reward, and what is to be said of the response (`{feedback}` of `teacher.feedback=`)."""
 
     reward: float
     feedback: str = ""

@@ -213,7 +213,7 @@ def test_feedback_of_a_chat_is_what_the_user_says_last(
     told = [*chat[:3], {"role": "user", "content": "{Q} right"}]
     expected_T = render_messages(tokenizer, told)
     assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
-    with refuses(DataError, "teacher_feedback"):
+    with refuses(DataError, "teacher.feedback"):
         feedback_context(
             FeedbackTemplate(text="{prompt}", correct_reward_threshold=1.0), tokenizer,
             text="", messages=chat[:1], tools=None, answer=None, room=200, max_new_tokens=2,

@@ -128,5 +128,5 @@ def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_pat
 
 def test_a_game_has_no_answer_to_tell(tokenizer: PreTrainedTokenizerBase) -> None:
     template = FeedbackTemplate(text="{answer}{prompt}", correct_reward_threshold=1.0)
-    with refuses(DataError, "teacher_feedback"):
+    with refuses(DataError, "teacher.feedback"):
         TicTacToeGames()(None, setting(tokenizer, feedback=template))

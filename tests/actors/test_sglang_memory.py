@@ -143,10 +143,10 @@ def test_parallelism_is_read_off_the_flags() -> None:
     ],
 )
 def test_what_no_engine_or_push_can_do_is_refused(check, flags: str) -> None:
-    with refuses(ConfigError, "policy_server_flags"):
-        check("policy_server_flags", flags)
-    check("policy_server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
-    check("policy_server_flags", "--nnodes 2 --tp-size 4 --dp-size 4 --enable-dp-attention")
+    with refuses(ConfigError, "policy.server_flags"):
+        check("policy.server_flags", flags)
+    check("policy.server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
+    check("policy.server_flags", "--nnodes 2 --tp-size 4 --dp-size 4 --enable-dp-attention")
 
 
 def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:

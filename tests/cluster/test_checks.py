@@ -313,15 +313,15 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
     [
         ({}, [{"prompt": "2+2="}], "teacher=policy is the student itself, at every step"),
         (
-            {"teacher_feedback": "{answer}{prompt}"}, [{"prompt": "2+2="}],
-            ":1: teacher_feedback names {answer}, and the row has no `answer`",
+            {"teacher.feedback": "{answer}{prompt}"}, [{"prompt": "2+2="}],
+            ":1: teacher.feedback names {answer}, and the row has no `answer`",
         ),
         (
-            {"teacher_feedback": "{outcome}{prompt}"}, [{"prompt": "2+2="}],
+            {"teacher.feedback": "{outcome}{prompt}"}, [{"prompt": "2+2="}],
             "tells of the reward, and there is none without an `answer`: .*:1 has none",
         ),
         (
-            {"teacher_feedback": "{feedback}{prompt}"},
+            {"teacher.feedback": "{feedback}{prompt}"},
             [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3="}],
             "names {feedback}, and nothing is said of responses to .*2: words come from a reward",
         ),
@@ -330,16 +330,16 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
             "is for answers that are right, and .*:1 has no `answer`",
         ),
         (
-            {"hint_bonus_coef": 0.1, "teacher_ema": 0.9, "reward_coef": 1.0},
+            {"hint_bonus_coef": 0.1, "teacher.ema": 0.9, "reward_coef": 1.0},
             [{"prompt": "2+2=", "answer": "4"}], "changes nothing: the teacher sees no hint",
         ),
         (
-            {"teacher_feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}],
-            ":1: the row says what the teacher sees, and so does teacher_feedback",
+            {"teacher.feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}],
+            ":1: the row says what the teacher sees, and so does teacher.feedback",
         ),
         (
-            {"teacher_feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}],
-            ":1: teacher_feedback makes 601 tokens .* exceed the teacher's context of",
+            {"teacher.feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}],
+            ":1: teacher.feedback makes 601 tokens .* exceed the teacher's context of",
         ),
     ],
 )  # fmt: skip
@@ -355,23 +355,23 @@ def test_what_a_teacher_that_moves_is_told(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"teacher_engines": 2}, "teacher_engines=2 changes nothing: .*use policy_engines"),
-        ({"teacher_server_flags": "--tp-size 2"}, "teacher_server_flags=--tp-size 2 changes"),
+        ({"teacher.engines": 2}, "teacher.engines=2 changes nothing: .*use policy.engines"),
+        ({"teacher.server_flags": "--tp-size 2"}, "teacher.server_flags=--tp-size 2 changes"),
         ({"kl_coef": 0.0}, "kl_coef=0 leaves the teacher out"),
         (
             {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"},
             "estimator=top_k changes nothing with kl_coef=0",
         ),
-        ({"teacher_lag": 4, "rollout_only": True}, "teacher_lag=4 .* with rollout_only=True"),
-        ({"teacher_ema": 0.9, "teacher_server_flags": "--pp-size 2"}, "cannot be pushed"),
+        ({"teacher.lag": 4, "rollout_only": True}, "teacher.lag=4 .* with rollout_only=True"),
+        ({"teacher.ema": 0.9, "teacher.server_flags": "--pp-size 2"}, "cannot be pushed"),
         (
             {"correct_reward_threshold": 0.5},
             "correct_reward_threshold=0.5 changes nothing without {outcome}",
         ),
-        ({"teacher_feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
-        ({"teacher_feedback": "{answer}"}, "lacks {prompt}"),
-        ({"teacher_feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),
-        ({"teacher_feedback": "{prompt}{"}, "a brace is written {{ or }}"),
+        ({"teacher.feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
+        ({"teacher.feedback": "{answer}"}, "lacks {prompt}"),
+        ({"teacher.feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),
+        ({"teacher.feedback": "{prompt}{"}, "a brace is written {{ or }}"),
         (
             {"teacher": None, "teachers": {"a": {"model": "policy"}}},
             r"teachers\.a\.model=policy: a teacher that moves is the only one",
@@ -387,7 +387,7 @@ def test_settings_of_a_teacher_that_moves(opd: NewOpd, settings: dict, message: 
 @pytest.mark.parametrize("estimator", ["auto", "sampled", "top_k"])
 def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
     config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, sft_steps=2)
-    with pytest.raises(ConfigError, match=r"answers in text.*samples_from=.*recipe=sft"):
+    with pytest.raises(ConfigError, match=r"answers in text.*teacher.samples_from=.*recipe=sft"):
         check_rollout(with_estimator(config)[0])
 
 
@@ -396,13 +396,18 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
 ) -> None:
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
     with running_text_server() as server:
-        endpoint = {"samples_from": f"{MODEL}@{server.url}", "sft_steps": 1}
+        endpoint = {
+            "teacher.samples_from": f"{MODEL}@{server.url}",
+            "teacher.sft_steps": 1,
+        }
         [teacher] = check_rollout(opd(**endpoint)).text_teachers.values()
         assert teacher.encoder.stop_ids == (EOS,) and len(server.chats) == 1
         server.failures = [Says("", "length")]
         assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
         server.failures = [404]
-        with pytest.raises(ConfigError, match=r"HTTP 404.*put it right, or leave samples_from"):
+        with pytest.raises(
+            ConfigError, match=r"HTTP 404.*put it right, or leave teacher.samples_from"
+        ):
             check_rollout(opd(**endpoint))
         asked = len(server.chats)
         chat = {"messages": [{"role": "user", "content": "2"}]}
@@ -420,7 +425,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         }
         with pytest.raises(ConfigError, match=":1 has `tools`"):
             check_rollout(opd(**endpoint, **with_tools))
-        texts = endpoint | {"samples_from": f"{MODEL}@{server.url}/completions"}
+        texts = endpoint | {"teacher.samples_from": f"{MODEL}@{server.url}/completions"}
         with pytest.raises(ConfigError, match=r":1 is a chat; give .* without /completions"):
             check_rollout(opd(**texts, prompts=prompts(chat)))
         assert len(server.chats) == asked and not server.completions, "asked of what cannot be"

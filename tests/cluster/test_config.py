@@ -60,6 +60,7 @@ from distill.settings import (
     meant_by,
     path_of,
     section_of,
+    setting_of,
 )
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
@@ -67,7 +68,7 @@ from tests.refusals import refuses
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
-WRITTEN = {"samples_from": "m@http://h:1/v1"}
+WRITTEN = {"teacher.samples_from": "m@http://h:1/v1"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_rate_is_a_number_above_zero(opd: NewOpd, name: str, value: float) -> 
         opd(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["policy_engines", "teacher_engines", "rollout.workers"])
+@pytest.mark.parametrize("name", ["policy.engines", "teacher.engines", "rollout.workers"])
 def test_a_pool_is_not_empty(opd: NewOpd, name: str) -> None:
     with refuses(ConfigError, name):
         opd(**{name: 0})
@@ -267,23 +268,23 @@ def test_temperature_has_one_home() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sample_share": 0.5, "sft_steps": 3}, "sample_share=0.5 changes nothing with sft_steps"),
+        ({"sample_share": 0.5, "sft_steps": 3}, "sample_share=0.5 changes nothing with"),
         ({"sample_share": 0.5, "teacher": "policy"}, "sample_share=0.5 with teacher=policy"),
         ({"sft_steps": 1, "samples_from": "http://h:1/v1"}, "must be NAME@http://host/v1"),
         ({"sft_steps": 1, "samples_from": " @http://h:1/v1"}, "must be NAME@http://host/v1"),
         (WRITTEN, "samples_from=m@http://h:1/v1 changes nothing: no group is the teacher's"),
         (
-            {"sft_steps": 1, "samples_from": "m@http://me:secret@h:1/v1"},
-            "samples_from holds a user, a password or a query",
+            {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://me:secret@h:1/v1"},
+            "teacher.samples_from holds a user, a password or a query",
         ),
         (
             WRITTEN
-            | {"sft_steps": 1, "teacher": None, "teachers": {"a": {"model": "t"}}},
+            | {"teacher.sft_steps": 1, "teacher": None, "teachers": {"a": {"model": "t"}}},
             r"beside teachers\.NAME: .*give teachers\.a\.samples_from, say",
         ),
         (
             {
-                "sft_steps": 1, "teacher": None,
+                "teacher.sft_steps": 1, "teacher": None,
                 "teachers": {"a": {"model": "t", "samples_from": "http://h:1/v1"}},
             },
             r"teachers\.a\.samples_from must be NAME@",
@@ -325,7 +326,7 @@ def test_rewards_compared_over_the_step_and_cut_by_length(
 
 
 def of(config: OpdConfig, name: str) -> Any:
-    return get(config, path_of(OpdConfig, name))
+    return get(config, setting_of(OpdConfig, path_of(OpdConfig, name), ""))
 
 
 def arguments(config: OpdConfig, *more: str) -> list[str]:
@@ -458,9 +459,9 @@ class Undecorated(SingleTurn):
 
 
 def test_values_that_contain_what_slips_do(opd: NewOpd) -> None:
-    more = ["policy_server_flags=--tp-size 2", "teacher_server_flags=", "reward=a.b-c:d=e", "lr=1"]
+    more = ["policy.server_flags=--tp-size 2", "teacher.server_flags=", "reward=a.b-c:d=e", "lr=1"]
     read = key_values(more)
-    assert read["policy_server_flags"] == "--tp-size 2" and read["reward"] == "a.b-c:d=e"
+    assert read["policy.server_flags"] == "--tp-size 2" and read["reward"] == "a.b-c:d=e"
     assert parse(OpdConfig, [*arguments(opd())[1:], *more[:2], "lr=1", "lr=2"]).lr == 2.0
 
 

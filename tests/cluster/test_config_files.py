@@ -24,7 +24,7 @@ from cluster.train import main
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.rules import get
-from distill.settings import changed, path_of
+from distill.settings import changed, path_of, setting_of
 from learner.learning_rate import Stage, suggested_lr
 from tests.refusals import refuses
 
@@ -269,7 +269,10 @@ def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
 def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) -> None:
     config = opd()
     names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
-    given = [f"{name}={get(config, path_of(OpdConfig, name))}" for name in names]
+    given = [
+        f"{name}={get(config, setting_of(OpdConfig, path_of(OpdConfig, name), ''))}"
+        for name in names
+    ]
     assert main(["recipe=opd", *given, "lr=auto", "dry_run=True", *more]) == 0
     lr = suggested_lr("opd", 32, adapter=bool(more))
     trained = "an adapter" if more else "all weights"

@@ -41,7 +41,7 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
         ],
     )
     assert (opd.student, opd.reference, opd.teachers["a"].model) == (final, final, final)
-    assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher == final
+    assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher.model == final
     evaluated = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], f"reward=model:{run}"])
     assert (evaluated.model, evaluated.reward_model) == (final, final)
     dpo = parse(DpoConfig, [f"model={run}", f"reference={run}", "data=README.md", "out=OUT"])
@@ -54,7 +54,9 @@ def test_the_moving_teacher_is_no_directory(
     run.rename(tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
     told = "teacher_feedback={prompt} {response}"
-    assert parse(OpdConfig, ["student=a/b", "teacher=policy", told, *OTHERS]).teacher == "policy"
+    assert (
+        parse(OpdConfig, ["student=a/b", "teacher=policy", told, *OTHERS]).teacher.model == "policy"
+    )
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_one_running_server_among_several_teachers(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimator, "ask_server", lambda url: server())
-    teachers = {"a": {"model": URL}, "b": {"model": str(opd().teacher)}}
+    teachers = {"a": {"model": URL}, "b": {"model": str(opd().teacher.model)}}
     assert chosen(opd(estimator="auto", teacher=None, teachers=teachers))[0] == "top_k"
 
 

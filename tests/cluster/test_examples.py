@@ -32,7 +32,7 @@ def test_an_example_is_checked_and_planned(
 ) -> None:
     file = CONFIGS / f"{name}.yaml"
     given, pair = read_settings(str(file)), opd()
-    student, teacher = chats(tmp_path) if name == "tools" else (pair.student, pair.teacher)
+    student, teacher = chats(tmp_path) if name == "tools" else (pair.student, pair.teacher.model)
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))

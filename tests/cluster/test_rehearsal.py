@@ -38,7 +38,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         colocate="share", gpus_per_actor=0.5, wandb="offline", compile=True,
         policy_server_flags="--log-level debug", learner_workers=3, teacher=None,
         teachers={
-            "near": {"model": str(opd().teacher), "weight": 2.0},
+            "near": {"model": str(opd().teacher.model), "weight": 2.0},
             "far": {"model": "http://far:30000"},
         },
     )  # fmt: skip
@@ -52,14 +52,14 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         4,
         STEPS_AT_MOST,
     )
-    assert (config.policy_engines, config.learner_workers, config.device) == (2, 2, "cpu")
+    assert (config.policy.engines, config.learner_workers, config.device) == (2, 2, "cpu")
     assert small.stand_ins == {"teachers.far": "http://far:30000"}
     assert config.teachers["near"].weight == 2.0
     paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
     assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
     assert {
         "colocate", "gpus_per_actor", "tracking.wandb", "compile",
-        "policy_server_flags",
+        "policy.server_flags",
     } == set(small.left_out)  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
 def test_a_teacher_that_seldom_moves_moves_in_the_rehearsal(opd: Opd, tmp_path: Path) -> None:
     config = opd(teacher="policy", teacher_feedback="{prompt}!", teacher_lag=500)
     small = small_run(config, tmp_path / "small")
-    assert isinstance(small.config, OpdConfig) and small.config.teacher_lag == 2
+    assert isinstance(small.config, OpdConfig) and small.config.teacher.lag == 2
     assert list(small.twins) == ["student"]
 
 

@@ -88,14 +88,14 @@ def test_a_server_over_several_nodes_takes_its_part_of_each(
         {"weights": "shared_memory"},
         {"local": True},
         {"colocate": "share"},
-        {"policy_server_flags": "--node-rank 1"},
+        {"policy.server_flags": "--node-rank 1"},
     ],
 )
 def test_a_server_over_several_nodes_is_refused_where_it_has_no_place(
     opd: Opd, changes: dict
 ) -> None:
     with pytest.raises(ConfigError):
-        opd(**{"policy_server_flags": "--tp-size 2 --nnodes 2"} | changes)
+        opd(**{"policy.server_flags": "--tp-size 2 --nnodes 2"} | changes)
 
 
 def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:
@@ -140,7 +140,7 @@ def test_pools_and_their_bounds(opd: Opd, tiny_pair) -> None:
     assert cpus_at_most(config) == 1 + 3 + 2 + 2 * 2
 
 
-@pytest.mark.parametrize("pool", ["policy_engines", "rollout.workers", "teacher_engines"])
+@pytest.mark.parametrize("pool", ["policy.engines", "rollout.workers", "teacher.engines"])
 @pytest.mark.parametrize("size", ["2..1", "0..2", "2...3", "..2", "2..x", "many", -1, 0])
 def test_a_pool_is_a_number_or_a_range(opd: Opd, pool: str, size: int | str) -> None:
     with refuses(ConfigError, pool):
@@ -164,8 +164,8 @@ def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
     ("rule", "said"),
     [
         ({}, ""),
-        ({"teacher_lag": 3}, "; as much to 1 teacher engine after every 3 steps"),
-        ({"teacher_ema": 0.9, "teacher_engines": 2}, "; as much to 2 teacher engines after each"),
+        ({"teacher.lag": 3}, "; as much to 1 teacher engine after every 3 steps"),
+        ({"teacher.ema": 0.9, "teacher.engines": 2}, "; as much to 2 teacher engines after each"),
     ],
     ids=str,
 )

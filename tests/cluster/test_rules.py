@@ -28,7 +28,7 @@ from tests.refusals import refuses
 _POLICY = {"student": "s", "prompts": "p", "out": "o", "sampling.temperature": 0.7}
 _SUPERVISED = {"model": "m", "data": "d", "out": "o"}
 GIVEN: dict[str, dict[str, Any]] = {
-    "opd": _POLICY | {"teacher": "t"},
+    "opd": _POLICY | {"teacher.model": "t"},
     "rl": _POLICY,
     "sft": _SUPERVISED,
     "dpo": _SUPERVISED,
@@ -53,11 +53,11 @@ WITH: dict[str, dict[str, Any]] = {
     "clip": {"loss": "ppo"},
     "correction_cap": {"correction": "mask"},
     "jsd_beta": {"estimator": "full", "divergence": "jsd"},
-    "kl_coef": {"teacher": "policy", "hint_bonus_coef": 0.1},
+    "kl_coef": {"teacher.model": "policy", "hint_bonus_coef": 0.1},
     "overlong_buffer": _REWARDS,
     "tail": _TOP_K,
-    "teacher_ema": {"teacher": "policy"},
-    "teacher_lag": {"teacher": "policy"},
+    "teacher.ema": {"teacher.model": "policy"},
+    "teacher.lag": {"teacher.model": "policy"},
     "teacher_top_k": _TOP_K,
     "top_k_from": _TOP_K,
     "eval.engines": {"eval.every": 1},

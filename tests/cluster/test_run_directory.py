@@ -39,8 +39,8 @@ MAY_CHANGE = {
     "device": "cpu",
     "tracking.notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
     "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval.every": 3,
-    "policy_engines": 2, "teacher_engines": 2, "rollout.workers": 2, "token_budget": 99,
-    "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
+    "policy.engines": 2, "teacher.engines": 2, "rollout.workers": 2, "token_budget": 99,
+    "start_deadline_s": 9.0, "policy.server_flags": "--a", "teacher.server_flags": "--a",
     "weights": "group", "verify.every": 0,
     "gradient_checkpointing": True, "learner_workers": 2,
     "compile": True, "offload_optimizer": True, "trace_step": 1,
@@ -56,7 +56,8 @@ MAY_CHANGE = {
 MUST_STAY = {
     "chat_date": "2026-01-31",
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
-    "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
+    "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher.model": "other",
+    "prompts": "other",
     "sampling.temperature": 0.8, "prompts_per_step": 3, "sampling.group_size": 3,
     "sampling.max_new_tokens": 9,
     "dtype": "bfloat16", "learner_dtype": "bfloat16",
@@ -68,9 +69,9 @@ MUST_STAY = {
     "lora.rank": 4, "lora.adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
     "fork_from": "other", "train_from": "other", "rollout_only": True,
-    "teacher_feedback": "{prompt}!",
+    "teacher.feedback": "{prompt}!",
     "columns": {"prompt": "question"}, "answer_pattern": "#",
-    "sft_steps": 1, "sample_share": 0.5,
+    "teacher.sft_steps": 1, "teacher.sample_share": 0.5,
 }  # fmt: skip
 # The same for settings that mean something beside others only: (those others, another value).
 MUST_STAY_BESIDE = {
@@ -96,11 +97,14 @@ MUST_STAY_BESIDE = {
     "lora.targets": ({"lora.rank": 4}, "q_proj"),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
     "queue.on_stale": ({}, "train_late"),
-    "correct_reward_threshold": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
-    "teacher_lag": ({"teacher": "policy", "teacher_lag": 2}, 3),
-    "teacher_ema": ({"teacher": "policy", "teacher_ema": 0.9}, 0.95),
+    "correct_reward_threshold": ({"teacher.feedback": "{prompt} {outcome}"}, 0.9),
+    "teacher.lag": ({"teacher": "policy", "teacher.lag": 2}, 3),
+    "teacher.ema": ({"teacher": "policy", "teacher.ema": 0.9}, 0.95),
     "hint_bonus_coef": ({"teacher": "policy", "hint_bonus_coef": 0.1}, 0.2),
-    "samples_from": ({"sft_steps": 1, "samples_from": "m@http://a:1"}, "n@http://a:1"),
+    "teacher.samples_from": (
+        {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://a:1"},
+        "n@http://a:1",
+    ),
 }
 
 
@@ -211,9 +215,9 @@ def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
 
 
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
-    beside, _ = MUST_STAY_BESIDE["samples_from"]
+    beside, _ = MUST_STAY_BESIDE["teacher.samples_from"]
     started(opd(**beside))
-    moved = beside | {"samples_from": "m@https://b:2/v1"}
+    moved = beside | {"teacher.samples_from": "m@https://b:2/v1"}
     assert RunDirectory("opd", opd(**moved)).check() is None
 
 

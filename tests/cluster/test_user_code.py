@@ -138,7 +138,12 @@ def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code
 
 def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:
     """A run in the environment of `code`."""
-    given = [f"teacher={opd().teacher}", f"student={opd().student}", "temperature=0.7", "out=x"]
+    given = [
+        f"teacher={opd().teacher.model}",
+        f"student={opd().student}",
+        "temperature=0.7",
+        "out=x",
+    ]
     env = ["max_new_tokens=8", f"env={code.stem}:Own", f"env.breaks={breaks}"]
     config = parse(OpdConfig, [*given, *env, *more])
     assert config is not None

@@ -156,7 +156,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "reason": run.summary.get("reason"),
         "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
         "student": settings.get("student") or settings.get("model"),
-        "teacher": settings.get("teacher")
+        "teacher": at_path(settings, "teacher.model")
         or ", ".join(
             f"{name}: {each.get('model') if isinstance(each, dict) else each}"
             for name, each in teachers.items()
