@@ -188,10 +188,15 @@ def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_policy_server_that_dies_is_started_again(tiny_pair: TinyPair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pushed", [{}, {"weights": "adapter", "lora.rank": 4}])
+def test_a_policy_server_that_dies_is_started_again(
+    tiny_pair: TinyPair, tmp_path: Path, pushed: dict[str, object]
+) -> None:
     """The new one serves only with the present weights, and after its own handshake."""
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, engine="sglang", checkpoint_every=2, max_staleness=0)
+    arguments = opd_arguments(
+        tiny_pair, out, engine="sglang", checkpoint_every=2, max_staleness=0, **pushed
+    )
     process = start("cluster.train", "recipe=opd", *arguments, "steps=5000")
     wait_until(lambda: len(metrics(out)) >= 3, process)
     before = len(metrics(out))
