@@ -160,9 +160,8 @@ class Run:
         self.step, self._begun = int(metrics["step"]), None
         metrics = metrics | self.checkpoints.times()
         self.context.trained(metrics)
-        ends = self.context.signals.received is not None  # then the checkpoint comes first
         try:
-            if not ends:
+            if self.context.signals.received is None:  # else the checkpoint comes first
                 metrics = metrics | self.evaluations.after_step(self.step)
         finally:
             self.context.record(metrics)  # the step is trained even if its evaluation fails
