@@ -1,12 +1,10 @@
-"""`weights=auto` of a run that trains an adapter: the adapter alone, if the engines can.
+"""`weights=adapter`: the adapter alone is pushed, to servers that compute it beside the base.
 
-On a CPU auto pushes merged weights: SGLang's kernels for adapters are slow there, and a push is
-cheap (docs/weights.md).
+`weights=auto` pushes merged weights: an adapter alone has run on CPU servers only, which decode
+slower with one (docs/weights.md).
 """
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 from actors.config import choose_engine
 from actors.sglang.flags import parse_flags
@@ -14,16 +12,12 @@ from actors.sglang.installed import checks_adapters
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
-from distill.settings import changed
 from distill.weights.adapter import AdapterForm
 from learner.lora import served_adapter
 
-Config = TypeVar("Config", bound=RolloutConfig)
 
-
-def with_adapter_push(config: Config) -> tuple[Config, str]:
-    """The settings with weights=adapter in place of auto if the engines can, and a line that says
-    which weights are pushed, and why; without an adapter, or without pushes, an empty one.
+def adapter_push(config: RolloutConfig) -> str:
+    """A line about the push of an adapter: that it goes alone, or could; else an empty one.
 
     The device and the kind of engine are chosen already.
 
@@ -32,21 +26,17 @@ def with_adapter_push(config: Config) -> tuple[Config, str]:
         CheckpointError: the student has no readable config.
     """
     if config.weights not in ("auto", "adapter"):
-        return config, ""
-    if config.weights == "auto" and not (config.lora.trains_adapter and config.pushes):
-        return config, ""
+        return ""
     try:
         form = _served(config)
     except ConfigError as error:
         if config.weights == "adapter":
             raise ConfigError(f"weights=adapter: {error}", field="weights") from error
-        return config, f"weights=auto: the adapter is pushed merged: {error}"
-    if config.weights == "auto" and config.device == "cpu":
-        why = "on a CPU servers decode slower with one beside the base (weights=adapter has it so)"
-        return config, f"weights=auto: the adapter is pushed merged: {why}"
+        return ""
+    if config.weights == "auto":
+        return "weights=auto: the adapter is pushed merged; weights=adapter would push it alone"
     size = f"{form.parameters / 1e6:.3g} M numbers"
-    line = f"weights=adapter: the adapter is pushed alone, {size} (docs/weights.md)"
-    return changed(config, weights="adapter"), line
+    return f"weights=adapter: the adapter is pushed alone, {size} (docs/weights.md)"
 
 
 def _served(config: RolloutConfig) -> AdapterForm:

@@ -39,8 +39,8 @@ class PolicySettings(EngineChoices, ServerSettings):
         "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
         "gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
         "portion at a time; disk: a directory in out/ that all nodes share; adapter: a LoRA "
-        "adapter's tensors alone, which SGLang servers compute beside the base; auto: the adapter "
-        "if servers on GPUs can, else merged weights to each engine by its place",
+        "adapter's tensors alone, which SGLang servers compute beside the base; auto: by each "
+        "engine's place, an adapter merged",
         metadata=MAY_CHANGE,
     )
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
-from cluster.config.adapter_push import with_adapter_push
+from cluster.config.adapter_push import adapter_push
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
@@ -75,8 +75,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None
     config, said = with_routing_replay(config)
     if said:
         say(said)
-    config, said = with_adapter_push(config)
-    if said:
+    if said := adapter_push(config):
         say(said)
     # As given: `auto` may resolve to another value where the run is resumed.
     recorded = changed(config, device=device, engine=engine, weights=weights)
