@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors.sglang.flags import OnWeightUpdate
-from actors.sglang.weights import WeightSession
+from actors.sglang.weights import Use, WeightSession
 from distill.engine import CheckpointDirectory, Sample
 from distill.errors import EngineError, EngineLost
 from distill.models.loading import tensor_shapes
@@ -80,7 +80,7 @@ class Server:
     def _on_abort_request(self, _body: Mapping[str, Any]) -> None:
         pass
 
-    async def generate(self, tokens: int = 3) -> list[Sample]:
+    async def generate(self, _use: Use, tokens: int = 3) -> list[Sample]:
         versions = []
         for _ in range(tokens):
             if self.paused and self._mode == "restart":
@@ -91,7 +91,7 @@ class Server:
             await asyncio.sleep(0)
         return [sample(versions, StopReason.LENGTH)]
 
-    async def score(self) -> int:
+    async def score(self, _use: Use) -> int:
         assert not self.paused and not self.released and self.holds_weights
         self.running += 1
         await asyncio.sleep(0.001)
@@ -132,7 +132,7 @@ def test_no_request_is_served_by_released_weights(
         await asyncio.sleep(draw.random() * 0.02)
         if number % 4 == 0:
             return [await session.score(server.score)]
-        [made] = await session.generate(lambda: server.generate(draw.randrange(1, 30)))
+        [made] = await session.generate(lambda use: server.generate(use, draw.randrange(1, 30)))
         assert made.stop_reason is StopReason.LENGTH, "a sample was cut short"
         return made.versions_T.tolist()
 

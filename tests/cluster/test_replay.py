@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -381,7 +382,11 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     assert all(torch.equal(made[name], alone[name]) for name in made)
     other = kept_run(tiny_pair, tmp_path / "other", train_from=str(tmp_path / "made"), loss="ppo")
     assert not all(torch.equal(made[name], other[name]) for name in made)
-    for wrong in ({"steps": 4}, {"temperature": 0.8}, {"train_from": str(tmp_path)}):
-        with refuses(ConfigError, *wrong):
+    mistakes: dict[str, Any] = {
+        "steps": 4, "sampling.temperature": 0.8, "train_from": str(tmp_path)
+    }  # fmt: skip
+    for field, value in mistakes.items():
+        wrong = {field.removeprefix("sampling."): value}
+        with refuses(ConfigError, field):
             kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
     assert not (tmp_path / "new").exists()
