@@ -43,7 +43,7 @@ from cluster.handles import calls, errors
 from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.context import RunContext
 from cluster.recipes.opening import begun, placed
-from cluster.recipes.plan import RunPlan
+from cluster.recipes.plan import RunPlan, is_over
 from cluster.runtime.checkpoints import Checkpoints
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
@@ -64,13 +64,13 @@ def run(config: CommonConfig, console: Console) -> None:
         Interrupted: a signal came; every whole step is in a checkpoint.
     """
     with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
-        if plan is None:
+        if is_over(plan, console):
             return
         with begun(plan, console) as context, placed(context) as (device, places):
             Run(context, *plan.parts(context, device, places)).to_the_end()
 
 
-def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan | None]:
+def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan]:
     if isinstance(config, RolloutConfig):
         from cluster.recipes.on_policy import prepared  # engines: not for the others
 

@@ -125,17 +125,6 @@ class FrozenModel:
         return made
 
 
-# A row for a worker that runs a teacher only because another worker does.
-_SHORTEST = TrainingRow(
-    tokens_T=np.zeros(2, np.int32),
-    loss_mask_T=np.array([False, True]),
-    advantages_T=np.zeros(2, np.float32),
-    behaviour_logprobs_T=np.zeros(2, np.float32),
-    temperature=1.0,
-    source="another worker's teacher",
-)
-
-
 class LocalTeachers:
     """The learner's copies of teachers by name; each scores the rows that name it, at their own T.
 
@@ -180,9 +169,22 @@ class LocalTeachers:
             if name == own:
                 found = self.models[name].distribution_of(batch)
             else:
-                self.models[name].logprobs([[_SHORTEST]])
+                self.models[name].logprobs([[_shortest(batch.rows[0])]])
         assert found is not None, f"{own} is not among the round's teachers {in_round}"
         return found
+
+
+def _shortest(row: TrainingRow) -> TrainingRow:
+    """A row of two tokens, at the T of `row`, for a teacher that runs because another worker's
+    rows need it."""
+    return TrainingRow(
+        tokens_T=np.zeros(2, np.int32),
+        loss_mask_T=np.array([False, True]),
+        advantages_T=np.zeros(2, np.float32),
+        behaviour_logprobs_T=np.zeros(2, np.float32),
+        temperature=row.temperature,
+        source=row.source,
+    )
 
 
 def as_seen(row: TrainingRow) -> TrainingRow:

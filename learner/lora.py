@@ -374,7 +374,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     if not adaptable:
         raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
     # Servers know modules by their last names.
-    known = sorted({name.rpartition(".")[2] for name in adaptable})
+    known = sorted({_last(name) for name in adaptable})
     if settings.targets in (None, ALL_LINEAR):
         targets = _but_for_experts(known, model)
     else:

@@ -360,6 +360,12 @@ class RolloutConfig(
         return self.train_from is None and not self.only_keeps
 
     @property
+    def adapter_versions(self) -> int:
+        """Versions of an adapter that a server may hold: those that samples may be of, and the one
+        that is being loaded."""
+        return self.queue.max_staleness + 2
+
+    @property
     def whole_steps(self) -> int:
         """Newest steps of which all training data are kept; 0: none."""
         return self.keep if isinstance(self.keep, int) else 0
@@ -485,7 +491,7 @@ class RolloutConfig(
             return engine
         from learner.lora import served_adapter  # imports torch
 
-        form, versions = served_adapter(self.lora, self.student), self.queue.max_staleness + 2
+        form, versions = served_adapter(self.lora, self.student), self.adapter_versions
         flags = f"{adapter_flags(form, versions, device)} {engine.server_flags}"
         beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
         return chz.replace(engine, server_flags=flags, gpu_beside=beside)

@@ -84,8 +84,8 @@ class EnginePoolSettings:
 
     engines: int | str = chz.field(
         default=1,
-        doc="engines (actors), of each teacher: a number, or 2..8 for a pool that begins with 2 "
-        "and grows up to 8 while its work is too slow",
+        doc="engines (actors); several teachers have as many each. A number, or 2..8 for a pool "
+        "that begins with 2 and grows up to 8 while its work is too slow",
         metadata=MAY_CHANGE,
     )
     server_flags: str = chz.field(

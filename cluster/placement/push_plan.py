@@ -21,8 +21,8 @@ def describe_push(config: RolloutConfig, device: str) -> str:
     dtype, engines = choose_dtype(config.dtype, device), config.policy.size.smallest
     if config.weights == "adapter":
         parameters = served_adapter(config.lora, config.student).parameters
-        versions = config.queue.max_staleness + 2
-        way = f"the adapter alone; a server holds at most {versions} versions of it"
+        most = config.adapter_versions
+        way = f"the adapter alone; a server holds at most {most} versions of it"
     else:
         estimate = estimate_memory(config.student)
         parameters = None if estimate is None else estimate.parameters

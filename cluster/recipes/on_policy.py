@@ -19,20 +19,13 @@ from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import kept_learners
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
-from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.placement.roles import teacher_roles
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps
 from cluster.recipes.opening import opened
-from cluster.recipes.plan import (
-    RunPlan,
-    already_complete,
-    kept_line,
-    learner_line,
-    tell_dry_run,
-)
+from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import Fork, find_fork
@@ -51,16 +44,14 @@ from learner.config import ShadowRule
 
 
 @contextmanager
-def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None]:
-    """Check the run and print its plan; yields None if there is nothing to run.
-
-    That is a dry run, or a run that `out/` already holds, finished.
+def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
+    """Check the run and print its plan.
 
     Raises:
         IsothermError: the run cannot work as it is set.
     """
     say = partial(console.print, markup=False, highlight=False)
-    device, engine, weights = config.device, config.engine, config.weights
+    device, engine = config.device, config.engine
     config, said = with_device(config)
     if said:
         say(said)
@@ -78,7 +69,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan | None
     if said := adapter_push(config):
         say(said)
     # As given: `auto` may resolve to another value where the run is resumed.
-    recorded = changed(config, device=device, engine=engine, weights=weights)
+    recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         yield _planned(config, inputs, directory, resume_from, console)
@@ -90,7 +81,7 @@ def _planned(
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     console: Console,
-) -> RunPlan | None:
+) -> RunPlan:
     say = partial(console.print, markup=False, highlight=False)
     own_metrics = not isinstance(config.env, SingleTurn)
     check_metric(config.checkpoint.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
@@ -107,13 +98,10 @@ def _planned(
     if config.train_from is not None:
         parts = partial(_parts_on_kept, config, inputs, kept_steps(config))
     console.print(_plan(config, inputs, directory, fork))
-    if config.only_plans:
-        tell_dry_run(console, directory, describe_layout(config, inputs.longest_row))
-    if config.only_plans or already_complete(directory, resume_from, config, console):
-        return None
     return RunPlan(
         config=config,
         tokenizer=inputs.tokenizer,
+        longest_row=inputs.longest_row,
         directory=directory,
         resume_from=resume_from,
         fork=fork,

@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
+from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.run_files.fork import Fork
 from cluster.run_files.run_directory import RunDirectory
@@ -35,6 +36,7 @@ class RunPlan:
     """A run whose settings, models and data are checked, and whose directory is locked.
 
     Attributes:
+        longest_row: tokens of the longest row, or of the rows of a pair, that a step may train.
         fork: start of a run that has no checkpoint of its own yet.
         untrained: data state (`delivery`) of a checkpoint before the first step.
         parts: makes the run's actors, which are not started yet, and its evaluations, given the
@@ -43,6 +45,7 @@ class RunPlan:
 
     config: CommonConfig
     tokenizer: PreTrainedTokenizerBase
+    longest_row: int
     directory: RunDirectory
     resume_from: Checkpoint | None
     fork: Fork | None
@@ -50,24 +53,22 @@ class RunPlan:
     parts: Callable[[RunContext, str, Places], tuple[Actors, Measured]]
 
 
-def tell_dry_run(console: Console, directory: RunDirectory, layout: str) -> None:
-    """Print the memory plan, and a file that repeats the command; lines are not wrapped there."""
-    console.print(layout, highlight=False)
-    console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
-    console.print(directory.yaml, markup=False, highlight=False, soft_wrap=True, end="")
-
-
-def already_complete(
-    directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
-) -> bool:
-    """True if `out/` already holds the requested run, finished."""
-    done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
-    if done:
-        console.print(
-            f"{directory.path} already holds this run, finished: nothing to do. Ask for more "
-            "steps= to go on, or choose another out="
-        )
-    return done
+def is_over(plan: RunPlan, console: Console) -> bool:
+    """True, and the reason is printed, if there is nothing to run: a dry run, or it is finished."""
+    config, resume_from = plan.config, plan.resume_from
+    if config.only_plans:
+        console.print(describe_layout(config, plan.longest_row), highlight=False)
+        console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
+        # Not wrapped: the file repeats the command.
+        console.print(plan.directory.yaml, markup=False, highlight=False, soft_wrap=True, end="")
+        return True
+    if resume_from is None or resume_from.step < config.steps or not plan.directory.is_finished():
+        return False
+    console.print(
+        f"{plan.directory.path} already holds this run, finished: nothing to do. Ask for more "
+        "steps= to go on, or choose another out="
+    )
+    return True
 
 
 def kept_line(config: CommonConfig, model: str, out: Path) -> str:

@@ -19,17 +19,10 @@ from cluster.config.supervised_checks import (
 )
 from cluster.hosts.learners import supervised_learners
 from cluster.placement.device_choice import with_device
-from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.recipes.context import RunContext
 from cluster.recipes.opening import opened
-from cluster.recipes.plan import (
-    RunPlan,
-    already_complete,
-    kept_line,
-    learner_line,
-    tell_dry_run,
-)
+from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations, Validation
 from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
@@ -46,10 +39,8 @@ _MEASURED = {
 
 
 @contextmanager
-def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan | None]:
-    """Check the run and print its plan; yields None if there is nothing to run.
-
-    That is a dry run, or a run that `out/` already holds, finished.
+def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
+    """Check the run and print its plan.
 
     Raises:
         IsothermError: the run cannot work as it is set.
@@ -86,15 +77,10 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan | N
         )
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
-        if config.only_plans:
-            longest = inputs.longest_rows(config.rows_per_unit)
-            tell_dry_run(console, directory, describe_layout(config, longest))
-        if config.only_plans or already_complete(directory, resume_from, config, console):
-            yield None
-            return
         yield RunPlan(
             config=config,
             tokenizer=inputs.tokenizer,
+            longest_row=inputs.longest_rows(config.rows_per_unit),
             directory=directory,
             resume_from=resume_from,
             fork=fork,
