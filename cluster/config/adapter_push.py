@@ -1,7 +1,7 @@
 """`weights=adapter`: the adapter alone is pushed, to servers that compute it beside the base.
 
-`weights=auto` pushes merged weights: an adapter alone has run on CPU servers only, which decode
-slower with one (docs/weights.md).
+`weights=auto` pushes merged weights: an adapter alone has run on CPU servers only, and the larger
+of the two models that were measured decoded slower with it (docs/weights.md).
 """
 
 from __future__ import annotations

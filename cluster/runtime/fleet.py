@@ -264,7 +264,7 @@ class Fleet:
         """
         resumed, config = resume_from is not None, self._config
         adapter = config.weights == "adapter" if resumed else config.lora.adapter is not None
-        if adapter or self._config.teacher_rule is not None:
+        if adapter or config.teacher_rule is not None:
             self._push_first()
             self.pin()
             self._handshake.before_steps(self)
