@@ -49,7 +49,8 @@ from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from cluster.recipes.plan import Actors, Measured
+    from cluster.recipes.validation import NoEvaluations
+    from cluster.runtime.learner_alone import LearnerAlone
 
 # Longest that a step which had begun may still take when a signal ends the run, seconds.
 _STEP_S = 600.0
@@ -89,13 +90,14 @@ class Run:
         evaluations: of the weights, before, between, beside and after steps.
     """
 
-    def __init__(self, context: RunContext, actors: Actors, evaluations: Measured) -> None:
+    def __init__(
+        self, context: RunContext, actors: LearnerAlone, evaluations: NoEvaluations
+    ) -> None:
         self.context, self.actors, self.evaluations = context, actors, evaluations
         config = context.config
         self.step, self.steps = context.first_step, config.steps
         self.checkpoints = Checkpoints(
-            actors.driver,
-            lambda: actors.learner,
+            actors,
             self,
             every=1 if config.only_keeps else config.checkpoint.every,
             steps=config.steps,

@@ -116,11 +116,6 @@ class RolloutCast:
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
     @property
-    def engines_sleep(self) -> bool:
-        """True if policy engines release their memory while the learner computes."""
-        return self._config.engines_sleep
-
-    @property
     def evaluates(self) -> bool:
         return len(self._inputs.held_out) > 0 and not self._config.only_keeps
 

@@ -21,6 +21,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
 from cluster.recipes.context import RunContext
+from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.background_evaluation import EvaluationSchedule
 from cluster.runtime.driver import forget
@@ -39,7 +40,7 @@ class Measured:
     responses: list[EvaluatedResponse]
 
 
-class Evaluations:
+class Evaluations(NoEvaluations):
     """All evaluations of one run.
 
     Args:
@@ -136,7 +137,7 @@ class Evaluations:
 
     def _begin(self, step: int) -> None:
         """Begin an evaluation of the current weights, if an evaluation engine is up."""
-        pinned = self._fleet.pin()
+        pinned = self._fleet.admission.pin()
         if pinned is None:
             if self._schedule.due(step):
                 self._context.progress.note(
@@ -195,7 +196,7 @@ class Evaluations:
         while not self._fleet.background.is_over:
             self._fleet.background.wait()
             if not self._learner_lost:
-                self._fleet.admit_waiting()
+                self._fleet.admission.admit_waiting()
         seconds = time.monotonic() - began
         self._context.directory.append_event("evaluation awaited", step=before, seconds=seconds)
         self.collect()
@@ -244,7 +245,7 @@ class Evaluations:
         """Value of an evaluation that the run waits for; it admits engines that start meanwhile."""
         try:
             while not self._fleet.driver.waited_for(evaluation):
-                self._fleet.admit_waiting()
+                self._fleet.admission.admit_waiting()
             return evaluation.result()
         finally:
             forget(evaluation)
@@ -263,7 +264,7 @@ class Evaluations:
         decoded = await self._decoded(when, policy)
         metrics = decoded.metrics
         if teachers := teacher_roles(self._config):
-            metrics |= await self._fleet.ask_evaluator(
+            metrics |= await self._fleet.evaluator_calls.ask(
                 "evaluation",
                 lambda evaluator: evaluator.reverse_kl.remote(
                     policy(),
@@ -284,7 +285,7 @@ class Evaluations:
         """Metrics of the engines' responses, and the responses that are kept."""
         sampling = self._config.eval.sampling(self._config.sampling.max_new_tokens)
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
-        evaluation = await self._fleet.ask_evaluator(
+        evaluation = await self._fleet.evaluator_calls.ask(
             f"evaluation, {when}",
             lambda evaluator: evaluator.evaluate.remote(engines(), sampling, self._models(), keep),
         )

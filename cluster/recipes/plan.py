@@ -22,13 +22,8 @@ from learner.memory import estimate_memory
 
 if TYPE_CHECKING:
     from cluster.recipes.context import RunContext
-    from cluster.recipes.evaluations import Evaluations
-    from cluster.recipes.validation import NoEvaluations, Validation
-    from cluster.runtime.fleet import Fleet
+    from cluster.recipes.validation import NoEvaluations
     from cluster.runtime.learner_alone import LearnerAlone
-
-    Actors = Fleet | LearnerAlone
-    Measured = Evaluations | Validation | NoEvaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +45,7 @@ class RunPlan:
     resume_from: Checkpoint | None
     fork: Fork | None
     untrained: Mapping[str, Any]
-    parts: Callable[[RunContext, str, Places], tuple[Actors, Measured]]
+    parts: Callable[[RunContext, str, Places], tuple[LearnerAlone, NoEvaluations]]
 
 
 def is_over(plan: RunPlan, console: Console) -> bool:

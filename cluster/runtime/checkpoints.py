@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cluster.base.outcomes import RunFailed
-from cluster.runtime.driver import Driver
+from cluster.runtime.learner_alone import LearnerAlone
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
@@ -54,22 +54,21 @@ class Checkpoints:
     A checkpoint is saved every so many steps, after each step that is `wanted`, and after the last.
 
     Args:
-        learner: returns the leader of the present learner.
+        actors: the learner, and the driver that waits for it.
         every, steps: steps between two checkpoints; those of the run.
         wanted: whether the present step's weights must be kept.
     """
 
     def __init__(
         self,
-        driver: Driver,
-        learner: Callable[[], Any],
+        actors: LearnerAlone,
         told: Told,
         *,
         every: int,
         steps: int,
         wanted: Callable[[], bool],
     ) -> None:
-        self._driver, self._learner, self._told = driver, learner, told
+        self._actors, self._driver, self._told = actors, actors.driver, told
         self._every, self._steps, self._wanted = every, steps, wanted
         self._writing: int | None = None  # the step of the one beside training
         self._failures = 0
@@ -109,7 +108,7 @@ class Checkpoints:
         self._finish(_LAST_S)
         deadline = time.monotonic() + _LAST_S
         while True:
-            saving = self._learner().save.remote()
+            saving = self._actors.learner.save.remote()
             try:
                 saved = self._driver.value("saving a checkpoint", saving, timeout=_LAST_S)
             except CheckpointError as error:
@@ -138,26 +137,26 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         self._writing = step
         self._told.saving(step)
-        begun = self._ask(self._learner().begin_save.remote())
+        begun = self._ask(self._actors.learner.begin_save.remote())
         if isinstance(begun, Checkpoint):  # no copy: it is written
             self._written(begun)
 
     def _save(self) -> Checkpoint | None:
         """Saves a checkpoint; None if it could not be written, and may be the next time."""
-        saved = self._ask(self._learner().save.remote())
+        saved = self._ask(self._actors.learner.save.remote())
         if saved is not None:
             self._written(saved)
         return saved
 
     def _collect(self, *, wait: bool) -> None:
         if self._writing is not None:
-            self._note(self._ask(self._learner().written.remote(wait)))
+            self._note(self._ask(self._actors.learner.written.remote(wait)))
 
     def _finish(self, timeout: float) -> None:
         """Waits, while nobody polls, for the one that is being written."""
         if self._writing is None:
             return
-        written = self._learner().written.remote(True)
+        written = self._actors.learner.written.remote(True)
         try:
             self._note(self._driver.value("writing a checkpoint", written, timeout=timeout))
         except CheckpointError as error:

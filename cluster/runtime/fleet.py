@@ -5,7 +5,7 @@
                               the current weights (from a copy, or from the learner while that is
                               idle), passes a handshake, and is announced
     an engine leaves          workers send it no new requests; it is terminated once it is idle
-    the learner dies          see `recover`: the learner and the queue return to its checkpoint
+    the learner dies          the learner and the queue return to its checkpoint (`recover`)
 
 Only the driver has handles of all actors. Workers receive those of the engines that serve
 (`announcer.py`), the learner those of the policy engines that join and leave.
@@ -27,7 +27,7 @@ from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
-from cluster.hosts.learners import learner_spec
+from cluster.hosts.learners import LearnerActors
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.places import Places
 from cluster.placement.roles import (
@@ -46,19 +46,19 @@ from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.scoring import read_scoring
 from cluster.run_files.certificate import certificate
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.admission import Admission, Pinned
+from cluster.runtime.admission import Admission
 from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
-from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.driver import Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
-from cluster.runtime.learner_lifecycle import LearnerLifecycle
+from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
-from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor
+from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
 from distill.records import CONSTANT_REWARD, TrainedGroups
 from learner.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ _LAST_CANARIES_S = 30.0
 _MAX_SET_ASIDE = 100
 
 
-class Fleet:
+class Fleet(LearnerAlone):
     """Lifecycle manager of all actors of a rollout run.
 
     Args:
@@ -93,24 +93,22 @@ class Fleet:
         start_model: str,
         found: Callable[[Finding], None],
     ) -> None:
-        self._config, self._placement, self._directory = config, placement, directory
-        self._handshake, self._say, self._found = handshake, say, found
+        super().__init__(
+            config,
+            self._make_learners,
+            directory,
+            signals,
+            say,
+            idle=self.poll,
+            buried=self._when_buried,
+        )
+        self._config, self._placement, self._cast = config, placement, cast
+        self._handshake, self._found = handshake, found
         self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
         self._step = 0
         self._committed: Any = None
-        self.supervisor = Supervisor(
-            say=say,
-            record=directory.append_event,
-            buried=self._buried,
-        )
-        self.driver = Driver(
-            supervisor=self.supervisor,
-            signals=signals,
-            deadline_s=config.no_progress_s,
-            idle=self.poll,
-        )
-        self._evaluator_calls = EvaluatorCalls(
+        self.evaluator_calls = EvaluatorCalls(
             self.supervisor,
             self.driver,
             say=say,
@@ -140,7 +138,7 @@ class Fleet:
             found=found,
             trusted=self._trust,
         )
-        self._admission = Admission(
+        self.admission = Admission(
             self.supervisor,
             self.driver,
             roles=self._engine_roles,
@@ -157,23 +155,9 @@ class Fleet:
             self._specs[EVALUATOR] = cast.evaluator_spec()
         if config.eval.engines:
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
-        self._lifecycle = LearnerLifecycle(
-            lambda checkpoint, attempt: cast.learners(
-                checkpoint,
-                self.queue,
-                self._pushed_to(POLICY),
-                self._pushed_to(self._following),
-                attempt,
-            ),
-            learner_spec(config),
-            self.supervisor,
-            directory,
-            config.checkpoint.every,
-        )
-        self._queue_spec = cast.queue_spec
         # Sleeping engines leave their memory to the learner, so none may load during a step. Steps
         # that only keep groups are short: engines need not join during them.
-        self._join_beside = not (cast.engines_sleep or config.only_keeps)
+        self._join_beside = not (config.engines_sleep or config.only_keeps)
         self._working = False
         self._announcer = Announcer()
         self._announced = -1
@@ -188,10 +172,6 @@ class Fleet:
         self._watchdog = Watchdog(self, say, config.no_progress_s)
 
     # who there is
-
-    @property
-    def learner(self) -> Any:
-        return self._lifecycle.leader
 
     def pool(self, role: str, patience_s: float = 0) -> EnginePool:
         """Engines of a role that serve now."""
@@ -215,6 +195,10 @@ class Fleet:
     def roster(self) -> Roster:
         return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
+    def _make_learners(self, checkpoint: Checkpoint | None, attempt: int) -> LearnerActors:
+        policies, teachers = self._pushed_to(POLICY), self._pushed_to(self._following)
+        return self._cast.learners(checkpoint, self.queue, policies, teachers, attempt)
+
     def _pushed_to(self, role: str | None) -> dict[str, Any]:
         """Engines of the role that a new learner pushes weights to; the others are admitted
         later."""
@@ -235,15 +219,10 @@ class Fleet:
     # start and end
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        """Create all actors, and wait until all have answered. Rollouts do not begin yet.
-
-        Raises:
-            RunFailed: an actor did not start.
-        """
-        self.supervisor.adopt(self._queue_spec, 0, self.queue.actor)
+        self.supervisor.adopt(self._cast.queue_spec, 0, self.queue.actor)
         # The slow ones first; the learner needs the engines' handles.
         self._create(self._asked_roles)
-        self._lifecycle.fill(resume_from)
+        self._create_learner(resume_from)
         self._create([name for name in self._specs if name not in self._asked_roles])
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
@@ -255,18 +234,12 @@ class Fleet:
                 self.supervisor.admit(member)
 
     def push_and_compare(self, resume_from: Checkpoint | None) -> None:
-        """Push the first weights to every engine, and compare all parties (the handshake).
-
-        The push comes first if the engines' own checkpoint does not hold these weights.
-
-        Raises:
-            CalibrationError: parties disagree, unless `handshake=False`.
-        """
+        """The push comes first if the engines' own checkpoint does not hold these weights."""
         resumed, config = resume_from is not None, self._config
         adapter = config.weights == "adapter" if resumed else config.lora.adapter is not None
         if adapter or config.teacher_rule is not None:
             self._push_first()
-            self.pin()
+            self.admission.pin()
             self._handshake.before_steps(self)
         else:
             self._handshake.before_steps(self)
@@ -282,47 +255,39 @@ class Fleet:
                 self.supervisor.add(self._specs[name], index)
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """Tell the queue which groups a checkpoint that is complete on disk accounts for."""
         watermark = trained_in(checkpoint).watermark
         self._committed = self.queue.commit(checkpoint.step, watermark)
 
     def work(self) -> None:
-        """Begin rollouts."""
         self._working = True
         self.poll()
 
     def end_waits(self) -> None:
-        """End what the learner waits for."""
         self.queue.close()
 
     def settle(self) -> None:
-        """Finish the checks of the last push; a learner that dies meanwhile is not needed again."""
         try:
             self.driver.ask_learner("the last weight probe", self.learner.settle.remote())
-        except LearnerLost as lost:
+        except LearnerLost as lost:  # it is not needed again
             self._say(f"{lost}; its last checkpoint holds every step")
 
     def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
-        """Numbers of groups that failed for good, by kind, up to a checkpoint."""
         set_aside = trained_in(checkpoint).set_aside
         failed = {i: why for i, why in set_aside.items() if why != CONSTANT_REWARD}
         self._report_failures(failed)  # the last status may be older
         return Counter(map(kind_of, failed.values()))
 
     def certificate(self) -> dict[str, Any] | None:
-        """Proof of the scores by the run's journal; see `cluster.run_files.certificate`."""
         return certificate(self._config, read_scoring(self._directory.ledger))
 
     def close(self) -> None:
-        """End all actors."""
         try:
             calls.get(self.queue.close(), timeout=_CLOSE_S)
             if self._committed is not None:  # Ray would report a call that is cut short
                 calls.get(self._committed, timeout=_CLOSE_S)
         except errors.RayError as error:  # dead or hanging: its journal lacks only its end
             self._directory.append_event("unclosed", why=reason_of(error))
-        self.supervisor.end_all()
-        self.driver.close()
+        super().close()
 
     # while the driver waits
 
@@ -336,7 +301,7 @@ class Fleet:
         self._poller.poll()
         self.canaries.poll()
         if self._join_beside:
-            self._admission.joining.poll()
+            self.admission.joining.poll()
 
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
@@ -382,27 +347,22 @@ class Fleet:
     def _has_place(self, role: str) -> bool:
         return role != ROLLOUT or self._config.rollout.cpus > 0
 
-    def _buried(self, member: Member, why: str) -> None:
+    def _when_buried(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
             self.queue.forfeit(worker_title(member.index), why)
             self._runs = {run: m for run, m in self._runs.items() if m is not member}
         if member.spec.name == EVALUATOR:
-            self._evaluator_calls.buried(member)
+            self.evaluator_calls.buried(member)
 
     # while the learner is idle
 
     def wait_for_groups(self) -> float:
-        """Wait until the next step's groups are available; returns the seconds waited.
-
-        Raises:
-            RunFailed: too many groups were set aside, or none arrived for too long.
-        """
         started = time.monotonic()
         self.scaling.waiting()
         try:
             while True:
                 self.canaries.check()
-                self._admission.admit_waiting()
+                self.admission.admit_waiting()
                 self.let_go()
                 if self.driver.call("groups", self.queue.poll()):
                     return time.monotonic() - started
@@ -486,14 +446,10 @@ class Fleet:
                 self._dismiss(member)
 
     def recover(self, lost: LearnerLost) -> int:
-        """Start a new learner from the newest checkpoint, and rewind the queue to it.
+        self.admission.joining.forget()
+        return super().recover(lost)
 
-        Returns the checkpoint's step, or 0.
-        """
-        since = time.monotonic()
-        self._admission.joining.forget()
-        checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
-        self.driver.until_started([LEARNER], self._say)
+    def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # After the push: groups leased from here on must not be sampled from the lost weights.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
@@ -501,19 +457,10 @@ class Fleet:
         self.canaries.join_learner()
         if self._working:
             self._announce()
-        who = learner_spec(self._config).title(0)
         step = checkpoint.step if checkpoint else 0
-        self._say(f"the {who} is back at step {step}")
-        self._lifecycle.recovered(time.monotonic() - since)
-        return step
+        self._say(f"the {self._learner_spec.title(0)} is back at step {step}")
 
     def introduce_scorers(self) -> None:
-        """Get first canary answers of the initial scorers, of the learner's frozen models and of
-        the reward model; call it between handshake and work.
-
-        Raises:
-            CalibrationError: a scorer disagrees with the others of its role.
-        """
         members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
         if refused := self.canaries.join(members):
             raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
@@ -521,7 +468,6 @@ class Fleet:
         self.canaries.join_reward_model()
 
     def ask_canaries(self, step: int) -> None:
-        """Send canaries that are due after `step`; after the last step, wait for the answers."""
         self._step = step
         if step == self._config.steps:
             self.canaries.after_last(step)
@@ -529,15 +475,9 @@ class Fleet:
             self.canaries.after_step(step)
 
     def ask_learner_canaries(self, step: int) -> None:
-        """Check the learner's frozen models before a checkpoint of `step`.
-
-        Raises:
-            ScoredWrongly: the weights contain scores of a model that has drifted.
-        """
         self.canaries.before_checkpoint(step)
 
     def ask_last_canaries(self, step: int) -> None:
-        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
         try:
             with self.driver.ending(_LAST_CANARIES_S):
                 self.canaries.after_last(step)
@@ -576,18 +516,6 @@ class Fleet:
         self.supervisor.drain(member)
         if role == ROLLOUT:
             member.handle.drain.remote()
-
-    def pin(self) -> Pinned | None:
-        """Push the current weights to the evaluation engines; see `Admission`."""
-        return self._admission.pin()
-
-    def admit_waiting(self) -> None:
-        """Admit engines that have started; call it while the learner is idle."""
-        self._admission.admit_waiting()
-
-    async def ask_evaluator(self, what: str, make: Callable[[Any], Any]) -> Any:
-        """Value of a call of the evaluator; see `EvaluatorCalls`."""
-        return await self._evaluator_calls.ask(what, make)
 
 
 def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:

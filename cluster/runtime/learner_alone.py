@@ -1,96 +1,199 @@
-"""The actors of a run without engines: a learner alone, on data that is there already."""
+"""The learner of a run: its start, its return to a checkpoint, and its end.
+
+A run without engines (sft, dpo, reward_model, train_from=) has nothing else. `Fleet` adds engines,
+rollout workers and the queue; what concerns those does nothing here.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
-from cluster.hosts.learners import learner_spec
+from cluster.handles import calls, errors
+from cluster.hosts.learners import LearnerActors, learner_spec
 from cluster.placement.roles import LEARNER
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
-from cluster.supervision.supervise import Supervisor
+from cluster.supervision.supervise import Member, Supervisor
+from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
+
+# Longest that a learner which is to go back may write a checkpoint.
+_WRITING_S = 600.0
 
 
 class LearnerAlone:
-    """Lifecycle of a learner without engines: sft, dpo, reward_model, and train_from=.
+    """Lifecycle of a learner; the loss of one of its workers is the loss of all.
 
-    `cluster.run` calls it as it calls a `Fleet`. What concerns engines, scorers and the queue does
-    nothing here.
+    Args:
+        make: creates the learner's workers from a checkpoint, or from the run's start; the number
+            counts how often they were created before.
+        say: prints a line on the console.
+        idle, buried: see `Driver` and `Supervisor`.
     """
 
     def __init__(
         self,
         config: CommonConfig,
-        make: MakeLearners,
+        make: Callable[[Checkpoint | None, int], LearnerActors],
         directory: RunDirectory,
         signals: Signals,
         say: Callable[[str], None],
+        *,
+        idle: Callable[[], None] = lambda: None,
+        buried: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
-        self._say = say
-        self._supervisor = Supervisor(
-            say=say, record=directory.append_event, buried=lambda _member, _why: None
-        )
+        self._make, self._directory, self._say = make, directory, say
+        self._checkpoint_every = config.checkpoint.every
+        self._learner_spec = learner_spec(config)
+        self._attempt = 0
+        self._learners: LearnerActors | None = None
+        self.supervisor = Supervisor(say=say, record=directory.append_event, buried=buried)
         self.driver = Driver(
-            supervisor=self._supervisor, signals=signals, deadline_s=config.no_progress_s
-        )
-        self._lifecycle = LearnerLifecycle(
-            make, learner_spec(config), self._supervisor, directory, config.checkpoint.every
+            supervisor=self.supervisor,
+            signals=signals,
+            deadline_s=config.no_progress_s,
+            idle=idle,
         )
 
     @property
     def learner(self) -> Any:
-        return self._lifecycle.leader
+        """The leader of the present learner's workers."""
+        assert self._learners is not None
+        return self._learners.leader
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        """Create the learner, and wait until it has answered."""
-        self._lifecycle.fill(resume_from)
+        """Create all actors, and wait until all have answered.
+
+        Raises:
+            RunFailed: an actor did not start.
+        """
+        self._create_learner(resume_from)
         self.driver.until_started([LEARNER], self._say)
-        self._supervisor.under_way = True
+        self.supervisor.under_way = True
 
     def recover(self, lost: LearnerLost) -> int:
-        """Start a new learner from the newest checkpoint; returns the checkpoint's step, or 0."""
+        """Restart all workers from the newest checkpoint; returns the checkpoint's step, or 0.
+
+        The checkpoint is of a step before `lost.before`, if the weights from then on are bad.
+
+        Raises:
+            LearnerLost: the new learner died meanwhile.
+            RunFailed: the learner was lost too often.
+            CheckpointError: no checkpoint is intact, or none is from before.
+        """
         since = time.monotonic()
-        checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
+        checkpoint = self._restart(lost)
         self.driver.until_started([LEARNER], self._say)
-        self._lifecycle.recovered(time.monotonic() - since)
+        self._rejoin(checkpoint, lost)
+        title, seconds = self._learner_spec.title(0), time.monotonic() - since
+        self._directory.append_event("restart", who=title, seconds=seconds)
         return checkpoint.step if checkpoint else 0
 
     def close(self) -> None:
-        """End the learner."""
-        self._supervisor.end_all()
+        """End all actors."""
+        self.supervisor.end_all()
         self.driver.close()
 
-    # engines, scorers and queue: there are none
+    def _create_learner(self, checkpoint: Checkpoint | None) -> None:
+        """Create the learner's workers, without waiting for their start."""
+        self._learners = self._make(checkpoint, self._attempt)
+        for index, actor in enumerate(self._learners.all):
+            self.supervisor.adopt(self._learner_spec, index, actor, self._attempt)
+        self._attempt += 1
 
-    def push_and_compare(self, resume_from: Checkpoint | None) -> None: ...
+    def _restart(self, lost: LearnerLost) -> Checkpoint | None:
+        """End all workers and create others; returns the checkpoint that these load."""
+        assert self._learners is not None
+        title = self._learner_spec.title(0)
+        if lost.before is not None:
+            self._end_writing()
+        elif len(self.supervisor.members(LEARNER)) == len(self._learners.all):
+            # A call of it failed before its heartbeat did.
+            self._directory.append_event("death", who=title, why=str(lost))
+        delay = self.supervisor.allow(LEARNER, 0, str(lost))
+        self.supervisor.dismiss_all(LEARNER)
+        self._learners = None
+        checkpoint = self._directory.store.latest(self._say, before=lost.before)
+        if checkpoint is None and lost.before is not None and lost.before > self._checkpoint_every:
+            raise CheckpointError(
+                f"{lost}. No checkpoint of a step before {lost.before} is kept: keep more of them "
+                "(keep_last=), and begin another out="
+            )
+        step = checkpoint.step if checkpoint else 0
+        self._say(f"{lost}. The {title} is restarted, from step {step}")
+        self.driver.pause(delay)
+        self._directory.rewind_metrics(step)
+        self._directory.append_event("rewind", step=step)
+        self._create_learner(checkpoint)
+        return checkpoint
 
-    def introduce_scorers(self) -> None: ...
+    def _end_writing(self) -> None:
+        """Wait for the checkpoint that is being written, or it would be the newest one later."""
+        with suppress(errors.RayError, CheckpointError):  # what it did not write is not there
+            calls.get(self.learner.written.remote(True), timeout=_WRITING_S)
 
-    def work(self) -> None: ...
+    # engines, scorers and queue: a fleet has them
+
+    def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
+        """Bring everything else back to the weights of a learner that has been restarted."""
+
+    def push_and_compare(self, resume_from: Checkpoint | None) -> None:
+        """Push the first weights to every engine, and compare all parties (the handshake).
+
+        Raises:
+            CalibrationError: parties disagree, unless `handshake=False`.
+        """
+
+    def introduce_scorers(self) -> None:
+        """Get the first canary answers of all scorers; call it between handshake and work.
+
+        Raises:
+            CalibrationError: a scorer disagrees with the others of its role.
+        """
+
+    def work(self) -> None:
+        """Begin rollouts."""
 
     def wait_for_groups(self) -> float:
+        """Wait until the next step's groups are available; returns the seconds waited.
+
+        Raises:
+            RunFailed: too many groups were set aside, or none arrived for too long.
+        """
         return 0.0
 
-    def end_waits(self) -> None: ...
+    def end_waits(self) -> None:
+        """End what the learner waits for."""
 
-    def ask_canaries(self, step: int) -> None: ...
+    def ask_canaries(self, step: int) -> None:
+        """Send canaries that are due after `step`; after the last step, wait for the answers."""
 
-    def ask_learner_canaries(self, step: int) -> None: ...
+    def ask_learner_canaries(self, step: int) -> None:
+        """Check the learner's frozen models before a checkpoint of `step`.
 
-    def ask_last_canaries(self, step: int) -> None: ...
+        Raises:
+            ScoredWrongly: the weights contain scores of a model that has drifted.
+        """
 
-    def commit(self, checkpoint: Checkpoint) -> None: ...
+    def ask_last_canaries(self, step: int) -> None:
+        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
 
-    def settle(self) -> None: ...
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Tell the queue which groups a checkpoint that is complete on disk accounts for."""
+
+    def settle(self) -> None:
+        """Finish the checks of the last push."""
 
     def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
+        """Numbers of groups that failed for good, by kind, up to a checkpoint."""
         return Counter()
 
-    def certificate(self) -> None: ...
+    def certificate(self) -> dict[str, Any] | None:
+        """Proof of the scores by the run's journal; see `cluster.run_files.certificate`."""
+        return None

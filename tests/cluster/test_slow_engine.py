@@ -156,7 +156,7 @@ def run_of(
         group_size=2, max_new_tokens=TOKENS, steps=10, max_staleness=0,
         **settings,
     )  # fmt: skip
-    run.fleet._admission._examine = agree
+    run.fleet.admission._examine = agree
     return run
 
 
@@ -376,7 +376,7 @@ def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
 ) -> None:
     run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
     began = loop.now
-    asked = run.fleet.ask_evaluator("evaluation", partial(evaluation, run))
+    asked = run.fleet.evaluator_calls.ask("evaluation", partial(evaluation, run))
     task = run.fleet.driver.beside(asked)
     while not run.fleet.driver.waited_for(task):
         pass
