@@ -23,7 +23,8 @@ from distill.models.loading import new_qwen3
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.samples import demonstration
 

@@ -41,7 +41,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.objective.sums import meta_of
 from distill.records import RowPlace, TrainedGroups, TrajectorySource
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
-from learner.learner import Part
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, Order, WorkerGroup, open_store
 from learner.rollout_share import Built, RolloutShare, Shares, TrajectoryShare

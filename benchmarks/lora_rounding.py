@@ -16,7 +16,8 @@ from rich.table import Table
 
 from distill.models.loading import load_causal_lm, new_qwen3
 from learner.config import LearnerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.samples import demonstration
 from tests.tiny import VOCAB_SIZE

@@ -23,7 +23,8 @@ from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from tests.samples import demonstration, training_row
 from tests.tiny import VOCAB_SIZE, tiny_model_dir

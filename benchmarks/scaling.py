@@ -39,7 +39,8 @@ from distill.objective.settings import ObjectiveConfig
 from distill.weights.model_weights import COPY_BYTES, names_of, plan_buckets
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.sharding import local

@@ -20,7 +20,8 @@ from distill.objective.rows import policy_rows
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import total_bytes
 from distill.weights.shared_memory import SharedBlock
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 
 REPEATS = 5

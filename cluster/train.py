@@ -21,7 +21,7 @@ from cluster.config.early_checks import check_early
 from cluster.config.files import text_of
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
-from cluster.config.learning_rate import with_suggested_lr
+from cluster.config.learning_rate import Stage, with_suggested_lr
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
 from cluster.placement.device_choice import gpus_elsewhere
@@ -32,7 +32,6 @@ from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.settings import meant_by
-from learner.learning_rate import Stage
 
 
 @dataclass(frozen=True, slots=True)

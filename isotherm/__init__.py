@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from isotherm.runs import run as run
     from isotherm.sampler import Completion as Completion
     from isotherm.sampler import Sampler as Sampler
-    from learner.dpo import PreferenceLoss as PreferenceLoss
+    from learner.policy_loss import PreferenceLoss as PreferenceLoss
 
 _HOMES = {
     "Batch": "distill.objective.batching",
@@ -49,7 +49,7 @@ _HOMES = {
     "NonFiniteError": "distill.errors",
     "ObjectiveConfig": "distill.objective.settings",
     "Policy": "isotherm.policy",
-    "PreferenceLoss": "learner.dpo",
+    "PreferenceLoss": "learner.policy_loss",
     "RunFailed": "cluster.base.outcomes",
     "Sampler": "isotherm.sampler",
     "TrainingRow": "distill.objective.batching",

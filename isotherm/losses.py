@@ -14,10 +14,9 @@ from distill.objective.batching import Batch, TrainingRow
 from distill.objective.custom import per_position
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.settings import AUTO, LossName, ObjectiveConfig, is_own
-from learner.dpo import PreferenceLoss
 from learner.forward import Forward, LossFunction
 from learner.frozen import LocalTeachers
-from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 
 # (logprobs_N, old_N, advantages_N) of some trained tokens -> each token's loss, (N,): the contract
 # of the setting loss=module:function (`distill.objective.custom`).

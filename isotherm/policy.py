@@ -38,7 +38,8 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.digests import disk_remedy
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 
 _PUSH_TIMEOUT_S = 3600.0
 

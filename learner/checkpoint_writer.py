@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner
-from learner.state_copy import StateCopy
+from learner.state import StateCopy
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from distill.tokenizer import first_difference, load_tokenizer
 from learner.checkpoint import Checkpoint, link_or_copy
 from learner.config import LoraSettings
 from learner.lora import check_goes_on
-from learner.state_files import TrainerState, write_trainer
+from learner.state import TrainerState, write_trainer
 
 # Of a model's config: what says nothing of how it computes, and what a run itself sets.
 _PASSED_OVER = (

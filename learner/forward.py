@@ -32,7 +32,7 @@ from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
-from learner.routing_replay import Piece, RoutingReplay
+from learner.routers import Piece, RoutingReplay
 from learner.sharding import Root
 
 

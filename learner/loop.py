@@ -37,12 +37,13 @@ from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
-from learner.fingerprints import Fingerprints
-from learner.foresight import Foresee, Foresight
 from learner.forward import Forward
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.rollout_share import Foresee, Foresight
 from learner.rollouts import Rollouts, StepPlan
+from learner.sharding import Fingerprints
 from learner.supervised import RowStream
 from learner.trace import NO_TRACE, Stages, Tracing
 

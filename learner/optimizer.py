@@ -19,7 +19,7 @@ from distill.errors import CheckpointError
 from learner.config import OptimizerConfig, OptimizerSettings
 from learner.own_teacher import SUFFIX
 from learner.sharding import local
-from learner.state_files import read_tensors, tensor_sizes
+from learner.state import read_tensors, tensor_sizes
 
 # What AdamW keeps of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")

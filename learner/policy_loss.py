@@ -1,4 +1,4 @@
-"""Losses of rollouts, supervised rows and scores: a forward pass, and the objective on it."""
+"""Losses of rollouts, supervised rows, pairs and scores, each on a forward pass."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from distill.objective.objectives import (
     TeacherDistribution,
     bradley_terry,
     cross_entropy,
+    dpo,
     policy_loss,
     teacher_cross_entropy,
     teacher_divergence,
@@ -95,3 +96,32 @@ def _nll_by_source(logprobs_N: Tensor, batch: Batch, counts: StepCounts) -> Metr
 def reward_model_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
     """The `LossFunction` of a reward model. Rows come in pairs, the chosen one first."""
     return bradley_terry(forward.scores(batch), counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """The `LossFunction` of DPO. Rows come in pairs, the chosen one first, with a reference.
+
+    `sft_coef` adds the chosen response's mean negative log-likelihood per token, a mean over pairs
+    (Pang et al. 2024): DPO alone may lower both sides' likelihood.
+    """
+
+    beta: float
+    sft_coef: float = 0.0
+
+    def __call__(
+        self, forward: Forward, batch: Batch, counts: StepCounts
+    ) -> tuple[Tensor, Metrics]:
+        stats = forward(batch)
+        assert batch.reference_logprobs_N is not None, "the rows lack the reference's log-probs"
+        loss, metrics = dpo(
+            batch.sum_by_row(stats.logprobs_N),
+            batch.sum_by_row(batch.reference_logprobs_N),
+            counts,
+            beta=self.beta,
+        )
+        metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
+        chosen_nll_P = -batch.mean_by_row(stats.logprobs_N)[::2]
+        nll = chosen_nll_P.sum() / (counts.sequences // 2)
+        metrics["dpo/chosen_nll"] = nll.detach()
+        return loss + self.sft_coef * nll, metrics

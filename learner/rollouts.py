@@ -25,7 +25,8 @@ from distill.objective.objectives import advantages_of, teacher_coef
 from distill.objective.rows import RowMeta, advantage_metrics, joins_tokens, row_metas
 from distill.records import TrajectoryGroupMeta, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
 
@@ -92,7 +93,7 @@ class Rollouts:
             if own_P:
                 rows_D = [row for group in own_P for row in row_metas(group)]
                 part = Part(rows_D=rows_D, loss=loss, coef=len(own_P) / len(groups_P))
-                parts.append(self._learner.dealt(part))
+                parts.append(self._learner.dealing.dealt(part))
         return parts
 
     def _shares(

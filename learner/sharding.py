@@ -4,11 +4,16 @@ A decoder layer is the unit: its weights are gathered right before it runs, forw
 and released afterwards; its gradients are summed over the workers as soon as they are computed.
 Weights outside of layers (embedding, last norm, vocabulary projection) are gathered for a
 micro-batch.
+
+Fingerprints of tensors are independent of how these are sharded. The sum of a tensor's bits, and of
+its squares, is the total of the sums of its shards. The sum of bits is exactly equal for any number
+of workers that hold equal tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +29,11 @@ from distill.errors import CheckpointError
 from distill.models.attention import keep_attention_eager
 from distill.weights.tensors import TensorLayout
 from learner.process_group import WorkerGroup
+
+# (sum of the bits as 32-bit integers, norm) of a tensor; for a shard, (sum, sum of squares).
+Fingerprint = tuple[int, float]
+# Keys: `gradient` and `weights`, then names of trained tensors, in the model's order.
+Fingerprints = Mapping[str, Mapping[str, Fingerprint]]
 
 
 class PendingValues(Protocol):
@@ -224,3 +234,36 @@ def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
         )
         for name, weight in stored(model)
     }
+
+
+def shard_fingerprints(model: nn.Module, rank: int) -> Fingerprints:
+    """Fingerprints of this worker's shards.
+
+    A tensor that is not sharded, so that every worker holds it whole, is counted on rank 0 only.
+    """
+    found: dict[str, dict[str, Fingerprint]] = {"gradient": {}, "weights": {}}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or (rank and not isinstance(parameter, DTensor)):
+            continue
+        for what, tensor in (("gradient", parameter.grad), ("weights", parameter)):
+            if tensor is not None:
+                found[what][name] = _fingerprint(local(tensor.detach()))
+    return found
+
+
+def _fingerprint(tensor: Tensor) -> Fingerprint:
+    bits = tensor.contiguous().view(torch.int32).sum(dtype=torch.int64)
+    return int(bits), float(tensor.double().square().sum())
+
+
+def whole_fingerprints(of_workers: Sequence[Fingerprints]) -> dict[str, dict[str, Fingerprint]]:
+    """Combine the shard fingerprints of all workers into fingerprints of the whole tensors."""
+    found: dict[str, dict[str, Fingerprint]] = {}
+    for what in ("gradient", "weights"):
+        names = dict.fromkeys(name for one in of_workers for name in one[what])
+        found[what] = {}
+        for name in names:
+            parts = [one[what][name] for one in of_workers if name in one[what]]
+            bits, squares = (sum(values) for values in zip(*parts, strict=True))
+            found[what][name] = (int(bits), math.sqrt(squares))
+    return found

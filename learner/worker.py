@@ -1,18 +1,15 @@
-"""One worker of a learner: its shard of model and optimizer, and the orders that it executes.
+"""One worker of a learner: the orders that it executes on its shard of model and optimizer.
 
-A learner without other workers has one worker, which holds everything. The collectives of an order
-(gathering a layer's weights, summing a gradient) run in the same sequence on all workers, so each
-worker gets the same number of micro-batches, and each order goes to all workers.
+The collectives of an order (gathering a layer's weights, summing a gradient) run in the same
+sequence on all workers, so each worker gets the same number of micro-batches, and each order goes
+to all workers.
 """
 
 from __future__ import annotations
 
 import math
-import socket
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,64 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.models.attention_probe import shares_prefixes
-from distill.models.loading import load_causal_lm, resolve_device
-from distill.models.model_files import ModelFiles, checkpoint_config, generation_settings
-from distill.models.reward import start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.objective.metrics import TokenTable
-from distill.pace import Progress
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
-from distill.weights.lending import BucketLender, LenderPlace, LentBucket
-from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, WatchedModel, watched
-from learner.config import LearnerConfig, ShadowRule
-from learner.export import Exported, Names, StoredWeights, carried_over
-from learner.fingerprints import Fingerprints, shares
-from learner.foresight import listen_ahead
-from learner.forward import Forward, LossFunction
+from learner.config import LearnerConfig
+from learner.forward import LossFunction
 from learner.frozen import FrozenModel, LocalTeachers
-from learner.initial_weights import InitialWeights
-from learner.liger import use_liger
-from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
-from learner.memory import (
-    check_fits,
-    check_offload_fits,
-    free_bytes,
-    holding_of,
-)
-from learner.optimizer import (
-    UpdateCheck,
-    assert_optimizes,
-    build_optimizer,
-    build_schedule,
-    load_moments,
-    load_shadow,
-    moments,
-    offload_moments,
-    put_away,
-)
-from learner.orders import (
+from learner.lora import adapter_off
+from learner.plan import (
     FrozenBatches,
-    LentPortion,
     MicroBatch,
     PassShare,
-    Portion,
     StepShare,
     UpdateShare,
 )
-from learner.own_teacher import OwnTeacher, Shadow
-from learner.pass_plan import plan_passes
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
-from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
-from learner.router_balance import RouterBalance
-from learner.routing_replay import RoutingReplay
-from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
-from learner.state_copy import CopyCost, MomentsCopy
-from learner.state_files import write_tensors
+from learner.rollout_share import Built, KeptRow, RolloutShare, Shares, listen_ahead
+from learner.routers import RouterBalance
+from learner.shard import ModelShard
+from learner.sharding import (
+    whole,
+)
 from learner.trace import Stages
 
 # A micro-batch's fraction of its part's trained tokens: the weight in the mean train/router_aux.
@@ -88,120 +52,28 @@ UNREPLAYED_EVERY = 10
 _UNREPLAYED = "train/logprob_gap_unreplayed"
 
 
-class LearnerWorker:
-    """A shard of a model and its optimizer. Weights, gradients and moments are fp32.
+class LearnerWorker(ModelShard):
+    """A worker: trains its shard with losses on rows, and scores rows with it.
 
-    Raises:
-        CheckpointError: the initial checkpoint cannot be loaded.
-        ConfigError: the model does not fit into memory.
+    Raises: as `ModelShard`.
     """
 
     def __init__(
         self, config: LearnerConfig, losses: Sequence[LossFunction], group: WorkerGroup
     ) -> None:
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed + group.rank)
-        self.progress = Progress()  # counts forward passes, backward passes and orders
-        self.device = resolve_device(config.device)
+        super().__init__(config, group)
         self.losses = list(losses)
         self._rollout_share: RolloutShare | None = None
         self._watched: list[WatchedModel] | None = None
         self._reference: FrozenModel | None = None
         self._stages = Stages(self.device)
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._config, self._group = config, group
-        holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
-        share = group.share_here(self.device)
-        check_fits(config.model, self.device, holding, share, config.gpu_taken)
-        if config.offload_optimizer and self.device.startswith("cuda"):
-            check_offload_fits(config.model, group.size, group.workers_here())
-        self.passes = plan_passes(config, self.device, group)
-        initial = None
-        if group.size > 1:
-            initial = InitialWeights(config.model, group, reward_padding=config.reward_padding)
-        self.model = self._load() if initial is None else initial.model
-        names = Names.of(self.model, config.model) if group.rank == 0 else None
-        self.names: Names = group.agree(names)
-        self.files = self._files()
-        probe = partial(shares_prefixes, self.model.eval()) if initial is None else initial.probe
-        shares = group.agree(probe() if group.rank == 0 else None)
-        if config.liger:
-            use_liger(self.model)
-        self.lora = add_lora(self.model, config.lora) if config.lora.trains_adapter else None
-        compute_dtype = getattr(torch, config.dtype)
-        self._root: Root | None = None
-        if config.compile:
-            compile_layers(self.model)
-        if initial is not None:
-            self._root = shard(self.model, group, compute_dtype, initial)
-        self._replay = RoutingReplay(self.model) if config.replays_routing else None
-        self._forward = Forward(
-            self.model,
-            dtype=compute_dtype,
-            gradient_checkpointing=self.passes.gradient_checkpointing,
-            root=self._root,
-            shares=shares,
-            packs=config.packing,
-            event=() if config.stops is None else config.stops.event,
-            replay=self._replay,
-        )
         self._balance = RouterBalance(self.model) if config.router_aux_coef else None
-        self._reshard_root()
-        self.optimizer = build_optimizer(self.model, config)
-        self._update_check = UpdateCheck()
-        self._accumulates = False
-        self.schedule = build_schedule(self.optimizer, config, config.total_steps)
-        if config.offload_optimizer:
-            offload_moments(self.optimizer)
-        self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
-        self._own_teacher = OwnTeacher(
-            self._forward, self._shadow, device=self.device, reshard=self._reshard_root
-        )
-        self.rounded = RoundedUpdate()
-        plain = (
-            plain_weights(self.model)
-            if self.lora is None
-            else merged_weights(self.lora, self.rounded)
-        )
-        self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
-        self.weights = self._exported.weights
-        self._lender = BucketLender(self.device)
-
-    @property
-    def most_mask(self) -> int:
-        """Largest attention mask in elements, for `distill.objective.batching.BatchShape`."""
-        return self._forward.most_mask
-
-    @property
-    def origin(self) -> str:
-        """Path of the checkpoint that training started from."""
-        return self._config.origin or self._config.model
-
-    @property
-    def packs(self) -> bool:
-        """True if rows run packed, for `distill.objective.batching.BatchShape`."""
-        return self._forward.packs
 
     def carry_out(self, method: str, argument: Any) -> Any:
         """Execute an order and return its result."""
         answer = getattr(self, method)(argument)
         self.progress.mark()
         return answer
-
-    def _load(self) -> Any:
-        path, padding = self._config.model, self._config.reward_padding
-        if padding is not None:
-            return start_reward_model(path, padding=padding, device=self.device)
-        return load_causal_lm(path, dtype=torch.float32, device=self.device)
-
-    def _files(self) -> ModelFiles:
-        """Files of checkpoints other than the weights."""
-        path, stops = self._config.model, self._config.stops
-        generation = None
-        if self.model.can_generate():
-            generation = generation_settings(path, None if stops is None else stops.ids)
-        config = checkpoint_config(self.model.config, self.origin)
-        return ModelFiles(config=config, generation=generation, origin=self.origin)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
         """Accumulate the gradients of the micro-batches, and update this worker's shard.
@@ -219,11 +91,6 @@ class LearnerWorker:
             lr=updated.lr,
             seconds={**passed.seconds, **updated.seconds},
         )
-
-    def zero_grad(self, _: None) -> None:
-        """Drop the accumulated gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._accumulates = False
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
         """Add the gradients of the micro-batches to those accumulated since the last step."""
@@ -321,20 +188,6 @@ class LearnerWorker:
                 self._update()
         return UpdateShare(grad_norm=grad_norm, lr=lr, seconds=self._stages.take())
 
-    def rest(self, _: None) -> None:
-        """Release the device's memory, except for weights and moments that stay on the device."""
-        self.zero_grad(None)
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
-    def _update(self) -> None:
-        """Update with gradients that are finite on every worker."""
-        assert_optimizes(self.optimizer, self.model)
-        self._exported.forget()
-        with self._update_check(self.optimizer, self.model):
-            self.optimizer.step()
-        self.schedule.step()
-
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metrics of the micro-batches, including `train/loss`, without training."""
@@ -397,10 +250,6 @@ class LearnerWorker:
     def _teachers(self) -> LocalTeachers | None:
         losses = (loss for loss in self.losses if isinstance(loss, PolicyObjectiveLoss))
         return next((loss.teachers for loss in losses), None)
-
-    def fingerprints(self, _: None) -> Fingerprints:
-        """Fingerprints of this worker's shards of gradient and weights."""
-        return shares(self.model, self._group.rank)
 
     def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
         """Canary results of this worker's frozen models: copies of teachers, and the base."""
@@ -474,147 +323,6 @@ class LearnerWorker:
             for row, logprobs_N in zip(rows_B, of_batch, strict=True)
         }
         return [by_row[id(row)] for row in rows]
-
-    def _reshard_root(self) -> None:
-        """Reshard FSDP2's root parameters, which a forward without gradients leaves gathered."""
-        if self._root is not None:
-            reshard(self._root)
-
-    def gather(self, portion: Portion) -> dict[str, Tensor]:
-        """Gather weights whole. Only the leader returns them; other workers return nothing."""
-        made = {name: self.weights[name].in_precision(portion.dtype) for name in portion.names}
-        return made if self._group.rank == 0 else {}
-
-    def lender_place(self, _: None) -> LenderPlace:
-        """Location of the memory that this worker lends."""
-        return LenderPlace.own(self.device)
-
-    def lend(self, portion: LentPortion) -> list[LentBucket]:
-        """Gather weights into a bucket, and return one handle for each of this worker's readers.
-
-        A worker without readers takes part in gathering, and keeps nothing.
-        """
-        readers = portion.readers[self._group.rank]
-        self._exported.keep(bool(readers))
-        lazy = [self.weights[name] for name in portion.names]
-        made = ((weight.layout.name, weight.in_precision(portion.dtype)) for weight in lazy)
-        if readers:
-            layouts = [weight.layout_in(portion.dtype) for weight in lazy]
-            return self._lender.lend(layouts, made, readers)
-        for _ in made:
-            pass
-        return []
-
-    def take_back(self, _: None) -> None:
-        """Free the memory of the lent bucket."""
-        self._exported.keep(False)
-        self._lender.take_back()
-
-    def carried_over(self) -> StoredWeights:
-        """Tensors of the initial checkpoint that the model does not have. Leader only."""
-        layouts = carried_over(self.model, self.names, self.origin)
-        return StoredWeights(path=self.origin, layouts=layouts)
-
-    def first_non_finite(self, _: None) -> str | None:
-        """Name of the first tensor with a NaN or an infinity in this worker's shards, or None."""
-        tensors = self.model.state_dict().items()
-        return first_non_finite({name: local(tensor) for name, tensor in tensors})
-
-    def follow(self, version: int) -> None:
-        """Update the EMA or lagged teacher with the weights, which are now of this version."""
-        self._followed_by.follow(version)
-
-    def swap_teacher(self, _: None) -> None:
-        """Swap the weights with those of the EMA or lagged teacher; call it again to undo."""
-        self._exported.forget()
-        self._followed_by.swap()
-
-    @property
-    def own_teacher(self) -> ShadowRule | None:
-        """Update rule of the EMA or lagged teacher, or None without one."""
-        return self._config.shadow
-
-    @property
-    def _followed_by(self) -> Shadow:
-        assert self._shadow is not None, "no teacher follows these weights"
-        return self._shadow
-
-    def load_teacher(self, path: str) -> None:
-        """Load the EMA or lagged teacher from a checkpoint.
-
-        Raises:
-            CheckpointError: it was written for another model, or cannot be read.
-        """
-        load_shadow(path, self._followed_by.state(), self._group.collectives)
-
-    def gather_adapter(self, _: None) -> dict[str, Tensor]:
-        """Gather the adapter whole, under peft's names. Only the leader returns it."""
-        assert self.lora is not None
-        made = adapter_tensors(self.lora)
-        return made if self._group.rank == 0 else {}
-
-    def save_optimizer(self, path: str) -> None:
-        """Write this worker's shards of AdamW's moments, and of the EMA or lagged teacher."""
-        write_tensors(path, self._state, self._group.collectives)
-
-    @property
-    def _state(self) -> dict[str, Tensor]:
-        """Tensors of this worker in checkpoints besides the weights."""
-        state = moments(self.model, self.optimizer)
-        return state if self._shadow is None else {**state, **self._shadow.state()}
-
-    def copy_moments(self, _: None) -> MomentsCopy | None:
-        """Copy the tensors that `save_optimizer` writes, and return the copy on the leader.
-
-        Other workers write theirs in a thread, concurrently with orders. Writing is collective: it
-        succeeds or fails on all workers, so the leader sees any failure.
-        """
-        copy = MomentsCopy(self._state, self._group)
-        if self._group.rank == 0:
-            return copy
-        self._aside.submit(copy.write)
-        return None
-
-    def copy_cost(self, _: None) -> CopyCost:
-        """Memory that `copy_moments` would need."""
-        shares = map(local, self._state.values())
-        return CopyCost(socket.gethostname(), sum(s.nbytes for s in shares), free_bytes("cpu"))
-
-    def load_optimizer(self, path: str) -> None:
-        """Load this worker's shards of AdamW's moments from a checkpoint.
-
-        Raises:
-            CheckpointError: they were written for another model, or cannot be read.
-        """
-        load_moments(path, self.model, self.optimizer, self._group.collectives)
-        if self._config.offload_optimizer:
-            put_away(self.optimizer)
-
-    def rng_state(self, _: None) -> dict[str, Tensor]:
-        """States of this worker's random generators, by device type."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.device.startswith("cuda"):
-            states["cuda"] = torch.cuda.get_rng_state(self.device)
-        return states
-
-    def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the states of `rng_state`; a missing device type keeps its current state."""
-        if "cpu" in states:
-            torch.set_rng_state(states["cpu"])
-        if "cuda" in states and self.device.startswith("cuda"):
-            torch.cuda.set_rng_state(states["cuda"], self.device)
-
-    def skip_update(self, _: None) -> None:
-        """Advance the learning-rate schedule without an update."""
-        with warnings.catch_warnings():  # torch warns of a schedule ahead of its optimizer
-            warnings.simplefilter("ignore", UserWarning)
-            self.schedule.step()
-
-    def set_schedule(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the learning-rate schedule."""
-        self.schedule.load_state_dict(dict(state))
-        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
-            group["lr"] = lr
 
 
 def follow(worker: LearnerWorker, group: WorkerGroup) -> None:

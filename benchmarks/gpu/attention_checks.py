@@ -16,7 +16,7 @@ from distill.models import flex_attention
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
 from learner.config import Precision
-from learner.learner import Part
+from learner.plan import Part
 from tests.flex_twin import dense_flex
 
 # How far packed rows may be from padded ones in float32, of the gradient's norm and of the loss.

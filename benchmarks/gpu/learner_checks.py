@@ -20,7 +20,8 @@ from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.enumeration import ESTIMATORS, World, error
 

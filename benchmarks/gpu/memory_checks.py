@@ -6,9 +6,9 @@ from benchmarks.gpu.learner_checks import LOSS, new_learner
 from benchmarks.gpu.measure import held_bytes, let_go, peak_bytes
 from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
 from distill.gpu import GIB, gpu_bytes
-from learner.learner import Part
 from learner.memory import WorkerMemory, estimate_memory
 from learner.pass_memory import estimate_pass
+from learner.plan import Part
 
 # Of these the last recomputes its layers.
 _SIZES = ("0.6B", "1.7B", "8B/3")

@@ -28,7 +28,7 @@ from distill.models.loading import (
 )
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.lora import check_lora
-from learner.router_balance import check_balances
+from learner.routers import check_balances
 
 # Deadline for the info of an external teacher, seconds: an answer takes far less time.
 _INTRODUCTION_DEADLINE_S = 60.0

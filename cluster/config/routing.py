@@ -12,7 +12,7 @@ from distill.errors import ConfigError
 from distill.models.loading import load_config, meta_causal_lm
 from distill.routing import MixtureShape
 from distill.settings import changed
-from learner.routing_replay import check_replays
+from learner.routers import check_replays
 
 Config = TypeVar("Config", bound=RolloutConfig)
 

@@ -30,7 +30,6 @@ from learner.canaries import CopyAnswer, CopyQuestion
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
-from learner.dpo import PreferenceLoss, with_reference
 from learner.forward import LossFunction
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
@@ -44,12 +43,13 @@ from learner.loop import (
 )
 from learner.policy_loss import (
     PolicyObjectiveLoss,
+    PreferenceLoss,
     TeacherSamplesLoss,
     cross_entropy_loss,
     reward_model_loss,
 )
 from learner.process_group import Membership, WorkerGroup
-from learner.supervised import RowStream, SupervisedLoop
+from learner.supervised import RowStream, SupervisedLoop, with_reference
 from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, follow
 

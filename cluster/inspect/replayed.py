@@ -16,9 +16,9 @@ from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
 from distill.objective.settings import Normalisation
 from distill.objective.sums import meta_of
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
-from learner.learner import Part
+from learner.plan import Part
 from learner.policy_loss import TeacherSamplesLoss
-from learner.state_files import read_trainer, write_trainer
+from learner.state import read_trainer, write_trainer
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint

@@ -6,7 +6,7 @@
 
 The newest `keep` steps are kept, and steps that never ended because they were not finite.
 Fingerprints of several workers' shards are merged into those of whole tensors
-(learner/fingerprints.py).
+(learner/sharding.py).
 
 A run with rollout_only=True has only the groups of all its steps there, and in addition:
 
@@ -36,7 +36,7 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from distill.weights.model_weights import Weights
-    from learner.fingerprints import Fingerprints
+    from learner.sharding import Fingerprints
 
 logger = logging.getLogger(__name__)
 

@@ -110,7 +110,7 @@ class TrainingRow:
         teacher_gaps_T: log p - log q of the sampled tokens, with the sampler's p; None without
             kl_clip.
         experts_TLK: the experts of a mixture through which its tokens are routed; None: those that
-            the learner chooses (`learner.routing_replay`).
+            the learner chooses (`learner.routers`).
         ends_sequence: False if the next row continues the same sequence.
         other_rows: sums over the rest of that sequence.
 

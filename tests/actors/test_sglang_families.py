@@ -18,7 +18,8 @@ from distill.routing import ExpertArray, MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
 from learner.config import LearnerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.actors.routing import ask, check_experts, prompt
 from tests.families import FAMILIES, family_dir

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cluster.command import parse
 from cluster.config.arguments import built
 from cluster.config.files import by_name, read_settings
+from cluster.config.learning_rate import Stage, suggested_lr
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
@@ -25,7 +26,6 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.rules import get
 from distill.settings import changed, path_of, setting_of
-from learner.learning_rate import Stage, suggested_lr
 from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]

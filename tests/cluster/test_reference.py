@@ -14,8 +14,9 @@ from cluster.config.supervised import DpoConfig
 from cluster.hosts.learner_actor import reference_logprobs
 from distill.settings import changed
 from learner.config import LearnerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.memory import FROZEN, TRAINED, estimate_memory
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.conftest import TinyPair
 from tests.samples import training_row

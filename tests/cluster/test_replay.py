@@ -35,7 +35,7 @@ from distill.records import TrainedGroups
 from distill.settings import changed
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
-from learner.fingerprints import Fingerprints
+from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
 from tests.refusals import refuses
 from tests.samples import group, keep_step

@@ -23,7 +23,8 @@ from cluster.queue.journal import read_journal
 from cluster.weights.publisher import Publisher
 from distill.engine import WeightSource
 from distill.errors import EngineError
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, trained_groups
 

@@ -88,7 +88,7 @@ def test_calls_add_up_to_one_on_their_union(
 
 
 def test_a_step_by_hand_is_the_learners_own(new_policy: Callable[..., isotherm.Policy]) -> None:
-    from learner.learner import Part
+    from learner.plan import Part
     from learner.policy_loss import PolicyObjectiveLoss
 
     by_hand, whole = new_policy(weight_decay=0.1), new_policy(weight_decay=0.1)

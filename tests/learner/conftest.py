@@ -24,8 +24,9 @@ from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, Precision
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.loop import PolicyLoop
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.weights import gather_all

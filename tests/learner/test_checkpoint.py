@@ -28,10 +28,11 @@ from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digest
 from learner.forward import Forward, LossFunction
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.optimizer import build_optimizer, build_schedule
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
-from learner.state_files import read_trainer
+from learner.state import read_trainer
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
 from tests.tiny import save_tokenizer

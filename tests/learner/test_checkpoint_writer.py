@@ -17,11 +17,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-import learner.worker
+import learner.shard
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter, Written
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner
 from tests.learner.test_checkpoint import die_at, exit_code
 from tests.samples import training_row
@@ -180,13 +181,13 @@ def test_nothing_is_copied_where_memory_is_short(
     numbers = sum(p.numel() for p in trained.model.parameters())
     copy = 12 * numbers + 4 * len(list(trained.model.parameters()))  # AdamW counts steps, too
     writer = new_writer(background=None)
-    monkeypatch.setattr(learner.worker, "free_bytes", lambda _: 2 * copy - 1)
+    monkeypatch.setattr(learner.shard, "free_bytes", lambda _: 2 * copy - 1)
     for step in (1, 2):
         made = writer.begin(step, {})
         assert made is not None and made.step == step and writer.written(wait=True) is None
     said = [line for line in caplog.records if line.name == "learner.checkpoint_writer"]
     assert ["memory is short" in line.message for line in said] == [True]
-    monkeypatch.setattr(learner.worker, "free_bytes", lambda _: 2 * copy)
+    monkeypatch.setattr(learner.shard, "free_bytes", lambda _: 2 * copy)
     assert writer.begin(3, {}) is None
     assert isinstance(writer.written(wait=True), Written)
     assert new_writer(background=False).begin(4, {}) is not None

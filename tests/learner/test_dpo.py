@@ -17,9 +17,9 @@ from distill.data.held_out import HeldOut
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.dpo import PreferenceLoss, with_reference
-from learner.learner import Part
-from learner.supervised import RowStream, SupervisedLoop
+from learner.plan import Part
+from learner.policy_loss import PreferenceLoss
+from learner.supervised import RowStream, SupervisedLoop, with_reference
 from tests.learner.conftest import (
     NewLearner,
     assert_same,

@@ -22,10 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distill.objective.batching import TrainingRow
 from learner.config import LearnerConfig
-from learner.dpo import PreferenceLoss, with_reference
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
-from learner.policy_loss import cross_entropy_loss
+from learner.learner import Learner
+from learner.plan import Part
+from learner.policy_loss import PreferenceLoss, cross_entropy_loss
+from learner.supervised import with_reference
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE

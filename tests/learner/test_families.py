@@ -34,7 +34,8 @@ from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.export import check_export
 from learner.initial_weights import InitialWeights
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.process_group import WorkerGroup
 from tests.families import FAMILIES, MTP_LAYER, family_dir

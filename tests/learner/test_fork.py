@@ -17,7 +17,7 @@ from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LoraSettings
 from learner.fork import check_fork, write_start
-from learner.learner import Part
+from learner.plan import Part
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
 from tests.refusals import refuses

@@ -15,7 +15,8 @@ from distill.objective.settings import ObjectiveConfig
 from learner.canaries import CopyQuestion
 from learner.config import LearnerConfig
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.process_group import WorkerGroup
 from learner.sharding import local
@@ -51,7 +52,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
             context_T = np.arange(30, 37, dtype=np.int32)
             row = replace(row, teacher_context_T=context_T, teacher_replaces=2)
         rows.append(replace(row, teacher=names[i % len(names)]))
-    dealt = learner.dealt(Part(rows_D=rows, loss=loss)).dealt or ()
+    dealt = learner.dealing.dealt(Part(rows_D=rows, loss=loss)).dealt or ()
     rounds = [{rows_B[0].teacher for rows_B, _ in each} for each in zip(*dealt, strict=True)]
     assert learner.workers == max(map(len, rounds)), "no two workers run different teachers"
     metrics = [learner.step(Part(rows_D=rows, loss=loss)) for _ in range(2)]

@@ -19,10 +19,11 @@ from distill.objective.settings import CORRECTION_CAP, ObjectiveConfig
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import total_bytes
 from learner.config import OptimizerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.optimizer import lr_factor
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.state_files import read_trainer, write_trainer
+from learner.state import read_trainer, write_trainer
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,

@@ -27,9 +27,10 @@ from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.memory import TRAINED, WorkerMemory, estimate_memory
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.families import FAMILIES

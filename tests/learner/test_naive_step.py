@@ -14,7 +14,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.frozen import LocalTeachers
-from learner.learner import Part
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.enumeration import error

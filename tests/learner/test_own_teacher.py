@@ -18,7 +18,8 @@ from distill.objective.settings import ObjectiveConfig
 from learner.checkpoint import CheckpointStore
 from learner.config import ShadowRule
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.families import family_dir

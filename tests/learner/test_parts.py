@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from distill.objective.batching import Batch, TrainingRow, split_by_token_budget
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.settings import ObjectiveConfig
-from learner.dpo import PreferenceLoss
-from learner.forward import Forward
+from learner.forward import Forward, LossFunction
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, LossFunction, Part
-from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.learner import Learner
+from learner.plan import Part
+from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,

@@ -26,9 +26,10 @@ from distill.settings import changed
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
 from learner.frozen import LocalTeachers
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
 from learner.optimizer import build_optimizer, offload_moments, put_away
+from learner.plan import Part
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import (

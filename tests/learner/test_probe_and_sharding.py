@@ -21,8 +21,9 @@ from transformers import (
 import distill.models.attention_probe
 from distill.models.attention_probe import shares_prefixes
 from learner.config import LearnerConfig, OptimizerConfig
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import untimed
 from tests.learner.two_workers import tell

@@ -30,7 +30,8 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.export import check_export
 from learner.forward import Forward
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import reward_model_loss
 from learner.supervised import RowStream, SupervisedLoop
 from tests.conftest import TinyPair

@@ -32,10 +32,11 @@ from distill.types import TrajectoryGroup
 from learner import rollout_share
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
-from learner.fingerprints import Fingerprints
-from learner.learner import Learner, Part
+from learner.learner import Learner
 from learner.loop import PolicyLoop
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
+from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
 from tests.learner.two_workers import tell

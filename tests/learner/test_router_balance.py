@@ -13,9 +13,10 @@ import torch
 from distill.errors import ConfigError
 from distill.models.loading import load_causal_lm, meta_causal_lm
 from distill.objective.batching import TrainingRow
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
-from learner.router_balance import check_balances
+from learner.routers import check_balances
 from tests.families import family_dir
 from tests.learner.conftest import NewLearner, gradients
 from tests.refusals import refuses
@@ -99,7 +100,7 @@ def test_a_shared_context_counts_once(mixture: str, new_learner: NewLearner) -> 
 def test_micro_batches_count_by_their_trained_tokens(mixture: str, new_learner: NewLearner) -> None:
     cut = new_learner(model=mixture, router_aux_coef=0.5, token_budget=45)
     made = passed(cut, ROWS)
-    batches = cut.split(ROWS, 1)
+    batches = cut.dealing.split(ROWS, 1)
     assert len(batches) > 1
     total = sum(row.num_trained for row in ROWS)
     expected = sum(

@@ -24,9 +24,10 @@ from distill.objective.settings import ObjectiveConfig
 from distill.routing import MixtureShape, merged_experts, unknown_expert
 from distill.sampling import TrainSampling
 from distill.stops import StopTokens
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.routing_replay import check_replays
+from learner.routers import check_replays
 from tests.families import family_dir, undecided
 from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
@@ -174,7 +175,7 @@ def test_given_experts_are_the_twins(
             for row in rows
         ]
     elif way == "padded":
-        assert len(learner.split(rows, 1)) > 1
+        assert len(learner.dealing.split(rows, 1)) > 1
     made = passed(learner, rows)
     loss, expected = twin(mixture, rows)
     assert made["train/loss"] == pytest.approx(loss, rel=1e-5)

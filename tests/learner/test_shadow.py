@@ -15,7 +15,8 @@ from distill.records import TrainedGroups
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import ShadowRule
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, NewLoop, World, weights
 from tests.samples import group, training_row
 

@@ -41,9 +41,9 @@ from distill.weights.shared_memory import SharedTensors
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, ShadowRule
-from learner.dpo import PreferenceLoss
-from learner.learner import Learner, Part
-from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.learner import Learner
+from learner.plan import Part
+from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import untimed

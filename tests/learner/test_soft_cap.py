@@ -17,7 +17,7 @@ from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import load_causal_lm, meta_causal_lm
 from distill.models.shared_prefix import PlainModel
 from distill.sampling import TrainSampling
-from learner.learner import Part
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.samples import demonstration

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from learner import state_files
 from learner.checkpoint import CheckpointStore
 from learner.config import LoraSettings, ShadowRule
 from learner.fork import check_fork
-from learner.learner import Part
-from learner.state_files import (
+from learner.plan import Part
+from learner.state import (
     TrainerState,
     read_tensors,
     read_trainer,
@@ -63,7 +62,7 @@ def test_a_checkpoint_is_read_without_unpickling(
 def test_tensors_of_any_kind_come_back_from_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "FILE_BYTES", 64)
+    monkeypatch.setattr("learner.state.FILE_BYTES", 64)
     state = {
         "step": torch.tensor(7.0),
         "wide": torch.randn(5, 9),

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
-from learner.learner import Part
 from learner.loop import PolicyLoop, SupervisedMix
+from learner.plan import Part
 from learner.supervised import RowStream
 from tests.learner.conftest import (
     NewLoop,

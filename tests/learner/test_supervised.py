@@ -14,7 +14,7 @@ from distill.data.order import MixedPart
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.learner import Part
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from tests.learner.conftest import NewLearner, naive_logprobs, weights

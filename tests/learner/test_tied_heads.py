@@ -23,7 +23,8 @@ from distill.tokenizer import load_tokenizer
 from learner.config import LearnerConfig
 from learner.export import check_export
 from learner.initial_weights import InitialWeights
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.process_group import WorkerGroup
 from tests.learner.two_workers import tell

@@ -113,11 +113,11 @@ class ForecastConfig(
 def forecast(config: ForecastConfig, console: Console) -> None:
     """Print the numbers and the verdict; write them to `out` if it is set."""
     from cluster.config.estimator import with_estimator  # imports torch; --help does not need it
+    from cluster.config.learning_rate import suggested_lr
     from cluster.config.rollout_checks import check_rollout
     from cluster.inspect.forecast.judge import Pair, judge
     from distill.models.loading import ends_of, load_config
     from distill.tokenizer import load_tokenizer
-    from learner.learning_rate import suggested_lr
 
     run = config.run()
     inputs = check_rollout(run)

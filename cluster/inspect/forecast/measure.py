@@ -20,7 +20,8 @@ from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.objective.rows import policy_rows, rows_by_group
 from distill.sampling import TrainSampling
 from distill.types import FloatArray, StopReason, TopLogprobs, TrajectoryGroup
-from learner.learner import Learner, Part
+from learner.learner import Learner
+from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 
 if TYPE_CHECKING:

@@ -1,20 +1,27 @@
-"""Files of a checkpoint beside its model: tensors as safetensors, the rest as JSON.
+"""State of a learner in checkpoints, beside its model: as files, and as a copy in main memory.
 
-    optimizer/      write_tensors, tensor_sizes, read_tensors
+    optimizer/      write_tensors, tensor_sizes, read_tensors      safetensors
     trainer.json    write_trainer, read_trainer
 
 No file of a checkpoint is a pickle: reading another person's checkpoint runs none of its code.
+
+For `StateCopy` each worker copies its own shard of AdamW's moments to main memory, and the leader
+the weights as well. All workers write the moments together, in separate threads and with a separate
+process group, because the next step's collectives run meanwhile.
+
+    leader's thread      write -> path ------> moments -> model, adapter, schedule, RNG
+    followers' threads            waits for: path    unblocked by: the leader's `write` or `drop`
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +34,12 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from distill.errors import CheckpointError
+from distill.weights.model_weights import HeldWeights, Weights, names_of, plan_buckets
+from learner.process_group import WorkerGroup
+from learner.sharding import local
 
 TRAINER = "trainer.json"
 # The writer makes the bytes of a file in memory. A file holds tensors of about so many, unsharded.
@@ -154,3 +165,93 @@ def _plainly(what: str) -> Iterator[None]:
     except CheckpointException as error:  # no Exception; holds those of every worker
         why, _ = next(iter(error.failures.values()))
         raise CheckpointError(f"{what}: {why}") from why
+
+
+class CopyCost(NamedTuple):
+    """Size of a copy of this worker's moments, and free main memory of its host, in bytes."""
+
+    host: str
+    bytes: int
+    free: int
+
+
+class MomentsCopy:
+    """A worker's shard of AdamW's moments. Each worker calls `write` once, in a thread."""
+
+    def __init__(self, state: Mapping[str, Tensor], group: WorkerGroup) -> None:
+        self._state = {name: _in_memory(tensor) for name, tensor in state.items()}
+        self._group = group
+
+    def write(self, path: str | None = None) -> None:
+        """Write the copy to the leader's `path`, together with all workers, and drop it.
+
+        The leader passes the path, or None to drop the copy only; other workers pass nothing.
+
+        Raises:
+            CheckpointError: a worker could not write.
+        """
+        try:
+            path = self._group.agree_aside(path)
+            if path is not None:
+                write_tensors(path, self._state, self._group.aside)
+        finally:
+            self._state = {}
+
+
+class StateCopy:
+    """Copy of the complete state of a checkpoint. It is written once, in any thread, or dropped.
+
+    Args:
+        write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
+        write_adapter: writes the adapter; None if there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: HeldWeights,
+        moments: MomentsCopy,
+        trainer: TrainerState,
+        write_model: Callable[[Path, Weights], None],
+        write_adapter: Callable[[Path], None] | None,
+    ) -> None:
+        self._weights, self._moments, self._trainer = weights, moments, trainer
+        self._write_model, self._write_adapter = write_model, write_adapter
+        self._begun = False
+
+    def write(self, path: Path) -> None:
+        """Write the copy in the format of `Learner.save`.
+
+        Raises: as `Learner.save`.
+        """
+        self._begun = True
+        self._moments.write(str(path / "optimizer"))  # first: the other workers wait for it
+        self._write_model(path / "model", self._weights)
+        if self._write_adapter is not None:
+            self._write_adapter(path / "adapter")
+        write_trainer(path, self._trainer)
+
+    def drop(self) -> None:
+        """Free the memory on every worker. The copy cannot be written afterwards."""
+        if not self._begun:
+            self._begun = True
+            self._moments.write(None)
+        self._weights, self._write_adapter = HeldWeights({}), None
+
+
+def copied_weights(weights: Weights) -> HeldWeights:
+    """The weights in main memory, gathered in portions. With several workers, a collective."""
+    copies: dict[str, Tensor] = {}
+    for bucket in plan_buckets(weights.layouts):
+        copies |= copied(weights.gather(names_of(bucket)))
+    return HeldWeights(copies)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _in_memory(tensor) for name, tensor in tensors.items()}
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    # Not from_local, which moves the shard to the devices of the mesh.
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore

@@ -1,0 +1,224 @@
+"""Orders to the workers of a learner, and their answers: micro-batches of a step, and its results.
+
+    Part          rows with one loss                                       given by the loop
+    Dealing       parts as micro-batches under the token budget, by worker
+    MicroBatch    rows that run together                                   the order `step`
+    StepShare     metrics and seconds of one worker                        its answer; `summed`
+
+Orders name a method of `LearnerWorker` (`learner.process_group.Order`). Arguments and answers
+travel between processes, so they hold no tensors of a device, and no code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distill.objective.batching import (
+    Row,
+    TrainingRow,
+    deal,
+    split_by_token_budget,
+    tokens_in_step,
+)
+from distill.objective.losses import StepCounts, add_metrics
+from distill.objective.rows import RowMeta
+from distill.records import RowPlace
+from learner.forward import LossFunction
+
+# Micro-batches by worker, each with True if it counts (False: a repeated one that fills a round).
+Dealt: TypeAlias = Sequence[Sequence[tuple[list[Any], bool]]]
+# Candidate token budgets, as multiples of a worker's share of the step's tokens: room for padding.
+_SLACKS = (1.0, 1.1, 1.25, 1.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Rows with one loss. An optimizer step has one or several parts, such as distillation and SFT.
+
+    Attributes:
+        rows_D: rows; or metadata of rows of rollouts, which workers build (`learner.rollouts`).
+        rows_per_unit: number of consecutive rows that stay in one micro-batch: 2 for pairs.
+        coef: factor of the loss.
+        dealt: micro-batches by worker, as `deal` returns them; None: not dealt yet.
+    """
+
+    rows_D: Sequence[TrainingRow] | Sequence[RowMeta]
+    loss: LossFunction
+    rows_per_unit: int = 1
+    coef: float = 1.0
+    dealt: Dealt | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealing:
+    """Assignment of rows to workers, in micro-batches.
+
+    Attributes:
+        workers: their number.
+        token_budget: most tokens of a micro-batch, except one of a single unit.
+        most_mask, packs: see `distill.objective.batching.BatchShape`.
+    """
+
+    workers: int
+    token_budget: int
+    most_mask: int
+    packs: bool
+
+    def dealt(self, part: Part) -> Part:
+        """The part, with its micro-batches assigned to workers as in a step."""
+        if part.dealt is not None:
+            return part
+        return replace(part, dealt=self.deal(self.split(part.rows_D, part.rows_per_unit)))
+
+    def deal(self, batches: Sequence[list[Row]]) -> list[list[tuple[list[Row], bool]]]:
+        """Micro-batches by worker; see `distill.objective.batching.deal`."""
+        return deal(batches, self.workers, self.most_mask, self.packs)
+
+    def split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
+        """Split rows into micro-batches under the token budget.
+
+        With several workers, smaller budgets are tried as well. The one with the fewest tokens on
+        the workers' critical path is used, which keeps all workers busy.
+        """
+        workers, most_mask, packs = self.workers, self.most_mask, self.packs
+
+        def split(budget: int) -> list[list[Row]]:
+            return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask, packs))
+
+        fullest = split(self.token_budget)
+        if workers == 1:
+            return fullest
+        share = tokens_in_step(fullest, 1, most_mask, packs) / workers
+        budgets = {min(self.token_budget, math.ceil(share * slack)) for slack in _SLACKS}
+        ways = [split(budget) for budget in sorted(budgets)]
+        return min(ways, key=lambda batches: tokens_in_step(batches, workers, most_mask, packs))
+
+    def micro_batches(self, part: Part, loss: int) -> list[list[MicroBatch]]:
+        """The part's micro-batches, by worker.
+
+        Args:
+            loss: the number of its loss among those of the workers.
+        """
+        counts = StepCounts(
+            tokens=sum(row.num_trained for row in part.rows_D),
+            sequences=sum(row.ends_sequence for row in part.rows_D),
+        )
+        dealt = self.dealt(part).dealt or ()
+        # Workers may run different teachers at the same time (learner.frozen).
+        teachers = [
+            sorted({rows[0].teacher for rows, _ in in_round})
+            for in_round in zip(*dealt, strict=True)
+        ]
+        return [
+            [
+                MicroBatch(
+                    rows_B=[row.place if isinstance(row, RowMeta) else row for row in rows],
+                    loss=loss,
+                    counts=counts,
+                    coef=part.coef,
+                    counted=counted,
+                    teachers=in_round,
+                )
+                for (rows, counted), in_round in zip(mine, teachers, strict=True)
+            ]
+            for mine in dealt
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows that run together, under one loss.
+
+    Attributes:
+        rows_B: rows, or the places of rows of rollouts that the worker has made itself.
+        loss: its number among the worker's losses, which cannot travel.
+        counts: of the whole step, over all workers.
+        coef: what the loss is multiplied by.
+        counted: False where the rows are another worker's, run only to keep step with it.
+        teachers: names of the teachers of all workers' micro-batches that run at the same time.
+    """
+
+    rows_B: Sequence[TrainingRow | RowPlace]
+    loss: int
+    counts: StepCounts
+    coef: float
+    counted: bool
+    teachers: Sequence[str]
+
+
+class FrozenBatches(NamedTuple):
+    """Order to score rows with a frozen model: a teacher by its name, a reference by its path."""
+
+    model: str
+    batches: Sequence[list[TrainingRow]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassShare:
+    """A worker's report of forward and backward passes.
+
+    Attributes:
+        metrics: of its own micro-batches; `train/loss` among them.
+        non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
+        seconds: `time/forward` and `time/backward`.
+    """
+
+    metrics: Mapping[str, float]
+    non_finite: tuple[int, float] | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateShare:
+    """A worker's report of an optimizer update.
+
+    Attributes:
+        grad_norm: of the whole gradient, before clipping.
+        lr: of the update.
+        seconds: `time/optimizer`.
+    """
+
+    grad_norm: float
+    lr: float
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare(PassShare):
+    """A worker's report of a step: its passes and its update, with the seconds of both."""
+
+    grad_norm: float
+    lr: float
+
+
+class Portion(NamedTuple):
+    """Order for some of the weights, by name, in this precision; None: in their own."""
+
+    names: Sequence[str]
+    dtype: torch.dtype | None
+
+
+class LentPortion(NamedTuple):
+    """Order to gather some of the weights, as `Portion` does, into a bucket for other processes.
+
+    `readers` is how many each worker has, by rank.
+    """
+
+    names: Sequence[str]
+    dtype: torch.dtype | None
+    readers: Sequence[int]
+
+
+def summed(shares: Sequence[PassShare]) -> dict[str, float]:
+    """Metrics summed over workers; times are the slowest worker's, for which the others wait."""
+    made: dict[str, float] = {}
+    for share in shares:
+        add_metrics(made, share.metrics)
+    for name in shares[0].seconds:
+        made[name] = max(share.seconds[name] for share in shares)
+    return made

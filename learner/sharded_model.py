@@ -1,0 +1,249 @@
+"""A model over the workers of a learner, as the leader sees it: its weights, its saved state."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.pace import Progress
+from distill.weights.adapter import AdapterWeights
+from distill.weights.lending import LenderPlace, LentBucket
+from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
+from distill.weights.tensors import TensorLayout
+from learner.config import LearnerConfig, ShadowRule
+from learner.forward import LossFunction
+from learner.lora import save_adapter, served_form
+from learner.plan import (
+    LentPortion,
+    Portion,
+)
+from learner.process_group import Order, WorkerGroup
+from learner.sharding import Fingerprints, whole_fingerprints
+from learner.state import (
+    CopyCost,
+    StateCopy,
+    TrainerState,
+    copied,
+    copied_weights,
+    read_trainer,
+    write_trainer,
+)
+from learner.worker import LearnerWorker
+
+
+class ShardedModel:
+    """A model that the workers hold together, and its training state.
+
+    Raises:
+        CheckpointError: the initial checkpoint cannot be loaded.
+        ConfigError: the model does not fit into memory.
+    """
+
+    def __init__(
+        self, config: LearnerConfig, losses: Sequence[LossFunction], group: WorkerGroup
+    ) -> None:
+        self._group = group
+        self._ordering = threading.RLock()
+        self.worker = LearnerWorker(config, losses, group)
+
+    @property
+    def device(self) -> str:
+        return self.worker.device
+
+    @property
+    def workers(self) -> int:
+        return self._group.size
+
+    @property
+    def progress(self) -> Progress:
+        """Progress counter of the worker in this process."""
+        return self.worker.progress
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model in this process: whole, or sharded."""
+        return self.worker.model
+
+    def skip_update(self) -> None:
+        """Skip an update that the schedule counts: only the learning rate changes."""
+        self.on_all("skip_update")
+
+    def rest(self) -> None:
+        """Release the memory of gradients and of cached blocks until the next pass."""
+        self.on_all("rest")
+
+    def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        """Call a method on every worker, each with its own argument; return the results by rank.
+
+        Calls are serialised by a lock: the transports of a push gather weights in several threads.
+        """
+        with self._ordering:
+            self._group.send([Order(method, argument) for argument in arguments])
+            return self._group.collect(self.worker.carry_out(method, arguments[0]))
+
+    def on_all(self, method: str, argument: Any = None) -> list[Any]:
+        """Call a method on every worker with the same argument; return the results by rank."""
+        return self.on_each(method, [argument] * self._group.size)
+
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of every trained tensor's weights, and of its gradient while it exists."""
+        return whole_fingerprints(self.on_all("fingerprints"))
+
+    def weights(self, dtype: torch.dtype | None = None) -> Weights:
+        """Current weights under the checkpoint's names. They are read lazily: a step changes them.
+
+        Rounded to `dtype` if one is given, except tensors that stay exact (`learner.export`).
+        """
+        return _GatheredWeights(self, dtype)
+
+    def adapter(self, dtype: torch.dtype) -> AdapterWeights:
+        """The adapter's current tensors, rounded to `dtype`, for servers that hold the base."""
+        assert self.worker.lora is not None
+        tensors = {name: tensor.to(dtype) for name, tensor in self._adapter().items()}
+        return AdapterWeights(tensors, served_form(self.worker.lora))
+
+    def lender_places(self) -> list[LenderPlace]:
+        """Location of each worker's memory, by rank, for engines that read weights from it."""
+        return self.on_all("lender_place")
+
+    @property
+    def own_teacher(self) -> ShadowRule | None:
+        """Update rule of the EMA or lagged teacher (`learner.own_teacher`), or None without one."""
+        return self.worker.own_teacher
+
+    def follow(self, version: int) -> None:
+        """Update the EMA or lagged teacher. Call it after each step, with the new version."""
+        if self.own_teacher is not None:
+            self.on_all("follow", version)
+
+    @contextmanager
+    def as_teacher(self) -> Iterator[None]:
+        """Context manager in which weights and log-probs are those of the EMA or lagged teacher."""
+        self.on_all("swap_teacher")
+        try:
+            yield
+        finally:
+            self.on_all("swap_teacher")
+
+    @property
+    def lost_share(self) -> float | None:
+        """Fraction of an adapter's change that was lost to rounding in the last gathered weights
+        (`learner.lora.RoundedUpdate`); None without an adapter."""
+        return None if self.worker.lora is None else self.worker.rounded.lost_share
+
+    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a checkpoint of the weights and the training state.
+
+        The weights are written as a Hugging Face checkpoint to `model/`. An adapter is merged into
+        it, and also written to `adapter/`. Any number of workers can resume from the checkpoint.
+
+        Raises:
+            CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
+        """
+        self.export(path / "model", tokenizer)
+        if self.worker.lora is not None:
+            save_adapter(path / "adapter", self.worker.lora, self._adapter())
+        self.on_all("save_optimizer", str(path / "optimizer"))
+        write_trainer(path, self._trainer_state())
+
+    def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
+        """Copy the state that `save` writes into main memory.
+
+        The copy takes 12 bytes for each trained number: 8 of moments, sharded over the workers, and
+        4 of weights, on the leader. It must be written or dropped before the next copy.
+        """
+        write_adapter = None
+        if (lora := self.worker.lora) is not None:
+            write_adapter = partial(save_adapter, lora=lora, tensors=copied(self._adapter()))
+        return StateCopy(
+            weights=copied_weights(self.weights()),
+            moments=self.on_all("copy_moments")[0],
+            trainer=deepcopy(self._trainer_state()),
+            write_model=partial(self._export, tokenizer),
+            write_adapter=write_adapter,
+        )
+
+    def has_room_for_copy(self) -> bool:
+        """True if `copied` needs at most half of the free main memory on every host."""
+        costs: list[CopyCost] = self.on_all("copy_cost")
+        needed = Counter({costs[0].host: total_bytes(self.weights())})
+        for cost in costs:
+            needed[cost.host] += cost.bytes
+        return all(2 * needed[cost.host] <= cost.free for cost in costs)
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        return self.on_all("gather_adapter")[0]
+
+    def _trainer_state(self) -> TrainerState:
+        return TrainerState(
+            schedule=self.worker.schedule.state_dict(), rng=self.on_all("rng_state")
+        )
+
+    def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
+
+        Includes tensors of the initial checkpoint that the model's class ignores, but servers use.
+
+        Raises: as `save`.
+        """
+        self._export(tokenizer, model_dir, self.weights())
+
+    def _export(
+        self, tokenizer: PreTrainedTokenizerBase, model_dir: Path, weights: Weights
+    ) -> None:
+        model_dir.mkdir()
+        self.worker.files.write(model_dir, tokenizer)
+        save_weights(model_dir, joined(weights, self.worker.carried_over()))
+
+    def load_trainer_state(self, path: Path) -> None:
+        """Restore the state that `save` wrote to `path`, except for the weights.
+
+        A checkpoint that `learner.fork` wrote contains only the moments.
+
+        Raises:
+            CheckpointError: it cannot be read, or was written for another model.
+        """
+        state = read_trainer(path)
+        if state.moments:
+            self.on_all("load_optimizer", str(path / "optimizer"))
+        if state.schedule is not None:
+            self.on_all("set_schedule", state.schedule)
+        if state.schedule is not None and self.own_teacher is not None:  # a fork starts a new one
+            self.on_all("load_teacher", str(path / "optimizer"))
+        # Workers that are not in the checkpoint keep their initial RNG state.
+        missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(state.rng))
+        self.on_each("set_rng_state", [*state.rng, *missing][: self._group.size])
+
+
+class _GatheredWeights:
+    """`Weights` of a sharded model, gathered from its workers in portions.
+
+    Implements `Lends` as well: each worker can lend the tensors that it has gathered.
+    """
+
+    def __init__(self, model: ShardedModel, dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, dtype
+        weights = model.worker.weights.values()
+        self.layouts: list[TensorLayout] = [weight.layout_in(dtype) for weight in weights]
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return self._model.on_all("gather", Portion(names, self._dtype))[0]
+
+    def first_non_finite(self) -> str | None:
+        return next(filter(None, self._model.on_all("first_non_finite")), None)
+
+    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
+        return self._model.on_all("lend", LentPortion(names, self._dtype, readers))
+
+    def take_back(self) -> None:
+        self._model.on_all("take_back")
