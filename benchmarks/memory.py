@@ -177,7 +177,7 @@ def _head(hidden: int, seed: int) -> VocabularyHead:
         vocab_size=VOCAB, hidden_size=hidden, layers=1, heads=2, context_length=64,
         eos_token_id=1, pad_token_id=0, seed=seed,
     )  # fmt: skip
-    return VocabularyHead(model)
+    return VocabularyHead.of(model)
 
 
 def _child(case: Case) -> dict[str, Any]:

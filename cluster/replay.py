@@ -112,6 +112,12 @@ class StepReplay:
                 f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
                 f"them with train_from={out}"
             )
+        if self.config.teacher_heads:
+            raise ConfigError(
+                f"out={out} has learnt from hidden states of its teacher (teacher.head=), which "
+                "are not kept: its steps cannot be computed again",
+                field="out",
+            )
         self._directory = RunDirectory(self.config.recipe, self.config)
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)

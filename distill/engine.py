@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from distill.errors import DataError
 from distill.routing import ExpertArray
 from distill.sampling import Sampling, check_temperature
+from distill.states import HiddenStates
 from distill.tokenizer import TokenizerProbe
-from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
+from distill.types import BoolArray, FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
     from distill.weights.adapter import AdapterTensors
@@ -109,6 +110,8 @@ class ScoreRequest:
             `stop_event` goes by the id of its first token. None: none.
         top_k: also the likeliest tokens of each scored position, so many, at the first T; of those
             that are not given there. 0: none.
+        states_N: mask of the scored positions at which the hidden state is wanted that predicts
+            the token there: a value for each scored position. None: none.
     """
 
     tokens_T: TokenArray
@@ -116,6 +119,7 @@ class ScoreRequest:
     temperatures: tuple[float, ...]
     given_NK: TokenArray | None = None
     top_k: int = 0
+    states_N: BoolArray | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens_T):
@@ -141,6 +145,14 @@ class ScoreRequest:
                 f"for each of {len(self.tokens_T) - self.start} scored positions",
                 field="ScoreRequest.given_NK",
             )
+        if self.states_N is not None and (
+            self.states_N.shape != (len(self.tokens_T) - self.start,) or not self.states_N.any()
+        ):
+            raise DataError(
+                f"ScoreRequest.states_N has shape {self.states_N.shape}; it must be True at some "
+                f"of {len(self.tokens_T) - self.start} scored positions",
+                field="ScoreRequest.states_N",
+            )
         for temperature in self.temperatures:
             check_temperature(temperature, "ScoreRequest.temperatures")
 
@@ -159,12 +171,15 @@ class Score:
     their order, then the likeliest of the others, the best first; None if neither was asked for.
     `scored_by` is the number of the engine's life where a pool of them keeps count, else None.
     `version` is that of the weights which scored it; None of an engine that nobody pushes to.
+    `states` are those of the positions of `states_N`, in the served dtype; None if none were asked
+    for. From an engine's Ray actor they come as a reference to an object that this actor owns.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
     top: TopLogprobs | None = None
     scored_by: int | None = None
     version: int | None = None
+    states: HiddenStates | Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +266,10 @@ class EngineInfo:
         temperature_scaling: how given tokens come to be scored at T, for people to read.
         stop_event: ids whose log-probs are those of all of them together; see `distill.stops`.
         scores_given: it heeds `ScoreRequest.given_NK`; a server that lacks our plugin does not.
+        returns_states: it heeds `ScoreRequest.states_N`; a server that lacks our plugin does if it
+            was started with --enable-return-hidden-states.
+        scores_at_t: it announces that given tokens are scored at T. A server without our plugin
+            does not: its log-probs of given tokens are those at T = 1.
     """
 
     kind: str
@@ -264,6 +283,8 @@ class EngineInfo:
     temperature_scaling: str
     stop_event: tuple[int, ...] = ()
     scores_given: bool = True
+    returns_states: bool = True
+    scores_at_t: bool = True
 
     @property
     def is_server(self) -> bool:

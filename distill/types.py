@@ -145,6 +145,10 @@ class Segment:
             where the teacher is to be asked. None: not there, or asked already.
         teacher_top: the teacher's log-probs at T of several tokens, its own likeliest or the
             policy's, one row per action token; None where the objective needs none.
+        teacher_states: the teacher's hidden states, one per action token, for its head in the
+            learner (`distill.states`); on the way to the learner a reference to them, which the
+            actor of the teacher's engine owns. None where the objective needs none, and in kept
+            groups.
         teacher_context_T: int32 tokens that the teacher sees in place of the first
             `teacher_replaces`: a privileged context, such as a hint (`distill.privileged`). None:
             the same as the policy's.
@@ -170,6 +174,7 @@ class Segment:
     teacher_logprobs_q1_T: FloatArray | None = None
     policy_top_ids_NK: TokenArray | None = None
     teacher_top: TopLogprobs | None = None
+    teacher_states: Any = None
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
     reference_logprobs_T: FloatArray | None = None

@@ -1,4 +1,4 @@
-"""Canaries of the frozen models that a learner's workers hold: copies of teachers, adapters' bases.
+"""Canaries of a learner's frozen models: copies of teachers or their heads, adapters' bases.
 
     checksums   of every weight on the worker: they never change for a frozen model, so a single
                 changed number is detected, whatever its effect on rows, and its tensor is named
@@ -12,20 +12,23 @@ rows together. cluster/runtime/canaries.py decides when canaries run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.handshake.canary import CanaryRows, CanaryScores
 from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
+from distill.states import HiddenStates
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.digests import digest_of, tensor_checksum
-from learner.frozen import FrozenModel, LocalTeachers
+from learner.frozen import FrozenModel, LocalTeachers, Teacher, TeacherHead
 from learner.sharding import local, stored
 
 # Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
@@ -78,7 +81,8 @@ class WatchedModel:
         self,
         teacher: str | None,
         path: str,
-        model: PreTrainedModel,
+        model: nn.Module,
+        config: Any,
         *,
         dtype: str,
         run: Run,
@@ -88,8 +92,8 @@ class WatchedModel:
         self._info = EngineInfo(
             kind="in the learner",
             model=path,
-            vocab_size=vocab_size(model.config),
-            context_length=context_length(model.config),
+            vocab_size=vocab_size(config),
+            context_length=context_length(config),
             weight_version=0,
             dtype=dtype,
             eos_token_ids=None,
@@ -148,23 +152,37 @@ class Base(NamedTuple):
 def watched(
     teachers: LocalTeachers | None, base: Base | None, token_budget: int
 ) -> list[WatchedModel]:
-    """Frozen models of a worker: its copies of teachers, and the base of its adapter."""
+    """Frozen models of a worker: its copies of teachers or their heads, and its adapter's base."""
     found = []
-    if teachers is not None:
-        found += [
+    for name, teacher in ({} if teachers is None else teachers.models).items():
+        if isinstance(teacher, TeacherHead):
+            model, config, dtype = (
+                teacher.projection,
+                teacher.config,
+                teacher.projection.weight.dtype,
+            )
+            run = partial(_by_head, teacher, token_budget)
+        else:
+            assert isinstance(teacher, FrozenModel)
+            model, config, dtype = teacher.model, teacher.model.config, teacher.model.dtype
+            run = partial(_by_teacher, teacher, token_budget)
+        found.append(
             WatchedModel(
                 name,
-                copy.path,
-                copy.model,
-                dtype=str(copy.model.dtype).removeprefix("torch."),
-                run=partial(_by_copy, copy, token_budget),
+                teacher.path,
+                model,
+                config,
+                dtype=str(dtype).removeprefix("torch."),
+                run=run,
                 listed=_LISTED,
             )
-            for name, copy in teachers.models.items()
-        ]
+        )
     if base is not None:
         run = partial(_by_base, base.logprobs, token_budget)
-        found.append(WatchedModel(None, base.path, base.model, dtype=base.dtype, run=run, listed=0))
+        model, path = base.model, base.path
+        found.append(
+            WatchedModel(None, path, model, model.config, dtype=base.dtype, run=run, listed=0)
+        )
     return found
 
 
@@ -185,17 +203,32 @@ def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
     ]
 
 
-def _by_copy(
-    copy: FrozenModel, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
+def _by_teacher(
+    teacher: Teacher, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
 ) -> dict[int, tuple[FloatArray, FloatArray]]:
     ids_K = np.empty(0, np.int32)
     if (given_NK := asked.requests[0].given_NK) is not None:
         ids_K = given_NK[0]
     found = {}
     for rows_B in split_by_token_budget(rows_D, token_budget):
-        read = copy.read(rows_B, ids_K)
+        read = teacher.read(rows_B, ids_K)
         found |= {id(row): values for row, values in zip(rows_B, read, strict=True)}
     return found
+
+
+def _by_head(
+    head: TeacherHead, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
+) -> dict[int, tuple[FloatArray, FloatArray]]:
+    """Of drawn hidden states, the same for the same tokens: no engine is asked for any."""
+    weight = head.projection.weight
+    given_D = []
+    for row in rows_D:
+        generator = torch.Generator().manual_seed(int(row.tokens_T.sum()))
+        states_NH = torch.randn(row.num_trained, weight.shape[1], generator=generator)
+        states = HiddenStates.of(states_NH.to(weight.dtype))
+        given_D.append(replace(row, teacher_states=states))
+    found = _by_teacher(head, token_budget, given_D, asked)
+    return {id(row): found[id(own)] for row, own in zip(rows_D, given_D, strict=True)}
 
 
 def _by_base(

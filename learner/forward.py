@@ -25,8 +25,6 @@ from distill.models.logprobs import (
     Event,
     TokenStats,
     VocabularyHead,
-    kept_until_backward,
-    model_width,
 )
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
@@ -78,7 +76,7 @@ class Forward:
         self._score = score_head(model)
         self._head: VocabularyHead | None = None
         if self._score is None:
-            self._head = self._run(lambda: VocabularyHead(model, event))
+            self._head = self._run(lambda: VocabularyHead.of(model, event))
         shares = shares_prefixes(model) if shares is None else shares
         self._model = SharedPrefixModel(model) if shares else PlainModel(model)
         if packs and isinstance(self._model, PlainModel):
@@ -158,7 +156,7 @@ class Forward:
             copies: weights of the projection that are copied for that pass: none, those that are
                 trained, because they change before it, or all, because they are no longer gathered.
         """
-        head, temperature_N = self.head, batch.temperature_N
+        head = self.head
 
         def read() -> tuple[Tensor, dict[str, Tensor]]:
             hidden_NH = self.hidden(batch)
@@ -170,16 +168,7 @@ class Forward:
         with self._autocast():
             hidden_NH, weights = self._run(read)
         self.training_mode()
-
-        @torch.no_grad()
-        def log_p(positions: slice) -> Tensor:
-            with self._autocast():
-                return head.log_distribution(
-                    hidden_NH[positions], temperature_N[positions], weights
-                )
-
-        elements = len(batch.tokens_N) * model_width(head.projection)
-        return kept_until_backward(log_p, elements)
+        return head.distribution_of(hidden_NH, batch.temperature_N, self._autocast, weights)
 
     def scores(self, batch: Batch) -> Tensor:
         """Scores of a reward model, fp32 (rows,), read before each row's last trained token.

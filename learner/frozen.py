@@ -1,26 +1,35 @@
-"""Frozen models in the learner: its copies of teachers, and DPO's reference.
+"""Frozen models in the learner: its copies of teachers or their heads, and DPO's reference.
 
 A learner with several workers shards them as it does the student (`learner.sharding`): each worker
 holds its share of the weights, and a layer is gathered while it runs. A pass is collective then:
 all workers run the same models in the same order, each on rows of its own. `LearnerWorker` gets as
 many micro-batches as the others; where those of one round have different teachers, `LocalTeachers`
 runs each of these teachers on every worker.
+
+A head needs no pass: a teacher's engine has given the hidden states (`distill.states`), and from
+these on both kinds are the same (`VocabularyHead.distribution_of`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 import torch
+from torch import nn
 
+from distill.models.head import in_dtype, load_head
 from distill.models.loading import load_causal_lm
 from distill.models.logprobs import Event, as_outcomes
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
+from distill.states import joined
 from distill.types import FloatArray, TokenArray
 from learner.forward import Forward
 from learner.initial_weights import InitialWeights
@@ -29,11 +38,81 @@ from learner.process_group import WorkerGroup
 from learner.sharding import Root, reshard, shard
 
 
-class FrozenModel:
-    """A checkpoint without optimizer; each worker of the group holds a share of its weights.
+class Teacher(ABC):
+    """A teacher's distributions in the learner, by a copy of the teacher or by its head alone.
 
     Attributes:
         path: the checkpoint.
+        event: tokens that are one outcome (`distill.stops`).
+    """
+
+    path: str
+    event: Event
+    _device: str
+
+    @abstractmethod
+    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+        """log q_T of slices of the batch's trained tokens, with each row's teacher context."""
+
+    def read(
+        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """(log q_T of each row's trained tokens, of the tokens `ids_K` there): (N,) and (N, K), off
+        the distribution that the loss is given."""
+        batch = collate(rows_B, self._device)
+        log_q = self.distribution_of(batch)
+        columns_N = as_outcomes(batch.tokens_N, self.event)
+        columns_K = torch.from_numpy(ids_K.astype(np.int64)).to(batch.tokens_N.device)
+        found, start = [], 0
+        for row in rows_B:  # one at a time: its positions times the vocabulary
+            here, start = slice(start, start + row.num_trained), start + row.num_trained
+            log_q_NV = log_q(here)
+            own_N = log_q_NV.gather(1, columns_N[here, None]).squeeze(1)
+            listed_NK = log_q_NV.index_select(1, columns_K)
+            found.append((own_N.cpu().numpy(), listed_NK.cpu().numpy()))
+        return found
+
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
+        """log q_T of each row's trained tokens, by batch and row."""
+        nothing = np.empty(0, np.int32)
+        return [[own_N for own_N, _ in self.read(rows_B, nothing)] for rows_B in batches]
+
+
+class TeacherHead(Teacher):
+    """A served teacher's vocabulary projection, which the rows' hidden states are given to.
+
+    The whole head is on every worker. It is used in the dtype that the teacher is served in, which
+    the states have.
+    """
+
+    def __init__(self, path: str, *, device: str, event: Event = ()) -> None:
+        """Load the head, and nothing else of the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self.path, self.event, self._device = path, event, device
+        self.head, self.config = load_head(path, device=device, event=event)
+        self._served = self.head  # in the dtype of the states
+        self._autocast = partial(torch.autocast, torch.device(device).type, enabled=False)
+
+    @property
+    def projection(self) -> nn.Linear:
+        """The projection as it was loaded."""
+        return cast(nn.Linear, self.head.projection)
+
+    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+        states = [row.teacher_states for row in batch.rows]
+        assert None not in states, "a row without the states that its teacher's head needs"
+        hidden_NH = joined([each for each in states if each is not None], self._device)
+        self._served = in_dtype(self._served, self.config, hidden_NH.dtype)
+        return self._served.distribution_of(hidden_NH, batch.temperature_N, self._autocast)
+
+
+class FrozenModel(Teacher):
+    """A checkpoint without optimizer; each worker of the group holds a share of its weights.
+
+    Attributes:
         model: the model; its parameters are sharded if the group has several workers.
     """
 
@@ -60,7 +139,7 @@ class FrozenModel:
         """
         holding = Holding(f"a frozen model's weights in {dtype}", dtype.itemsize)
         check_fits(path, device, holding, group.share_here(device))
-        self.path, self._device = path, device
+        self.path, self.event, self._device = path, event, device
         self._root: Root | None = None
         shares = None
         if group.size == 1:
@@ -94,24 +173,6 @@ class FrozenModel:
         finally:
             self._release()
 
-    def read(
-        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
-    ) -> list[tuple[FloatArray, FloatArray]]:
-        """(log q_T of each row's trained tokens, of the tokens `ids_K` there): (N,) and (N, K), off
-        the distribution that the loss is given."""
-        batch = collate(rows_B, self._device)
-        log_q = self.distribution_of(batch)
-        columns_N = as_outcomes(batch.tokens_N, self._forward.head.event)
-        columns_K = torch.from_numpy(ids_K.astype(np.int64)).to(batch.tokens_N.device)
-        found, start = [], 0
-        for row in rows_B:  # one at a time: its positions times the vocabulary
-            here, start = slice(start, start + row.num_trained), start + row.num_trained
-            log_q_NV = log_q(here)
-            own_N = log_q_NV.gather(1, columns_N[here, None]).squeeze(1)
-            listed_NK = log_q_NV.index_select(1, columns_K)
-            found.append((own_N.cpu().numpy(), listed_NK.cpu().numpy()))
-        return found
-
     @torch.no_grad()
     def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
         """log q_T of each row's trained tokens, by batch and row. All workers pass as many
@@ -126,10 +187,11 @@ class FrozenModel:
 
 
 class LocalTeachers:
-    """The learner's copies of teachers by name; each scores the rows that name it, at their own T.
+    """The learner's copies or heads of teachers by name; each has the distributions for the rows
+    that name it, at their own T.
 
     Attributes:
-        models: the copies by name.
+        models: the copies and heads by name.
     """
 
     def __init__(
@@ -140,8 +202,10 @@ class LocalTeachers:
         device: str,
         event: Event = (),
         group: WorkerGroup | None = None,
+        heads: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`models` are checkpoints by the teachers' names; the others as for `FrozenModel`.
+        """`models` and `heads` are checkpoints by the teachers' names: those that are copied, and
+        those whose head alone is loaded; the others as for `FrozenModel`.
 
         Raises:
             CheckpointError: one cannot be loaded.
@@ -149,7 +213,14 @@ class LocalTeachers:
         """
         group = group or WorkerGroup(None, device)
         load = partial(FrozenModel, group=group, dtype=dtype, device=device, event=event)
-        self.models = {name: load(path) for name, path in models.items()}
+        self.models: dict[str, Teacher] = {name: load(path) for name, path in models.items()}
+        for name, path in heads.items():
+            self.models[name] = TeacherHead(path, device=device, event=event)
+
+    @property
+    def heads(self) -> list[str]:
+        """Names of the teachers of which the learner has the head alone."""
+        return [name for name, each in self.models.items() if isinstance(each, TeacherHead)]
 
     def distribution_of(
         self, batch: Batch, in_round: Sequence[str] | None = None
@@ -168,7 +239,7 @@ class LocalTeachers:
         for name in in_round:
             if name == own:
                 found = self.models[name].distribution_of(batch)
-            else:
+            elif isinstance(self.models[name], FrozenModel):
                 self.models[name].logprobs([[_shortest(batch.rows[0])]])
         assert found is not None, f"{own} is not among the round's teachers {in_round}"
         return found

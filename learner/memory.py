@@ -18,7 +18,14 @@ import torch
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, gib, gpu_bytes, headroom
 from distill.main_memory import free_main_memory, require_main_memory
-from distill.models.loading import meta_causal_lm, tensor_layouts, tensor_shapes, weight_files
+from distill.models.loading import (
+    load_config,
+    meta_causal_lm,
+    tensor_layouts,
+    tensor_shapes,
+    vocab_size,
+    weight_files,
+)
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from distill.weights.shared_memory import block_bytes
 
@@ -86,6 +93,12 @@ def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
     estimates = [estimate_memory(model, holding) for model in models]
     known = [estimate.bytes for estimate in estimates if estimate is not None]
     return sum(known) if len(known) == len(estimates) else None
+
+
+def head_bytes(model: str, dtype: str) -> int:
+    """Bytes of a model's vocabulary projection."""
+    config = load_config(model)
+    return vocab_size(config) * config.get_text_config().hidden_size * DTYPE_BYTES[dtype]
 
 
 def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:

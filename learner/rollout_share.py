@@ -136,7 +136,10 @@ class RolloutShare:
         objective: ObjectiveConfig,
         stop_event: tuple[int, ...],
         group: WorkerGroup,
+        heads: Collection[str] = (),
     ) -> None:
+        """`heads`: names of the teachers whose heads the learner has, in place of the teachers."""
+        self._heads = heads
         self._source, self._objective, self._stop_event = source, objective, stop_event
         self._group = group
         self._shares: Sequence[TrajectoryShare] = ()
@@ -157,12 +160,24 @@ class RolloutShare:
             self._trajectories, self._rows = {}, {}
             found, lost = self._source.trajectories([share.place for share in step.shares])
             self._trajectories = dict(found)
+            lost = dict(lost) | self._without_states()
             self._held_ahead = {
                 place: each
                 for place, each in self._ahead.items()
                 if found.get(place) is each.trajectory
             }
             self._ahead = {}
+        return lost
+
+    def _without_states(self) -> dict[int, str]:
+        """Groups that a teacher's head is for, without its hidden states: read from disk, say."""
+        lost = {}
+        for share in self._shares:
+            if share.by_teacher or share.teacher not in self._heads:
+                continue
+            held = self._trajectories.get(share.place)
+            if held is not None and any(each.teacher_states is None for each in held.segments):
+                lost[share.place.group_id] = "its teacher's hidden states are not kept on disk"
         return lost
 
     def fetch_ahead(self, step: Shares) -> None:
@@ -288,7 +303,11 @@ class RolloutShare:
         """
         trained = self._trained()
         kept = [
-            KeptRow(place, self._segment(place), self._rows[place])
+            KeptRow(
+                place,
+                replace(self._segment(place), teacher_states=None),
+                replace(self._rows[place], teacher_states=None),
+            )
             for place in [*trained, *self._trained(by_teacher=True)]
             if place.group_id in group_ids
         ]

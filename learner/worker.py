@@ -265,7 +265,13 @@ class LearnerWorker(ModelShard):
 
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
         """Set the source of rollouts, and the loss that their rows are built for."""
-        self._rollout_share = RolloutShare(source, loss.objective, loss.stop_event, self._group)
+        self._rollout_share = RolloutShare(
+            source,
+            loss.objective,
+            loss.stop_event,
+            self._group,
+            heads=() if loss.teachers is None else loss.teachers.heads,
+        )
         if self._group.rank > 0:
             listen_ahead(self.fetch_ahead, self._group)
 

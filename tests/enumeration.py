@@ -29,6 +29,7 @@ from learner.forward import Forward
 from learner.frozen import LocalTeachers
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from tests.samples import segment_of, trajectory
+from tests.states import with_states
 
 VOCAB, HORIZON, EOS = 5, 3, 1
 PROMPT = (3, 0, 2)
@@ -233,11 +234,13 @@ class World:
         device: str = "cpu",
         padding: int = 0,
         pad_token_id: int | None = 0,
+        by_states: bool = False,
     ) -> None:
         """`directory` receives the teacher's checkpoint; several `stops` are one event.
 
         The teacher's vocabulary has `padding` ids more than the student's. `pad_token_id`: None
-        where weights move by small distances (`tiny`).
+        where weights move by small distances (`tiny`). `by_states`: the learner has the teacher's
+        head alone, and rows have the teacher's hidden states.
 
         On another `device` is what trains; truths are computed on the CPU.
         """
@@ -257,7 +260,11 @@ class World:
             plain.data = own.data.cpu()  # on a CPU the same memory, for plain calls
         path = str(directory / "teacher")
         self.teacher.save_pretrained(path)
-        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device=device, event=event)
+        copies, heads = ({}, {"": path}) if by_states else ({"": path}, {})
+        self._by_states = by_states
+        self._teachers = LocalTeachers(
+            copies, heads=heads, dtype=torch.float32, device=device, event=event
+        )
 
     @torch.no_grad()
     def move_learner(self, away: float) -> None:
@@ -461,7 +468,11 @@ class World:
         loss = PolicyObjectiveLoss(
             objective=objective, teachers=self._teachers, stop_event=self._event
         )
-        distribution = self._teachers.distribution_of(batch) if loss.needs_distribution else None
+        distribution = None
+        if loss.needs_distribution:
+            if self._by_states:
+                batch = replace(batch, rows=[with_states(self.teacher, row) for row in batch.rows])
+            distribution = self._teachers.distribution_of(batch)
         return loss(forward, batch, StepCounts(1, 1), distribution)[0]
 
 

@@ -67,7 +67,7 @@ class LoadedModel:
         self.device = torch.device(resolve_device(device))
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
         self.stops = StopTokens.of([stop_token_ids(path)]) if stops is None else stops
-        self.head = VocabularyHead(self._lm, self.stops.event)
+        self.head = VocabularyHead.of(self._lm, self.stops.event)
         self.vocab_size = vocab_size(self._lm.config)
         self.context_length = context_length(self._lm.config)
         self.tokenizer = _tokenizer_probe(path)

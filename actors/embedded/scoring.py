@@ -2,7 +2,8 @@
 
 The requests of one group continue the same prompt. If it is long enough to pay, it is run once.
 Only scored positions go through the vocabulary projection, a bounded number at a time. Given and
-likeliest tokens are looked for only at the positions of the requests that want them.
+likeliest tokens are looked for only at the positions of the requests that want them. Hidden states
+are those that the projection is given.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from distill.models.logprobs import (
 )
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import WORTH_SHARING
+from distill.states import HiddenStates
 from distill.types import FloatArray, TokenArray, TopLogprobs
 
 
@@ -51,13 +53,17 @@ class ScoreItem:
         assert self.found is not None
         return self.found
 
-    def settle(self, logprobs_KN: FloatArray, top: _Top) -> None:
+    def settle(self, logprobs_KN: FloatArray, top: _Top, hidden_NH: Tensor) -> None:
         """Takes the item's part of a batch: K temperatures, N positions."""
         if not (np.isfinite(logprobs_KN).all() and np.isfinite(top.logprobs_NK).all()):
             return
+        states, states_N = None, self.request.states_N
+        if states_N is not None:
+            states = HiddenStates.of(hidden_NH[torch.from_numpy(states_N).to(hidden_NH.device)])
         self.found = Score(
             logprobs_by_temperature=tuple(logprobs_KN.copy()),
             top=TopLogprobs(**top._asdict()) if self.request.listed else None,
+            states=states,
         )
 
 
@@ -142,6 +148,7 @@ class ScoreBatch:
             item.settle(
                 scored_KM[: len(item.request.temperatures), first:end],
                 listing.of_request(top, end_of_top, item.request),
+                hidden_MH[first:end],
             )
             end_of_top += length if item.request.listed else 0
         return self.items

@@ -2,7 +2,8 @@
 
     teacher      log q_T of each token, log q_1 for the bias meter, and at each action log-probs of
                  other tokens: the policy's likeliest if they are known, and optionally the
-                 teacher's own likeliest;
+                 teacher's own likeliest; and the teacher's hidden states where its head is in the
+                 learner (`States`);
                  if the segment has a `teacher_context_T`, it replaces the prompt
     reference    log-probs of each token, given the context that the policy saw
 
@@ -17,7 +18,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -32,6 +33,10 @@ from distill.types import FloatArray, Segment, TokenArray, TopLogprobs, Trajecto
 # Trajectories that end within this time, in seconds, are scored together: the model then computes
 # their common prompt once.
 _TOGETHER_S = 0.02
+
+# Hidden states of a teacher: none; beside its log-probs; or alone, of a server that scores given
+# tokens at T = 1 only, so that its log-probs are not those at T.
+States: TypeAlias = Literal["none", "also", "only"]
 
 # Fields of `Segment` that a model adds to one segment, by name.
 _Fields = Mapping[str, Any]
@@ -58,7 +63,7 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
 
 
 async def score_group(
-    teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0
+    teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0, states: States = "none"
 ) -> TrajectoryGroup:
     """The group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
 
@@ -69,16 +74,20 @@ async def score_group(
     Raises:
         EngineError: the teacher answered with the wrong number of log-probs.
     """
-    return _filled(group, await _by_teacher(teacher, list(group.segments()), top_k))
+    return _filled(group, await _by_teacher(teacher, list(group.segments()), top_k, states))
 
 
 async def _score(
-    segments: Sequence[Segment], teacher: Engine | None, reference: Engine | None, top_k: int
+    segments: Sequence[Segment],
+    teacher: Engine | None,
+    reference: Engine | None,
+    top_k: int,
+    states: States,
 ) -> list[_Fields]:
     """Fields of each segment from the teacher and the reference, which score concurrently."""
     wanted: list[Coroutine[Any, Any, list[_Fields]]] = []
     if teacher is not None:
-        wanted.append(_by_teacher(teacher, segments, top_k))
+        wanted.append(_by_teacher(teacher, segments, top_k, states))
     if reference is not None:
         wanted.append(_by_reference(reference, segments))
     made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
@@ -95,6 +104,7 @@ async def score_again(
     reference: Engine | None,
     policy_top_k: int,
     top_k: int,
+    states: States = "none",
 ) -> TrajectoryGroup:
     """Score a group again with these engines, and return it with the new log-probs.
 
@@ -103,7 +113,7 @@ async def score_again(
             are scored again; the teacher's own likeliest tokens are requested anew.
     """
     segments = [_unscored(segment, policy_top_k) for segment in group.segments()]
-    return _filled(group, await _score(segments, teacher, reference, top_k))
+    return _filled(group, await _score(segments, teacher, reference, top_k, states))
 
 
 def _unscored(segment: Segment, policy_top_k: int) -> Segment:
@@ -127,9 +137,11 @@ class Scorer:
         teacher: Engine | None,
         reference: Engine | None,
         top_k: int,
+        states: States = "none",
     ) -> None:
         self._tasks = tasks
         self._teacher, self._reference, self._top_k = teacher, reference, top_k
+        self._states: States = states
         self._waiting: list[Segment] = []
         self._all_ended = asyncio.Event()
         self._fields: dict[int, _Fields] = {}
@@ -146,7 +158,8 @@ class Scorer:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_ended.wait(), _TOGETHER_S)
         segments, self._waiting = self._waiting, []
-        scored = await _score(segments, self._teacher, self._reference, self._top_k)
+        asked = self._teacher, self._reference, self._top_k, self._states
+        scored = await _score(segments, *asked)
         self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}
 
     def no_more(self) -> None:
@@ -214,39 +227,46 @@ class TeacherSampler:
         return replace(_filled(group, fields), by_teacher=True)
 
 
-async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) -> list[_Fields]:
+async def _by_teacher(
+    teacher: Engine, segments: Sequence[Segment], top_k: int, states: States
+) -> list[_Fields]:
     """The teacher's fields of each segment, in order."""
-    requests = [_for_teacher(segment, top_k) for segment in segments]
+    requests = [_for_teacher(segment, top_k, states) for segment in segments]
     fields: list[_Fields] = []
     for segment, request, score in zip(
         segments, requests, await teacher.score(requests), strict=True
     ):
-        at_T, at_q1 = score.logprobs_by_temperature
-        fields.append(
-            {
+        of_teacher: dict[str, Any] = {
+            "policy_top_ids_NK": None,
+            "teacher_states": score.states,
+            "teacher_version": score.version,
+            "scored_by": _number(score),
+        }
+        if states != "only":
+            at_T, at_q1 = score.logprobs_by_temperature
+            of_teacher |= {
                 "teacher_logprobs_T": _full_length(segment, at_T, "teacher"),
                 "teacher_logprobs_q1_T": _full_length(segment, at_q1, "teacher"),
                 "teacher_top": _top_of_actions(segment, score, request.listed),
-                "policy_top_ids_NK": None,
-                "teacher_version": score.version,
-                "scored_by": _number(score),
             }
-        )
+        fields.append(of_teacher)
     return fields
 
 
-def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
+def _for_teacher(segment: Segment, top_k: int, states: States) -> ScoreRequest:
     """Scoring request for a segment, with the teacher's own context if the segment has one."""
     tokens_T, start = segment.tokens_T, segment.first_action
     if (context_T := segment.teacher_context_T) is not None:
         tokens_T = in_context(tokens_T, context_T, segment.teacher_replaces)
         start += len(context_T) - segment.teacher_replaces
+    actions_N = segment.action_mask_T[segment.first_action :]
     return ScoreRequest(
         tokens_T=tokens_T,
         start=start,
-        temperatures=(segment.temperature, UNSCALED),
+        temperatures=(UNSCALED,) if states == "only" else (segment.temperature, UNSCALED),
         given_NK=_at_every_position(segment),
         top_k=top_k,
+        states_N=None if states == "none" else actions_N,
     )
 
 

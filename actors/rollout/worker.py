@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
-from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
+from actors.rollout.teacher import Scorer, States, TeacherSampler, score_again, teacher_of
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
 from distill.columns import GroupColumns, checked
@@ -154,6 +154,7 @@ class RolloutWorker:
         lengths: LengthRules | None = None,
         routed_experts: bool = False,
         scored: GroupShare = EVERY_GROUP,
+        states: Mapping[str, States] | None = None,
         teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
         text_teachers: Mapping[str, TextTeacher] | None = None,
         runs_user_code: bool = True,
@@ -166,6 +167,7 @@ class RolloutWorker:
         self._lengths = lengths
         self._routed_experts = routed_experts
         self._scored = scored
+        self._states = states or {}
         self._teacher_samples = teacher_samples
         self._text_teachers = text_teachers or {}
         self._open_teachers: dict[str, OpenTextTeacher] = {}
@@ -294,7 +296,11 @@ class RolloutWorker:
         teacher = self._scorer(under_way.lease.group_id, builder.teacher)
         async with task_group() as tasks:
             scorer = Scorer(
-                tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
+                tasks,
+                teacher=teacher,
+                reference=self._reference,
+                top_k=self._teacher_top_k,
+                states=self._states_of(builder.teacher),
             )
             policy = _PolicyWithExtras(self._policy, self._policy_top_k, self._routed_experts)
             group = await self._rollout(policy, under_way, builder, scorer.ended)
@@ -312,6 +318,12 @@ class RolloutWorker:
         if not self._teachers or group_id not in self._scored:
             return None
         return teacher_of(self._teachers, name)
+
+    def _states_of(self, name: str) -> States:
+        """Whether hidden states are wanted of the teacher that `teacher_of` has for this name."""
+        if len(self._teachers) == 1:
+            [name] = self._teachers
+        return self._states.get(name, "none")
 
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from its teacher."""
@@ -363,6 +375,7 @@ class RolloutWorker:
             reference=self._reference,
             policy_top_k=self._policy_top_k,
             top_k=self._teacher_top_k,
+            states=self._states_of(group.teacher),
         )
 
     @asynccontextmanager

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.sglang.plugin.hooks import LISTED_KEY, TEMPERATURE_KEY, UNSCALED_KEY
-from actors.sglang.plugin.row_temperatures import decoded, read_listed
+from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY, TEMPERATURE_KEY, UNSCALED_KEY
+from actors.sglang.plugin.row_temperatures import decoded, read_listed, read_states
 from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.routing import ExpertArray, MixtureShape
+from distill.states import HiddenStates
 from distill.stops import hits
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
@@ -218,6 +219,41 @@ def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArra
     if len(found[0]) != len(request.tokens_T) - request.start:
         return None  # a plugin that knows the last of several prefill chunks only
     return _finite(np.asarray(found[0], np.float32), UNSCALED_KEY)
+
+
+def read_hidden_states(
+    answer: Mapping[str, Any], request: ScoreRequest, dtype: str
+) -> HiddenStates | None:
+    """Hidden states of the request's `states_N`; None if it asks for none.
+
+    From the plugin, or as stock SGLang returns them: a list of numbers for each prompt token that
+    was not in its prefix cache, of which the scored positions' are the last but one.
+
+    Args:
+        dtype: the server's; its numbers are exact in it.
+    """
+    if request.states_N is None:
+        return None
+    meta, expected = answer["meta_info"], len(request.states_N)
+    found = meta.get(STATES_KEY) or meta.get("hidden_states")
+    try:
+        if isinstance(found, list) and isinstance(found[0], str):
+            return read_states(found[0], expected).at(request.states_N)
+        assert isinstance(found, list)
+        rows_NH = np.asarray(found[0], np.float32)[:-1]
+        states = HiddenStates.rounded(rows_NH[len(rows_NH) - expected :], dtype)
+        if len(rows_NH) >= expected:
+            return states.at(request.states_N)
+    except (AssertionError, IndexError, ValueError, TypeError, DataError) as error:
+        raise EngineError(
+            f"the server returned no hidden states of {expected} positions ({error!r}). Install "
+            "isotherm where it runs, or start it with --enable-return-hidden-states"
+        ) from error
+    raise EngineError(
+        f"the server returned hidden states of {len(rows_NH)} positions, asked for were {expected}:"
+        " it returns those of a prompt's last prefill chunk alone. Start it with "
+        "--chunked-prefill-size -1, or install isotherm where it runs"
+    )
 
 
 def read_top(

@@ -3,7 +3,8 @@
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
                    top_logprobs_num: the likeliest tokens as well; custom_params: listed tokens,
-                   whose log-probs the plugin returns
+                   whose log-probs the plugin returns, and hidden states, as bytes; a server
+                   without it returns hidden states as numbers (return_hidden_states)
     decode_score   POST /generate, one sampled token per position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py); or an
                    adapter beside the older ones (actors/sglang/adapters.py)
@@ -34,6 +35,7 @@ from actors.sglang.answers import (
     read_echo,
     read_experts,
     read_forced,
+    read_hidden_states,
     read_input_logprobs,
     read_sample,
     read_top,
@@ -42,7 +44,7 @@ from actors.sglang.answers import (
 )
 from actors.sglang.client import SglangClient
 from actors.sglang.first_requests import FirstRequests
-from actors.sglang.plugin.hooks import LISTED_KEY
+from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY
 from actors.sglang.requests import (
     bounded,
     forced_body,
@@ -69,6 +71,7 @@ from distill.errors import DataError, EngineError, EngineLost
 from distill.pace import SLOWEST_PREFILL_S, SLOWEST_TOKEN_S, Pace
 from distill.routing import MixtureShape
 from distill.sampling import UNSCALED
+from distill.states import HiddenStates
 from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
@@ -88,6 +91,15 @@ class _Prefilled(NamedTuple):
     scaled_N: FloatArray
     unscaled_N: FloatArray | None
     top: TopLogprobs | None
+    states: HiddenStates | None
+
+
+class _Plugin(NamedTuple):
+    """What a server without isotherm's plugin, or with an older one, does not do."""
+
+    scores_at_t: bool
+    lists: bool
+    states: bool
 
 
 class SglangEngine:
@@ -139,6 +151,7 @@ class SglangEngine:
         self._queued = 0  # samples and chains at this engine
         self._beats = 0
         self._first = FirstRequests(first_request_s)
+        self._plugin: asyncio.Task[_Plugin] | None = None
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
     @contextmanager
@@ -219,10 +232,11 @@ class SglangEngine:
         found = await self._prefill([(in_pass(requests[i], t), t) for i, t in passes], use)
         by_request: list[dict[float, FloatArray]] = [{} for _ in requests]
         tops: list[TopLogprobs | None] = [None for _ in requests]
+        states: list[HiddenStates | None] = [None for _ in requests]
         for (i, t), prefilled in zip(passes, found, strict=True):
             by_request[i][t] = prefilled.scaled_N
-            if prefilled.top is not None:
-                tops[i] = prefilled.top
+            tops[i] = tops[i] if prefilled.top is None else prefilled.top
+            states[i] = states[i] if prefilled.states is None else prefilled.states
             if prefilled.unscaled_N is not None:
                 by_request[i].setdefault(UNSCALED, prefilled.unscaled_N)
         missing = [
@@ -232,7 +246,8 @@ class SglangEngine:
             if t not in by_request[i]
         ]
         if missing:  # a server without the plugin
-            again = await self._prefill([(in_pass(requests[i], t), t) for i, t in missing], use)
+            left = [(replace(in_pass(requests[i], t), states_N=None), t) for i, t in missing]
+            again = await self._prefill(left, use)
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
         await self._put_event_right(requests, by_request, use)
@@ -244,6 +259,7 @@ class SglangEngine:
                 logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
                 top=tops[i],
                 version=version,
+                states=states[i],
             )
             for i, request in enumerate(requests)
         ]
@@ -268,7 +284,7 @@ class SglangEngine:
         if not firsts:
             return
         parts = [
-            (replace(requests[i], start=first, given_NK=None, top_k=0), UNSCALED)
+            (replace(requests[i], start=first, given_NK=None, top_k=0, states_N=None), UNSCALED)
             for i, first in firsts.items()
         ]
         for (i, first), part in zip(firsts.items(), await self._prefill(parts, use), strict=True):
@@ -284,6 +300,9 @@ class SglangEngine:
         The passes are split into several HTTP requests so that each answer has a bounded size.
         """
         parts = [passes[part] for part in bounded(passes, self._event)]
+        plugin = True
+        if any(request.states_N is not None for request, _ in passes):
+            plugin = (await self._known_plugin()).states
         began = time.monotonic()
         tokens = sum(len(request.tokens_T) for request, _ in passes)
         with self._first.sending("scoring"):
@@ -291,7 +310,9 @@ class SglangEngine:
                 *(
                     self._client.exchange(
                         "/generate",
-                        lambda part=part: scoring_body(part, self._event) | dict(use.fields),
+                        lambda part=part: (
+                            scoring_body(part, self._event, plugin=plugin) | dict(use.fields)
+                        ),
                         partial(self._read_prefilled, part),
                         repeatable=True,
                         allowance_s=self._prefilling.allowance_s(tokens),
@@ -311,6 +332,7 @@ class SglangEngine:
                 read_input_logprobs(answer, request, t, self._vocab_size, self._event),
                 read_unscaled(answer, request),
                 read_top(answer, request, request.top_k, self._vocab_size, self._event),
+                read_hidden_states(answer, request, self._dtype),
             )
             for answer, (request, t) in zip(answers, passes, strict=True)
         ]
@@ -411,7 +433,7 @@ class SglangEngine:
         await self._ready()
         answer = await self._client.get("/model_info")
         version = None if self._weights is None else self._weights.adapter_version
-        scaling, scores_given = await self._probe_plugin()
+        plugin = await self._known_plugin()
         if not isinstance(answer, dict):
             raise EngineError("the server's /model_info is not a JSON object")
         return EngineInfo(
@@ -426,8 +448,14 @@ class SglangEngine:
             eos_token_ids=None if self._stops is None else self._stops.ids,
             stop_event=self._event,
             tokenizer=await self._probe_tokenizer(),
-            temperature_scaling=scaling,
-            scores_given=scores_given,
+            temperature_scaling=(
+                "isotherm's plugin in the server"
+                if plugin.scores_at_t
+                else "not announced by the server"
+            ),
+            scores_given=plugin.lists,
+            returns_states=plugin.states or await self._returns_own_states(),
+            scores_at_t=plugin.scores_at_t,
         )
 
     async def _probe_tokenizer(self) -> TokenizerProbe:
@@ -448,23 +476,36 @@ class SglangEngine:
             logger.info("%s has no chat template that its server can render", self._model)
         return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
 
-    async def _probe_plugin(self) -> tuple[str, bool]:
-        """Probe the server for the plugin.
+    async def _known_plugin(self) -> _Plugin:
+        """What the server's plugin does; asked once, by whoever needs it first."""
+        if self._plugin is None or failed(self._plugin):
+            self._plugin = asyncio.ensure_future(self._probe_plugin())
+        return await asyncio.shield(self._plugin)
 
-        Returns a description of how given tokens are scored at T, and True if the server returns
-        log-probs of listed tokens.
-        """
+    async def _probe_plugin(self) -> _Plugin:
         tokens_T = np.zeros(2, np.int32)
         asked = ScoreRequest(
-            tokens_T=tokens_T, start=1, temperatures=(0.5,), given_NK=tokens_T[:1, None]
+            tokens_T=tokens_T,
+            start=1,
+            temperatures=(0.5,),
+            given_NK=tokens_T[:1, None],
+            states_N=np.ones(1, np.bool_),
         )
         body = scoring_body([(asked, 0.5)])
         with self._first.sending("scoring"):
             content = await self._client.post("/generate", body, repeatable=True)
         [answer] = answers_of(content, 1)
         if read_echo(answer) is None:
-            return "not announced by the server", False
-        return "isotherm's plugin in the server", LISTED_KEY in answer["meta_info"]
+            return _Plugin(False, False, False)
+        return _Plugin(True, LISTED_KEY in answer["meta_info"], STATES_KEY in answer["meta_info"])
+
+    async def _returns_own_states(self) -> bool:
+        """True if the server was started with --enable-return-hidden-states."""
+        info = await self._client.get("/server_info")
+        return isinstance(info, dict) and (
+            bool(info.get("enable_return_hidden_states"))
+            or info.get("return_hidden_states_mode") == "full"
+        )
 
     async def health(self) -> int:
         """See `Engine.health`.
@@ -543,3 +584,8 @@ class SglangEngine:
         await asyncio.shield(self._starting)
         if not self.server.running:
             raise EngineLost(self.server.obituary())
+
+
+def failed(task: asyncio.Task[Any]) -> bool:
+    """True if the task has ended without a result."""
+    return task.done() and (task.cancelled() or task.exception() is not None)

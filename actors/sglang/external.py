@@ -11,7 +11,7 @@ import os
 
 from actors.sglang.address import API_KEY_VARIABLE, check_url
 from actors.sglang.client import SglangClient
-from actors.sglang.engine import SglangEngine
+from actors.sglang.engine import SglangEngine, failed
 from distill.errors import DataError, EngineError
 from distill.stops import StopTokens
 
@@ -62,7 +62,7 @@ class ExternalSglangEngine(SglangEngine):
 
     async def _ready(self) -> None:
         """Asks the server, once for all callers, for what every request needs to know."""
-        if self._introduction is None or _failed(self._introduction):
+        if self._introduction is None or failed(self._introduction):
             self._introduction = asyncio.ensure_future(self._introduce())
         await asyncio.shield(self._introduction)
 
@@ -104,7 +104,3 @@ class ExternalSglangEngine(SglangEngine):
     async def abort(self) -> int:
         """Does nothing: other runs may have requests there."""
         raise EngineError(f"{self._model} is served elsewhere: its requests are not ours to abort")
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)

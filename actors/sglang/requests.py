@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.sglang.plugin.hooks import LISTED_SWITCH, UNSCALED_SWITCH
+from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH, UNSCALED_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
@@ -67,7 +67,8 @@ def passes_of(request: ScoreRequest) -> list[float]:
     """Temperatures that need a pass of their own: all, except T = 1 if there is another one.
 
     Log-probs at T = 1 are returned with any other pass, or requested afterwards if the server does
-    not return them. Listed tokens are returned only at the temperature of the pass.
+    not return them. Listed tokens are returned only at the temperature of the pass, and hidden
+    states, which have none, with the first one.
     """
     alone = [t for t in request.temperatures if t != UNSCALED]
     if request.listed:
@@ -76,10 +77,13 @@ def passes_of(request: ScoreRequest) -> list[float]:
 
 
 def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
-    """The request, without its listed tokens unless `temperature` is its first one."""
-    if temperature == request.temperatures[0]:
-        return request
-    return replace(request, given_NK=None, top_k=0)
+    """The request as one of its passes asks for it: listed tokens come with the one at its first
+    temperature, hidden states with the first pass."""
+    if temperature != request.temperatures[0]:
+        request = replace(request, given_NK=None, top_k=0)
+    if request.states_N is not None and temperature != passes_of(request)[0]:
+        request = replace(request, states_N=None)
+    return request
 
 
 def merged(event: tuple[int, ...]) -> int:
@@ -87,9 +91,10 @@ def merged(event: tuple[int, ...]) -> int:
     return max(0, len(event) - 1)
 
 
-# Bytes of an answer for each scored row, and for each token listed with it (int32 and float32 in
-# base64); and the maximum number of bytes of an answer to several passes.
-_ROW_BYTES, _LISTED_BYTES, ANSWER_BYTES = 40, 11, 16 << 20
+# Bytes of an answer for each scored row, for each token listed with it (int32 and float32 in
+# base64), and for its hidden state (8,192 values of two bytes); and the maximum number of bytes of
+# an answer to several passes.
+_ROW_BYTES, _LISTED_BYTES, _STATE_BYTES, ANSWER_BYTES = 40, 11, 22_000, 16 << 20
 
 
 def bounded(
@@ -102,7 +107,8 @@ def bounded(
     cuts, filled = [0], 0
     for i, (request, _) in enumerate(passes):
         listed = request.listed + (len(event) if request.listed else 0)
-        size = (len(request.tokens_T) - request.start) * (_ROW_BYTES + listed * _LISTED_BYTES)
+        each = _ROW_BYTES + listed * _LISTED_BYTES + (request.states_N is not None) * _STATE_BYTES
+        size = (len(request.tokens_T) - request.start) * each
         if i > cuts[-1] and filled + size > ANSWER_BYTES:
             cuts.append(i)
             filled = 0
@@ -116,25 +122,34 @@ _IN_BLOCKS = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprob
 
 
 def scoring_body(
-    passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
+    passes: Sequence[tuple[ScoreRequest, float]],
+    event: tuple[int, ...] = (),
+    *,
+    plugin: bool = True,
 ) -> dict[str, Any]:
     """Body of a scoring request: log-probs of given tokens, each request at the paired temperature.
 
     The log-probs of the event's tokens are requested at each position as well, and enough likeliest
     tokens that k remain after the event's tokens are merged into one outcome. `given_NK`, and the
-    likeliest other tokens with it, are handled by the plugin.
+    likeliest other tokens with it, are handled by the plugin. So are hidden states; without
+    `plugin` they are SGLang's own, as lists of numbers.
     """
     more: dict[str, Any] = {"token_ids_logprob": list(event)} if event else {}
     likeliest = [0 if r.given_NK is not None else r.top_k for r, _ in passes]
     if any(likeliest):
         more |= _IN_BLOCKS
+    if not plugin and any(request.states_N is not None for request, _ in passes):
+        more["return_hidden_states"] = True
     return more | {
         "input_ids": [request.tokens_T.tolist() for request, _ in passes],
         "sampling_params": [
             {
                 "temperature": t,
                 "max_new_tokens": 1,
-                "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures}
+                "custom_params": {
+                    UNSCALED_SWITCH: UNSCALED in request.temperatures,
+                    STATES_SWITCH: request.states_N is not None,
+                }
                 | _listed(request, event),
             }
             for request, t in passes

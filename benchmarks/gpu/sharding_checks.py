@@ -186,7 +186,7 @@ def profile(setting: Setting) -> Numbers:
 
 def _head_seconds(setting: Setting, model: Any, positions: int) -> float:
     """Seconds of the vocabulary projection's statistics and their gradient, by themselves."""
-    head, width = VocabularyHead(model.eval()), model.config.hidden_size
+    head, width = VocabularyHead.of(model.eval()), model.config.hidden_size
     tokens_N = torch.randint(0, model.config.vocab_size, (positions,), device=setting.device)
     hidden_NH = torch.randn(positions, width, device=setting.device, requires_grad=True)
     temperature_N = torch.full((positions,), TEMPERATURE, device=setting.device)

@@ -55,7 +55,10 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
         return "sampled", "kl_discount_factor is of sampled terms"
     if config.teacher_moves:
         return "full", "the teacher is the learner's own model, which has its distribution anyway"
-    models = [teacher.model for teacher in config.teacher_models().values()]
+    teachers = config.teacher_models().values()
+    if all(teacher.head is not None for teacher in teachers):
+        return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
+    models = [teacher.model for teacher in teachers]
     served = {model: ask_server(model) for model in models if is_url(model)}
     width = vocab_size(load_config(config.student))
     without = [model for model, info in served.items() if not info.scores_given]

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.sglang.address import is_url
 from cluster.config.common import CommonConfig
-from distill.engine import EngineInfo
+from distill.engine import EngineInfo, ScoreRequest
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.libraries import require_library
 from distill.models.loading import (
@@ -26,6 +27,8 @@ from distill.models.loading import (
     reading,
     vocab_size,
 )
+from distill.sampling import UNSCALED
+from distill.states import HiddenStates
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.lora import check_lora
 from learner.routers import check_balances
@@ -44,6 +47,7 @@ class CheckedScorer:
         chat: token ids of a known chat by a running server's chat template; None for a checkpoint
             or a server without a template.
         scores_given: False for a running server without isotherm's plugin.
+        returns_states, scores_at_t: as of `EngineInfo`.
     """
 
     model: str
@@ -53,6 +57,8 @@ class CheckedScorer:
     ends: frozenset[int] | None = None
     chat: tuple[int, ...] | None = None
     scores_given: bool = True
+    returns_states: bool = True
+    scores_at_t: bool = True
 
 
 def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> CheckedScorer:
@@ -77,6 +83,8 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
             context_length=info.context_length,
             chat=None if info.tokenizer is None else info.tokenizer.chat,
             scores_given=info.scores_given,
+            returns_states=info.returns_states,
+            scores_at_t=info.scores_at_t,
         )
     config, own = check_model(model), load_tokenizer(model)
     check_same_tokenizer(tokenizer, own)
@@ -106,6 +114,43 @@ async def _ask(url: str) -> EngineInfo:
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     try:
         return await engine.info()
+    finally:
+        await engine.close()
+
+
+def served_hidden_size(role: str, scorer: CheckedScorer) -> int:
+    """Size of the hidden states that a teacher's engine gives.
+
+    Raises:
+        ConfigError: it is a running server that gives none.
+    """
+    if not is_url(scorer.model):
+        return load_config(scorer.model).get_text_config().hidden_size
+    if not scorer.returns_states:
+        raise ConfigError(
+            f"{role}={scorer.model} returns no hidden states, which {role}.head= is for; start it "
+            "with --enable-return-hidden-states, or install isotherm where it runs",
+            field=f"{role}.head",
+        )
+    try:
+        return asyncio.run(_one_state(scorer.model)).hidden_size
+    except EngineError as error:
+        raise ConfigError(f"{role}={scorer.model}: {error}", field=f"{role}.head") from error
+
+
+async def _one_state(url: str) -> HiddenStates:
+    from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
+
+    engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
+    request = ScoreRequest(
+        tokens_T=np.zeros(2, np.int32),
+        start=1,
+        temperatures=(UNSCALED,),
+        states_N=np.ones(1, np.bool_),
+    )
+    try:
+        [score] = await engine.score([request])
+        return score.states
     finally:
         await engine.close()
 

@@ -419,6 +419,11 @@ class RolloutConfig(
         """Nodes of each engine of a teacher."""
         return 1
 
+    @property
+    def needs_teacher_logprobs(self) -> str:
+        """Setting that reads log q_T of sampled tokens; "" without one or without a teacher."""
+        return ""
+
     def feedback_template(self) -> FeedbackTemplate | None:
         """Template of the prompts that teachers see; None to use the prompts of the rows."""
         return None
@@ -440,17 +445,32 @@ class RolloutConfig(
         return referred and not self.only_keeps
 
     @property
-    def copies_teachers(self) -> bool:
-        """True if each learner worker holds a copy of every teacher."""
-        return self._compares_all and not self.teacher_moves
+    def copied_teachers(self) -> Mapping[str, str]:
+        """Checkpoints of the teachers that the learner holds whole, by name."""
+        if not self._compares_all or self.teacher_moves:
+            return {}
+        return {n: each.model for n, each in self.teacher_models().items() if each.head is None}
+
+    @property
+    def teacher_heads(self) -> Mapping[str, str]:
+        """Checkpoints whose head alone the learner holds, by name of the teacher.
+
+        The teacher's engines give the hidden states (`distill.states`).
+        """
+        if not self._compares_all or self.teacher_moves:
+            return {}
+        return {n: each.head for n, each in self.teacher_models().items() if each.head is not None}
 
     def frozen_in_learner(self, device: str) -> int | None:
-        if not self.copies_teachers:
+        if not self.copied_teachers and not self.teacher_heads:
             return 0
-        from learner.memory import frozen_bytes  # imports torch
+        from learner.memory import frozen_bytes, head_bytes  # imports torch
 
-        models = [teacher.model for teacher in self.teacher_models().values()]
-        return frozen_bytes(models, choose_dtype(self.dtype, device))
+        dtype = choose_dtype(self.dtype, device)
+        copies = frozen_bytes(self.copied_teachers.values(), dtype)
+        heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
+        # Workers share the copies, and each has every head.
+        return None if copies is None else copies + heads * self.learner_workers
 
     @property
     def teaches_itself(self) -> bool:
@@ -609,13 +629,7 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
             self._check_own_teacher()
         if self.reward_coef > 0:
             require_comparison(self, self.sampling.group_size)
-        if self.estimator == "full":
-            for teacher in self.teacher_models().values():
-                if is_url(teacher.model):
-                    raise ConfigError(
-                        f"estimator=full needs the teacher in the learner, and {teacher.model} is "
-                        "a running server; give a checkpoint, or use estimator=top_k"
-                    )
+        self._check_heads()
         _check_reference(self, self)
 
     @property
@@ -633,6 +647,7 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
             "": TeacherConfig(
                 model=self.student if self.teacher_moves else self.teacher.model,
                 samples_from=self.teacher.samples_from,
+                head=self.teacher.head,
             )
         }
 
@@ -653,6 +668,33 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
             raise ConfigError(
                 f"correct_reward_threshold={self.correct_reward_threshold} changes nothing without "
                 "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out"
+            )
+
+    def _check_heads(self) -> None:
+        """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
+        for name, teacher in self.teacher_models().items():
+            setting = f"teachers.{name}" if name else "teacher"
+            if self.estimator == "full" and is_url(teacher.model) and teacher.head is None:
+                raise ConfigError(
+                    f"estimator=full with {setting}={teacher.model}, a running server, needs its "
+                    f"head in the learner; give {setting}.head=DIR, the checkpoint that it serves, "
+                    "or use estimator=top_k",
+                    field=f"{setting}.head",
+                )
+        if self.teacher.head is not None and (self.teachers or self.teacher_moves):
+            raise ConfigError(
+                f"teacher.head={self.teacher.head} is of one teacher with weights of its own; give "
+                "teachers.NAME.head for several, and none with teacher=policy",
+                field="teacher.head",
+            )
+        heads = [each.head for each in self.teacher_models().values() if each.head is not None]
+        full = self.estimator in ("full", AUTO)
+        if heads and (not full or self.only_keeps or self.train_from is not None):
+            raise ConfigError(
+                f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "
+                "the teacher's engines give: neither rollout_only=True nor train_from= has them; "
+                "leave one of them out",
+                field="teacher.head",
             )
 
     def _check_own_teacher(self) -> None:
@@ -701,17 +743,26 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
     def _scores_are_trained_on(self) -> bool:
         """True if the loss depends on the scores of the teacher's engine.
 
-        With estimator=full alone the loss uses the learner's copy of the teacher.
+        With estimator=full alone the loss uses the learner's copy of the teacher, but its engine's
+        hidden states where the learner has its head.
         """
         return bool(
             self.estimator != "full"
+            or self.teacher_heads
             or self.only_keeps
             or self.train_from is not None
-            or self.kl_clip
-            or self.advantage
-            or self.hint_bonus_coef
-            or is_own(self.loss)
+            or self.needs_teacher_logprobs
         )
+
+    @property
+    def needs_teacher_logprobs(self) -> str:
+        """The setting, with its value, by which the loss reads log q_T of the sampled tokens; ""
+        without one."""
+        for name in ("kl_clip", "advantage", "hint_bonus_coef", "loss"):
+            value = getattr(self, name)
+            if is_own(value) if name == "loss" else value:
+                return f"{name}={value}"
+        return ""
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         return TeacherSamples(

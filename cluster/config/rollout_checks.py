@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
+from actors.rollout.teacher import States
 from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
 from cluster.config.model_checks import (
@@ -21,6 +22,7 @@ from cluster.config.model_checks import (
     check_model,
     check_routers,
     check_scorer,
+    served_hidden_size,
 )
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
@@ -43,6 +45,7 @@ from distill.envs.base import (
 )
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
+from distill.models.head import check_head
 from distill.models.loading import (
     check_served_ties,
     context_length,
@@ -54,6 +57,7 @@ from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
+from distill.sampling import UNSCALED
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from learner.export import check_export
@@ -88,6 +92,8 @@ class RolloutInputs(LearnerInputs):
         judged: False if no problem has anything that a reward could compare with.
         digests: digest of the rows of each setting that names files, by setting.
         text_teachers: teachers whose samples an endpoint generates, by name.
+        states: hidden states that the engines of teachers give, by name of those whose head the
+            learner has.
     """
 
     train: EnvDataset
@@ -95,6 +101,7 @@ class RolloutInputs(LearnerInputs):
     judged: bool
     digests: Mapping[str, str]
     text_teachers: Mapping[str, TextTeacher]
+    states: Mapping[str, States]
 
     @property
     def of_learner(self) -> LearnerInputs:
@@ -144,6 +151,10 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             )
         if role != "reference":
             _check_top(config.objective(), role, scorer, vocab_size(student), stops.event)
+    states = {
+        name: _check_states(config, f"teachers.{name}" if name else "teacher", head, scorers)
+        for name, head in config.teacher_heads.items()
+    }
     teacher_tokenizers = {
         name: _for_teacher_messages(
             config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
@@ -195,6 +206,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         digests=digests_of(config, readers),
         stops=stops,
         text_teachers=text_teachers(config, encoder, train),
+        states=states,
     )
 
 
@@ -213,6 +225,37 @@ def _check_stops(
             f"student={config.student} ends in any case; add it, change eos_token in the student's "
             "tokenizer_config.json and generation_config.json, or use engine=embedded"
         )
+
+
+def _check_states(
+    config: RolloutConfig, role: str, head: str, scorers: Mapping[str, CheckedScorer]
+) -> States:
+    """The hidden states that a teacher's engines are asked for, for its head in the learner.
+
+    Raises:
+        ConfigError: the engine gives none, or the head is another model's.
+    """
+    scorer, setting = scorers[role], f"{role}.head"
+    check_model(head)
+    vocabulary, hidden_size = check_head(head, setting)
+    served = served_hidden_size(role, scorer)
+    if (vocabulary, hidden_size) != (scorer.vocab_size, served):
+        raise ConfigError(
+            f"{setting}={head} has a head of {vocabulary} tokens and hidden states of "
+            f"{hidden_size}, and {role}={scorer.model} has {scorer.vocab_size} and {served}; give "
+            "the checkpoint that is served",
+            field=setting,
+        )
+    if scorer.scores_at_t or config.sampling.temperature == UNSCALED:
+        return "also"
+    if by := config.needs_teacher_logprobs:
+        raise ConfigError(
+            f"{by} needs the teacher's log-probs at T={config.sampling.temperature:g}, and the "
+            f"server at {role}={scorer.model} runs without isotherm's plugin: it scores given "
+            "tokens at T = 1. Install isotherm where it runs, or leave it out",
+            field=by.partition("=")[0],
+        )
+    return "only"
 
 
 def _each_source(

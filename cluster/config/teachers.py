@@ -38,6 +38,7 @@ class TeacherConfig:
     samples_from: str | None = chz.field(
         default=None, doc="teacher.samples_from for the prompts of this teacher"
     )
+    head: str | None = model_field(default=None, doc="teacher.head of this teacher")
 
 
 @chz.chz
@@ -114,6 +115,16 @@ class TeacherSettings(EnginePoolSettings):
         "which continues plain prompts (its key in ISOTHERM_ENDPOINT_API_KEY). It returns text, "
         "and need not share the tokenizer; teacher= scores the student's samples",
         metadata=may_change_but(lambda value: value and value.partition("@http")[0]),
+    )
+
+    head: str | None = model_field(
+        default=None,
+        doc="checkpoint with the teacher's head (lm_head, or the embedding it is tied to): the "
+        "teacher's own, where it is one. estimator=full then takes the teacher's distributions "
+        "from its engines, which give a hidden state for each trained token, and the learner loads "
+        "this head alone, not the teacher. A running server without isotherm's plugin is started "
+        "with --enable-return-hidden-states",
+        metadata=ESSENTIAL,
     )
 
     @property

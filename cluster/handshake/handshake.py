@@ -4,7 +4,9 @@
              prefill: log-probs of given probes         decode reference: one position at a time
     learner  forward on the probes: the reference for every policy engine
     teacher  prefill and decode reference on the probes, as in training
-             the learner's copy of the teacher, if there is one (estimator=full)
+             the learner's copy of the teacher, if there is one (estimator=full); of its head,
+             it is that of the teacher's hidden states which is compared with its decode, and its
+             own prefill with that (`cluster.handshake.headed`)
 
 In a run without a learner (rollout_only=True), the first policy engine's prefill is the reference,
 which that engine's decode path verifies.
@@ -28,7 +30,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -68,6 +70,13 @@ PARTS = 3
 LearnerLogprobs = Callable[[Sequence[TrainingRow]], Awaitable[list[FloatArray]]]
 
 
+class Copy(NamedTuple):
+    """What has the distributions of a teacher beside its engine; `title` is its name in reports."""
+
+    title: str
+    logprobs: LearnerLogprobs
+
+
 class EnginesSilent(EngineLost):
     """Raised when engines did not answer in time; `names` lists them."""
 
@@ -99,7 +108,7 @@ async def handshake(
     tokenizer: TokenizerProbe,
     temperature: float,
     learner_dtype: str,
-    copies: Mapping[str, LearnerLogprobs] | None = None,
+    copies: Mapping[str, Copy] | None = None,
     deadline_s: float = ENGINE_DEADLINE_S,
 ) -> CalibrationReport:
     """Collect the answers of every party and compare them. The caller evaluates the report.
@@ -107,13 +116,13 @@ async def handshake(
     Args:
         policies: policy engines, at least one, by their name in the report; all hold the learner's
             weights.
-        teachers: teacher engines, by their name in the report.
+        teachers: teacher engines, by their name in the report: of each info, prefill and decode
+            reference are asked.
         learner: log-probs from the learner. None in a run without one, where the first policy
             engine is the reference for the others.
         tokenizer: encodings of the known texts by the run's own tokenizer.
         learner_dtype: dtype in which the learner computes.
-        copies: log-probs from the learner's copies of teachers, by the name of the engine that
-            serves the same model.
+        copies: what else has the distributions of a teacher, by the name of its engine.
         deadline_s: longest time for each of an engine's `PARTS`, seconds.
 
     Raises:
@@ -148,7 +157,7 @@ async def handshake(
             comparisons += _against_arbiter(of_one, own, arbiter)
     for name in teachers:
         if copy := (copies or {}).get(name):
-            comparisons += _against_copy(answers[name], await copy(rows_D))
+            comparisons += _against_copy(answers[name], copy.title, await copy.logprobs(rows_D))
     return CalibrationReport(comparisons=tuple(comparisons), parties=infos)
 
 
@@ -228,11 +237,13 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
     return decoded + given
 
 
-def _against_copy(answers: EngineAnswers, copied: Sequence[FloatArray]) -> list[Comparison]:
-    """Comparison of a teacher's engine with the learner's copy of it, on the probes."""
+def _against_copy(
+    answers: EngineAnswers, title: str, copied: Sequence[FloatArray]
+) -> list[Comparison]:
+    """Comparison of a teacher's engine with what else has its distributions, on the probes."""
     return [
         compare(
-            f"the learner's copy of {answers.name}",
+            title,
             answers.at(t, copied),
             f"{answers.name} prefill",
             answers.at(t, answers.prefill),

@@ -167,6 +167,7 @@ class RolloutCast:
                 lengths=config.length_rules(),
                 routed_experts=config.replays_routing(),
                 scored=config.scored_by_teacher(),
+                states=inputs.states,
                 teacher_samples=teacher_samples,
                 text_teachers=inputs.text_teachers,
                 sink=WorkerEnd(queue, worker_title(index), whole=config.learner_workers == 1),

@@ -331,12 +331,13 @@ def teacher_weights(config: RolloutConfig) -> dict[str, float]:
 def policy_losses(
     config: RolloutConfig, device: str, stops: StopTokens, group: WorkerGroup
 ) -> tuple[LossFunction, ...]:
-    """Losses of an opd or rl run, on every worker; with the teacher copies of estimator=full."""
+    """Losses of an opd or rl run, on every worker; with the teachers of estimator=full."""
     objective = config.objective()
     teachers = None
-    if config.copies_teachers:
+    if config.copied_teachers or config.teacher_heads:
         teachers = LocalTeachers(
-            {name: teacher.model for name, teacher in config.teacher_models().items()},
+            config.copied_teachers,
+            heads=config.teacher_heads,
             dtype=getattr(torch, choose_dtype(config.dtype, device)),
             device=device,
             event=stops.event,

@@ -222,8 +222,7 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
 def _learner_bytes(config: CommonConfig) -> int:
     """Upper bound of the bytes that a learner reads at its start, from its own checkpoint."""
     if isinstance(config, RolloutConfig):
-        copies = config.teacher_models() if config.copies_teachers else {}
-        teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
+        teachers = sum(map(checkpoint_bytes, config.copied_teachers.values()))
         return _STATE * checkpoint_bytes(config.student) + teachers
     assert isinstance(config, SupervisedConfig)
     return _STATE * checkpoint_bytes(config.model)

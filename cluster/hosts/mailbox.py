@@ -18,12 +18,12 @@ import secrets
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster.handles import errors
+from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
-from distill.engine import GenerateRequest, Sample
+from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import EngineLost
 
 if TYPE_CHECKING:
@@ -122,6 +122,9 @@ def _as_sent(error: BaseException) -> Exception:
 def with_mailbox(hosted: type) -> type:
     """The class of an engine's actor, with a mailbox beside the methods it has.
 
+    Hidden states that it gives stay in the object store of its node, as objects that it owns: its
+    scores have references to them, and only a learner's worker fetches what these lead to.
+
     Args:
         hosted: has an asynchronous `generate`. Sent by value, as `deferred` makes it.
     """
@@ -136,9 +139,24 @@ def with_mailbox(hosted: type) -> type:
     async def collect(self: Any, client: str) -> list[_Answer]:
         return await self.mailbox.collect(client)
 
+    async def score(self: Any, requests: Sequence[ScoreRequest]) -> list[Score]:
+        scores: list[Score] = await hosted.score(self, requests)  # pyright: ignore[reportAttributeAccessIssue]
+        if all(each.states is None for each in scores):
+            return scores
+        return await asyncio.to_thread(_stored, scores)
+
     methods = {"__init__": make, "post": post, "collect": collect}
+    if hasattr(hosted, "score"):
+        methods["score"] = score
     own = {"__doc__": hosted.__doc__, "__module__": hosted.__module__}
     return type(hosted.__name__, (hosted,), own | methods)
+
+
+def _stored(scores: Sequence[Score]) -> list[Score]:
+    return [
+        each if each.states is None else replace(each, states=calls.put(each.states))
+        for each in scores
+    ]
 
 
 class MailboxEnd:

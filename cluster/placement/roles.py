@@ -175,8 +175,10 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         if not is_url(models[name].model)
     }
     learner = student | adapter
-    if config.copies_teachers:
-        learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
+    for held, place in ((config.copied_teachers, ""), (config.teacher_heads, ".head")):
+        learner |= {
+            (f"teachers.{name}" if name else "teacher") + place: path for name, path in held.items()
+        }
     if config.train_from is not None:
         return {LEARNER: learner}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}

@@ -11,6 +11,11 @@ it. The queue therefore makes the call: a worker may die or be drained after its
 delivered. The parts stay in the object store of the worker's node, and are lost with that node or
 with the queue. Ray would copy objects below 100 kB to the owner, so a small group travels in the
 call, as bytes. Within one process, parts are plain objects.
+
+Parts of a group that was scored by hidden states hold references to those, one for each segment.
+The teacher's actor owns them, and they stay in the store of its node until the parts are dropped:
+each worker of the learner fetches those of its own rows. If the actor or its node is lost before,
+the learner reports the group as lost, and it is scored again.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import asyncio
 import pickle
 import secrets
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -29,7 +34,7 @@ from cluster.handles.local_actor import LocalActor
 from distill.columns import GroupColumns, joined, pack
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
-from distill.types import Trajectory, TrajectoryGroup
+from distill.types import Segment, Trajectory, TrajectoryGroup
 
 # Least size of a part's arrays, if the group is that large: see above.
 PART_BYTES = 110_000
@@ -112,7 +117,10 @@ def offered(
     if isinstance(queue, LocalActor):
         return delivery(parts)
     members = len(meta.rewards_G)
-    if nbytes + _META_BYTES * members <= _ARGUMENT_BYTES:
+    refers = any(
+        map(calls.in_store, _states_of(parts))
+    )  # which Ray counts in its own objects alone
+    if not refers and nbytes + _META_BYTES * members <= _ARGUMENT_BYTES:
         return delivery([pickle.dumps(part, protocol=5) for part in parts])
     holder = calls.this_actor()
     if holder is None:  # no actor that the queue could call: the parts end with this process
@@ -120,6 +128,10 @@ def offered(
     name = secrets.token_hex(8)
     _OFFERED[name] = parts
     return delivery([None] * len(parts), holder=holder, name=name)
+
+
+def _states_of(parts: Sequence[GroupColumns]) -> Iterator[Any]:
+    return (states for part in parts for states in part.values["teacher_states"])
 
 
 def restored(lease: Lease, group: TrajectoryGroup) -> Delivery:
@@ -208,12 +220,31 @@ def open_parts(
     if references:
         calls.wait(references, num_returns=len(references), timeout=timeout_s)  # concurrently
     lost: dict[int, str] = {}
+    columns: dict[tuple[int, int], GroupColumns] = {}
     for at, part in others.items():
         try:
-            opened[at] = part, _fetched(part, timeout_s).trajectories()
+            columns[at] = _fetched(part, timeout_s)
+        except (errors.ObjectLostError, errors.RayActorError) as error:
+            lost[at[0]] = str(error).split("\n", 1)[0]
+    states = list(filter(calls.in_store, _states_of(list(columns.values()))))
+    calls.wait(states, num_returns=len(states), timeout=timeout_s)
+    for at, of_part in columns.items():
+        try:
+            opened[at] = others[at], _with_states(of_part.trajectories(), timeout_s)
         except (errors.ObjectLostError, errors.RayActorError) as error:
             lost[at[0]] = str(error).split("\n", 1)[0]
     return opened, lost
+
+
+def _with_states(trajectories: Sequence[Trajectory], timeout_s: float) -> Sequence[Trajectory]:
+    """The trajectories with hidden states in place of references to them."""
+
+    def fetched(segment: Segment) -> Segment:
+        if not calls.in_store(segment.teacher_states):
+            return segment
+        return replace(segment, teacher_states=calls.get(segment.teacher_states, timeout_s))
+
+    return [replace(each, segments=tuple(map(fetched, each.segments))) for each in trajectories]
 
 
 def _is_same(held: Any, part: Any) -> bool:

@@ -306,9 +306,15 @@ class GroupQueueActor:
         return None if ids is None else [self._delivered[i].meta for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
-        """Record that taken groups cannot be fetched, and drop their references."""
+        """Record that taken groups cannot be fetched.
+
+        Those whose columns are still there are scored again: their teacher's hidden states are
+        gone. A worker that finds no columns samples the group again.
+        """
         for group_id in self._ledger.lose(ids, reason):
-            del self._delivered[group_id]
+            delivery = self._delivered.pop(group_id)
+            if self._ledger.is_under_way(group_id):
+                self._to_score[group_id] = delivery
             self._to_keep.pop(group_id, None)
         await self._wake_all()
 

@@ -128,7 +128,14 @@ def _parts(
         directory=directory,
         signals=context.signals,
         handshake=RunHandshake(
-            config, inputs.tokenizer, inputs.stops, device, directory, context.console, say
+            config,
+            inputs.tokenizer,
+            inputs.stops,
+            inputs.states,
+            device,
+            directory,
+            context.console,
+            say,
         ),
         say=say,
         trained=trained_in(resume_from),

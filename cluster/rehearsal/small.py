@@ -125,9 +125,13 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         and config.teacher.model is not None
     ):
         changes["teacher"] = twins["teacher"].path
+        if config.teacher.head is not None:
+            changes["teacher.head"] = twins["teacher"].path
     elif isinstance(config, OpdConfig) and config.teachers:
         changes["teachers"] = {
-            name: {"model": twins[f"teachers.{name}"].path} for name in config.teachers
+            name: {"model": (path := twins[f"teachers.{name}"].path)}
+            | ({} if teacher.head is None else {"head": path})
+            for name, teacher in config.teachers.items()
         }
     if config.reference is not None:
         changes["reference"] = twins["reference"].path

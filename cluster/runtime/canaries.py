@@ -82,7 +82,7 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
         temperature=config.sampling.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
         require=config.verify.handshake,
-        copies=config.copies_teachers or config.base_is_reference,
+        copies=bool(config.copied_teachers or config.teacher_heads) or config.base_is_reference,
         base=config.base_is_reference,
     )
 

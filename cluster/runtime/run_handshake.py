@@ -12,14 +12,16 @@ from rich.markup import escape
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_dtype
+from actors.rollout.teacher import States
 from cluster.config.on_policy import RolloutConfig
 from cluster.handshake.handshake import (
     ENGINE_DEADLINE_S,
     PARTS,
-    LearnerLogprobs,
+    Copy,
     handshake,
     scored_by,
 )
+from cluster.handshake.headed import HeadedTeacher
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
@@ -48,6 +50,7 @@ class RunHandshake:
     """Compares the parties of a run on the same tokens.
 
     Args:
+        states: which hidden states the teachers' engines give (`RolloutInputs.states`).
         directory: where calibration.json is written.
         console: shows the table of parties that disagree.
         say: prints a line on the console.
@@ -58,12 +61,14 @@ class RunHandshake:
         config: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
         stops: StopTokens,
+        states: Mapping[str, States],
         device: str,
         directory: RunDirectory,
         console: Console,
         say: Callable[[str], None],
     ) -> None:
         self._config, self._stops, self._device = config, stops, device
+        self._states = states
         self._directory, self._console, self._say = directory, console, say
         self._fingerprint = fingerprint(tokenizer)
         self._probe = probe_tokenizer(tokenizer)
@@ -110,7 +115,7 @@ class RunHandshake:
         scorers: Mapping[str, EnginePool],
         reference: EnginePool | None = None,
     ) -> CalibrationReport:
-        """Handshake of some engines with the learner, and with its copies of teachers.
+        """Handshake of some engines with the learner, and with its teachers and their heads.
 
         Args:
             reference: a policy engine that scores in place of the learner.
@@ -128,16 +133,26 @@ class RunHandshake:
         async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
             return await learner.teacher_logprobs.remote(teacher, rows_D)
 
-        copies: dict[str, LearnerLogprobs] = {}
+        copies: dict[str, Copy] = {}
+        teachers: dict[str, Any] = dict(scorers)
         follows = self._config.teacher_rule is not None
-        if self._config.copies_teachers or follows:
-            for name, role in served_teachers(self._config).items():
-                engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
-                compared = engines if follows else engines[:1]
-                copies |= dict.fromkeys(compared, partial(copied_logprobs, name))
+        for name, role in served_teachers(self._config).items():
+            engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
+            by_learner = partial(copied_logprobs, name)
+            if name in self._config.copied_teachers or follows:
+                for engine in engines if follows else engines[:1]:
+                    copies[engine] = Copy(f"the learner's copy of {engine}", by_learner)
+            if name in self._config.teacher_heads:
+                for engine in engines:
+                    teachers[engine] = HeadedTeacher(scorers[engine], by_learner)
+                    if self._states[name] == "also":
+                        own = Copy(
+                            f"{engine} without the learner's head", scored_by(scorers[engine])
+                        )
+                        copies[engine] = own
         return await handshake(
             policies=policies,
-            teachers=scorers,
+            teachers=teachers,
             learner=learner_logprobs if reference is None else scored_by(reference),
             tokenizer=self._probe,
             temperature=self._config.sampling.temperature,

@@ -143,12 +143,14 @@ class Conversion:
 
         Args:
             take: gives a tensor of the checkpoint by its name there.
-            wanted: the model's names of which at least one is wanted of each unit; None: all.
+            wanted: the model's names that are wanted; None: all. Tensors that are converted from
+                several, or split, come in any case.
         """
         for key, sources in self._sources.items():
             (first, pattern), *others = sources
             if pattern is None and not others:
-                yield key, take(first)
+                if wanted is None or key in wanted:
+                    yield key, take(first)
                 continue
             yield from self._converted(key, sources, take).items()
 

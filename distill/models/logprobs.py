@@ -8,6 +8,7 @@ the largest tensor of a distillation step by far.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -140,27 +141,44 @@ def token_stats(
     return TokenStats(chosen_N, entropy_N)
 
 
+def projection_of(model: PreTrainedModel) -> nn.Module:
+    """The model's vocabulary projection. Raises ConfigError if it has none."""
+    projection = model.get_output_embeddings()
+    if projection is None:
+        raise ConfigError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
+    return projection
+
+
 class VocabularyHead:
-    """hidden_NH -> logits_NV as the model itself computes it, checked once against the model."""
+    """hidden_NH -> logits_NV as the model itself computes it."""
 
-    def __init__(self, model: PreTrainedModel, event: Event = ()) -> None:
-        """`event`: tokens that are one outcome in every distribution and statistic made here.
-
-        Raises:
-            ConfigError: the logits are no known function of its hidden states.
+    def __init__(
+        self, projection: Callable[[Tensor], Tensor], config: Any, event: Event = ()
+    ) -> None:
         """
-        self.event = event
-        projection = model.get_output_embeddings()
-        if projection is None:
-            raise ConfigError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
-        self.projection: Callable[[Tensor], Tensor] = projection
-        config = model.config.get_text_config()
+        Args:
+            projection: the model's vocabulary projection.
+            config: the model's, with what becomes of the logits: their scale and soft cap.
+            event: tokens that are one outcome in every distribution and statistic made here.
+        """
+        self.event, self.projection = event, projection
+        config = config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies by logit_scale; Granite divides by logits_scaling.
         self.scale = float(getattr(config, "logit_scale", None) or 1) / float(
             getattr(config, "logits_scaling", None) or 1
         )
-        self._check(model)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, event: Event = ()) -> VocabularyHead:
+        """A model's head, checked once against the model.
+
+        Raises:
+            ConfigError: the logits are no known function of its hidden states.
+        """
+        head = cls(projection_of(model), model.config, event)
+        head._check(model)
+        return head
 
     def __call__(
         self, hidden_NH: Tensor, weights: Mapping[str, Tensor] = MappingProxyType({})
@@ -219,6 +237,28 @@ class VocabularyHead:
         `weights` take the place of the projection's own, by their names (`copied_weights`).
         """
         return log_distribution(self(hidden_NH, weights), temperature_N, self.event)
+
+    def distribution_of(
+        self,
+        hidden_NH: Tensor,
+        temperature_N: Tensor,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Callable[[slice], Tensor]:
+        """Return a function: slice of the N positions -> log p_T, shape (n, V), without gradient.
+
+        For a training pass, which asks for every slice forward and backward. `autocast` is entered
+        in place of that pass's own.
+        """
+
+        @torch.no_grad()
+        def log_p(positions: slice) -> Tensor:
+            with autocast():
+                return self.log_distribution(
+                    hidden_NH[positions], temperature_N[positions], weights
+                )
+
+        return kept_until_backward(log_p, len(hidden_NH) * model_width(self.projection))
 
     def copied_weights(self, *, frozen: bool) -> dict[str, Tensor]:
         """Copies of the projection's weights: all, or without `frozen` those that are trained."""

@@ -17,6 +17,7 @@ from distill.errors import DataError
 from distill.privileged import check_context
 from distill.routing import ExpertArray
 from distill.sampling import check_temperature
+from distill.states import HiddenStates
 from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 
@@ -104,6 +105,7 @@ class TrainingRow:
         teacher_context_T: that teacher's tokens in place of the first `teacher_replaces` tokens;
             None: the row's own tokens.
         teacher_top: that teacher's likeliest tokens, one row per trained token.
+        teacher_states: that teacher's hidden states, one per trained token; None: not asked for.
         sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, where
             that log p is the sampler's; None: the advantage has no such term.
         clipped_kl_coef_T: weight of the teacher's such term where kl_clip bounds it.
@@ -132,6 +134,7 @@ class TrainingRow:
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
     teacher_top: TopLogprobs | None = None
+    teacher_states: HiddenStates | None = None
     sampled_kl_coef_T: FloatArray | None = None
     clipped_kl_coef_T: FloatArray | None = None
     teacher_gaps_T: FloatArray | None = None

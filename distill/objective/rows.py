@@ -72,6 +72,7 @@ def trajectory_rows(
             teacher_context_T=segment.teacher_context_T,
             teacher_replaces=segment.teacher_replaces,
             teacher_top=segment.teacher_top,
+            teacher_states=segment.teacher_states,
             sampled_kl_coef_T=of_segment.sampled_kl_coef_T,
             clipped_kl_coef_T=of_segment.clipped_kl_coef_T,
             teacher_gaps_T=of_segment.teacher_gaps_T,

@@ -31,6 +31,7 @@ from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.types import StopReason
 from distill.weights.shared_memory import SharedTensors
 from tests.refusals import refuses
+from tests.states import expect_states, states_request
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared
 
@@ -385,6 +386,37 @@ def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Part
             t = request.temperatures[0]
             log_p_NV = naive_distribution(party.model, request.tokens_T, request.start, t)
             expect_listed(log_p_NV, request, score)
+
+
+def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
+    """Of mixed temperatures, lengths and starts; asked again, when prefixes are cached."""
+    shared_T = prompt(70, 4)
+    tails = [prompt(20 + 10 * i, 5 + i) for i in range(3)]
+    requests = [
+        states_request(2, 1, (0.7,)),
+        states_request(40, 17, TEMPERATURES),
+        states_request(90, 89, (1.5, 0.5)),
+        states_request(60, 10, (1.0,)),
+        replace(states_request(50, 20, (0.5,)), states_N=None),
+        replace(states_request(45, 15, (0.7, 1.0)), top_k=3),
+        *(
+            replace(states_request(70 + len(tail_T), 70), tokens_T=np.append(shared_T, tail_T))
+            for tail_T in tails
+        ),
+    ]
+    for _ in range(2):
+        scores = party.run(party.engine.score(requests))
+        for request, score in zip(requests, scores, strict=True):
+            for t, logprobs in zip(
+                request.temperatures, score.logprobs_by_temperature, strict=True
+            ):
+                expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
+                np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+            if request.states_N is None:
+                assert score.states is None
+            else:
+                expect_states(party.model, request, score)
+    assert party.run(party.engine.info()).returns_states
 
 
 def test_given_tokens_that_are_none_are_refused(party: Party) -> None:

@@ -41,11 +41,14 @@ from actors.sglang.plugin.row_temperatures import (
     ScaledRows,
     UnknownPassError,
     read_listed,
+    read_states,
     rows_of_requests,
 )
 from actors.sglang.server import SglangServer
 from distill.engine import Score, ScoreRequest
 from distill.models.loading import load_causal_lm
+from distill.states import joined
+from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
@@ -104,8 +107,10 @@ def test_scaled_rows_equal_the_slow_loop(
         given, others = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
         ids_SK = torch.stack([torch.randperm(width)[:given] for _ in range(rows[g].scored)])
         listed[g] = (ids_SK.int(), others)
+    shown = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
     total = sum(r.count for r in rows)
     logits_NV = torch.randn(total, width) * 3
+    hidden_NH = torch.randn(total, 3).bfloat16()
     tokens_S = torch.randint(width, (sum(r.scored for r in rows),))
     cuts = sorted(data.draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
 
@@ -114,11 +119,14 @@ def test_scaled_rows_equal_the_slow_loop(
         temperatures,
         unscaled=unscaled,
         listed=listed,
+        states=shown,
         vocab_size=width + 2,
         device=torch.device("cpu"),
     )
     chunks = zip([0, *cuts], [*cuts, total], strict=True)
-    divided = [scaled_rows.take(logits_NV[lo:hi].clone(), tokens_S) for lo, hi in chunks]
+    divided = [
+        scaled_rows.take(logits_NV[lo:hi].clone(), tokens_S, hidden_NH[lo:hi]) for lo, hi in chunks
+    ]
     divided_NV = torch.cat(divided)
 
     for g, (request, temperature) in enumerate(zip(rows, temperatures, strict=True)):
@@ -133,6 +141,12 @@ def test_scaled_rows_equal_the_slow_loop(
                 for n in range(request.scored)
             ]
             assert scaled_rows.unscaled_of(g).tolist() == pytest.approx(expected, abs=1e-5)
+        if g in shown:
+            own_SH = hidden_NH[request.first : request.first + request.scored]
+            text = PromptValues([scaled_rows.states_of(g)], as_they_are=True).copy()
+            assert isinstance(text, str)
+            states = read_states(text, request.scored)
+            assert torch.equal(joined([states], "cpu"), own_SH)
         if g in listed:
             ids_SK, others = listed[g]
             text = PromptValues([scaled_rows.listed_of(g)]).copy()
@@ -153,7 +167,7 @@ def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPa
     rows = rows_of_requests([9], [0])
     logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
     scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))
-    scaled_rows.take(logits_NV.clone(), tokens_S)
+    scaled_rows.take(logits_NV.clone(), tokens_S, torch.zeros(9, 1))
     expected = torch.log_softmax(logits_NV, 1)[torch.arange(9), tokens_S]
     assert scaled_rows.unscaled_of(0).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -194,7 +208,8 @@ def test_other_rows_than_the_requests_have_are_refused(
     scaled_rows = ScaledRows(rows, [0.7], unscaled=[], vocab_size=8, device=torch.device("cpu"))
     with pytest.raises(UnknownPassError):
         for count in chunks:
-            scaled_rows.take(torch.zeros(count, 8, dtype=dtype), torch.zeros(4, dtype=torch.long))
+            logits_NV, tokens_S = torch.zeros(count, 8, dtype=dtype), torch.zeros(4).long()
+            scaled_rows.take(logits_NV, tokens_S, torch.zeros(count, 1))
         scaled_rows.undivided_GV()
 
 
@@ -229,7 +244,8 @@ def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
     vars(found).update(metadata)
 
     def original(*_: Any) -> Any:
-        logits = plugin.get_logits(lambda *_: logits_NV, processor, None, None, found)
+        hidden_NH = torch.zeros(len(logits_NV), 1)
+        logits = plugin.get_logits(lambda *_: logits_NV, processor, hidden_NH, None, found)
         return SimpleNamespace(
             next_token_logits=logits[found.sample_indices_cpu], customized_info=None
         )
@@ -485,9 +501,9 @@ class Truth:
 
     def logits_TV(self, tokens: Sequence[int]) -> Tensor:
         with torch.no_grad():
-            return self._model()(torch.tensor([tokens])).logits[0].float()
+            return self.model()(torch.tensor([tokens])).logits[0].float()
 
-    def _model(self) -> Any:
+    def model(self) -> Any:
         return _models.setdefault(
             self.directory, load_causal_lm(self.directory, dtype=torch.float32, device="cpu")
         )
@@ -653,6 +669,13 @@ def served_stock(truth: Truth, tmp_path: Path) -> Iterator[Served]:
     yield from _served(truth, tmp_path, SGLANG_PLUGINS="none")
 
 
+@pytest.fixture
+def served_stock_states(truth: Truth, tmp_path: Path) -> Iterator[Served]:
+    """A server without the plugin that returns hidden states, with its prefix cache."""
+    flag = "--enable-return-hidden-states"
+    yield from _served(truth, tmp_path, flag, SGLANG_PLUGINS="none")
+
+
 def _prompt(rng: random.Random, least: int = 2, most: int = 200) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(least, most))]
 
@@ -786,6 +809,29 @@ def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
             1, torch.from_numpy(score.top.ids_NK.astype(np.int64))
         )
         np.testing.assert_allclose(score.top.logprobs_NK, listed_NK, atol=1e-4)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_hidden_states_of_prompts_in_chunks(served_in_pieces: Served) -> None:
+    """Of one to four chunks, twice: the second time the prefix cache has the prompts."""
+    model = served_in_pieces.truth.model()
+    requests = [states_request(length, start) for length, start in [(40, 1), (200, 1), (240, 200)]]
+    for _ in range(2):
+        for request, score in zip(requests, served_in_pieces.score(requests)[0], strict=True):
+            expect_states(model, request, score)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_a_stock_server_returns_hidden_states_by_its_own_flag(
+    served_stock_states: Served,
+) -> None:
+    model = served_stock_states.truth.model()
+    requests = [states_request(length, start) for length, start in [(40, 1), (90, 70), (200, 150)]]
+    for _ in range(2):
+        for request, score in zip(requests, served_stock_states.score(requests)[0], strict=True):
+            expect_states(model, request, score)
 
 
 @needs_sglang

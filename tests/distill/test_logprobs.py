@@ -151,7 +151,7 @@ def hidden_and_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def test_the_head_is_the_model_s_own(build, plain: bool) -> None:
     model = build().eval()
     hidden_NH, expected_NV = hidden_and_logits(model)
-    head = VocabularyHead(model)
+    head = VocabularyHead.of(model)
     torch.testing.assert_close(head(hidden_NH), expected_NV, rtol=1e-5, atol=1e-5)
     # the model does, or does not, more to its logits than project
     projected_NV = model.get_output_embeddings()(hidden_NH)
@@ -167,7 +167,7 @@ def test_the_head_is_the_model_s_own(build, plain: bool) -> None:
 
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen3()
-    head = VocabularyHead(model)
+    head = VocabularyHead.of(model)
     tokens_N = torch.arange(8)
     temperature_N = torch.linspace(0.4, 2, 8)
 
@@ -242,7 +242,7 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
     """Against one graph over all logits, fp32; each loss leaves the other statistics unused."""
     monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     monkeypatch.setattr(logprobs, "positions_together", lambda device, vocab_size: 2)
-    head = VocabularyHead(model())
+    head = VocabularyHead.of(model())
     with torch.random.fork_rng():
         torch.manual_seed(1)
         projection = build()
@@ -286,7 +286,7 @@ def test_chunks_under_autocast_are_the_whole_under_autocast(
 ) -> None:
     """Of hidden states in either precision: a model's last norm may give both."""
     model = qwen3()
-    head, hidden_NH = VocabularyHead(model), hidden_and_logits(model)[0].detach().to(dtype)
+    head, hidden_NH = VocabularyHead.of(model), hidden_and_logits(model)[0].detach().to(dtype)
     made = []
     for positions in (8, 3):
         monkeypatch.setattr(
@@ -307,7 +307,7 @@ def test_chunks_under_autocast_are_the_whole_under_autocast(
 
 def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen3()
-    head = VocabularyHead(model)
+    head = VocabularyHead.of(model)
     hidden_NH, _ = hidden_and_logits(model)
     sizes: list[int] = []
     project = head.projection
@@ -337,7 +337,7 @@ class _Strange(Qwen3ForCausalLM):
 def test_an_unknown_post_processing_is_refused() -> None:
     model = _Strange(qwen3().config)
     with pytest.raises(ConfigError):
-        VocabularyHead(model)
+        VocabularyHead.of(model)
 
 
 def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
@@ -351,7 +351,7 @@ def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
     )
     model = Llama4ForCausalLM(config)
     with pytest.raises(ConfigError):
-        VocabularyHead(model)
+        VocabularyHead.of(model)
 
 
 @pytest.mark.parametrize("elements, computed", [(1 << 20, 1), (1 << 30, 2)])

@@ -53,6 +53,14 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("padded"), padding=2)
 
 
+@pytest.fixture(scope="module", params=["plain", "two_ends", "padded"])
+def by_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The learner has the teacher's head alone, and the rows its hidden states."""
+    settings = {"plain": {}, "two_ends": {"stops": (1, 4)}, "padded": {"padding": 2}}
+    root = tmp_path_factory.mktemp("by_states")
+    return World(root, by_states=True, **settings[request.param])
+
+
 @cache
 def gradients_of(world: World, name: str, T: float, teacher_T: float) -> Tensor:
     """Of every response, shape (responses, parameters)."""
@@ -84,6 +92,18 @@ def test_a_teacher_s_padding_biases_none(padded: World, name: str, T: float = 0.
     assert mass.max() > 0.1
     made = padded.expected_gradient(ESTIMATORS[name].objective, T)
     assert error(made, claimed_by(padded, name, T)) < 3e-5
+
+
+@every_T
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name.startswith("full")])
+@pytest.mark.parametrize("away", [0.0, 0.4])
+def test_from_hidden_states_it_is_the_same(
+    by_states: World, name: str, T: float, away: float
+) -> None:
+    by_states.move_learner(away)
+    made = by_states.expected_gradient(ESTIMATORS[name].objective, T)
+    assert error(made, by_states.claimed_gradient(ESTIMATORS[name], T)) < 3e-5
+    by_states.move_learner(0.0)
 
 
 @every_T

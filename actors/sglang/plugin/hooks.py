@@ -29,6 +29,11 @@ In the response's `meta_info`, each a list (as SGLang has all such fields) whose
                                 for each scored position, and of the likeliest others; float32 in
                                 base64, as `read_listed` takes it. Not a list of tuples: these are
                                 as many numbers as positions times tokens.
+    input_hidden_states         [text], on request (`custom_params={"isotherm_states": true}`): what
+                                the head is given for each scored position, in the served dtype:
+                                its name, a colon, and the bytes in base64, as `read_states` takes
+                                them. Ranks of a tensor-parallel server hold the same states; the
+                                first one's are sent.
 
 A request that was retracted after its prefill has a second element for the second prefill.
 
@@ -83,6 +88,8 @@ UNSCALED_KEY = "input_logprobs_unscaled"
 UNSCALED_SWITCH = "isotherm_unscaled"
 LISTED_KEY = "input_logprobs_listed"
 LISTED_SWITCH = "isotherm_listed"
+STATES_KEY = "input_hidden_states"
+STATES_SWITCH = "isotherm_states"
 
 _REFUSAL = (
     "isotherm's SGLang plugin does not recognise this SGLang, and without it input log-probs would "
@@ -98,10 +105,13 @@ _INSTALL = (
     "pip install -c constraints-cuda.txt '.[sglang]'"
 )
 
+_ONCE = (TEMPERATURE_KEY, UNSCALED_KEY, LISTED_KEY, STATES_KEY)
+
 NOTE = "_isotherm_asked"
 _PASS = "_isotherm_pass"
 _PIECES = "_isotherm_pieces"
 _LISTED = "_isotherm_listed"
+_STATES = "_isotherm_states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ class Asked:
         pieces: what earlier passes over its prompt have returned, unscaled.
         listed: tokens that it wants to know of at each row.
         listed_pieces: of those, what earlier passes have returned.
+        states: it wants the hidden states of its rows; `state_pieces`: those of earlier passes.
     """
 
     temperature: float
@@ -122,6 +133,8 @@ class Asked:
     pieces: Pieces = field(default_factory=Pieces, compare=False)
     listed: Listed | None = field(default=None, compare=False)
     listed_pieces: Pieces = field(default_factory=Pieces, compare=False)
+    states: bool = False
+    state_pieces: Pieces = field(default_factory=Pieces, compare=False)
 
 
 @dataclass(frozen=True)
@@ -207,6 +220,8 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
             pieces=_kept_on(req, _PIECES, Pieces),
             listed=_kept_on(req, _LISTED, partial(_listed_by, req)),
             listed_pieces=_kept_on(req, _LISTED + _PIECES, Pieces),
+            states=bool((req.sampling_params.custom_params or {}).get(STATES_SWITCH)),
+            state_pieces=_kept_on(req, _STATES + _PIECES, Pieces),
         )
         for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
@@ -265,7 +280,10 @@ def forward(
     requests = _requests_of(logits_metadata)
     echo = [a.temperature if a.input_logprobs and rows.scored else None for rows, a in requests]
     info: dict[str, list[Any]] = {TEMPERATURE_KEY: echo}
-    if not any(rows.scored and (a.temperature != 1 or _lists(rows, a)) for rows, a in requests):
+    if not any(
+        rows.scored and (a.temperature != 1 or _lists(rows, a) or _wants_states(rows, a))
+        for rows, a in requests
+    ):
         output = run()
     else:
         scaled_rows = ScaledRows(
@@ -277,6 +295,7 @@ def forward(
                 for g, (rows, a) in enumerate(requests)
                 if _lists(rows, a) and a.listed is not None
             },
+            states=[g for g, (rows, a) in enumerate(requests) if _wants_states(rows, a)],
             vocab_size=processor.vocab_size,
             device=hidden_states.device,
         )
@@ -292,6 +311,13 @@ def forward(
             info[LISTED_KEY] = [
                 a.listed_pieces.up_to(a.begin, scaled_rows.listed_of(g))
                 if _lists(rows, a)
+                else None
+                for g, (rows, a) in enumerate(requests)
+            ]
+        if any(_wants_states(rows, a) for rows, a in requests):
+            info[STATES_KEY] = [
+                a.state_pieces.up_to(a.begin, scaled_rows.states_of(g), as_they_are=True)
+                if _wants_states(rows, a)
                 else None
                 for g, (rows, a) in enumerate(requests)
             ]
@@ -317,6 +343,10 @@ def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
 
 def _lists(rows: RequestRows, asked: Asked) -> bool:
     return asked.listed is not None and asked.input_logprobs and rows.scored > 0
+
+
+def _wants_states(rows: RequestRows, asked: Asked) -> bool:
+    return asked.states and asked.input_logprobs and rows.scored > 0
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
@@ -365,7 +395,7 @@ def get_logits(
     )
     if known != found:
         raise UnknownPassError(f"sampled rows, scored rows and tokens {found}, expected {known}")
-    return scaled_rows.take(logits, tokens_S)
+    return scaled_rows.take(logits, tokens_S, hidden_states)
 
 
 def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
@@ -373,7 +403,7 @@ def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
 
     Otherwise SGLang cuts the values to the output tokens, of which max_new_tokens=0 has none.
     """
-    return True if key in (TEMPERATURE_KEY, UNSCALED_KEY, LISTED_KEY) else None
+    return True if key in _ONCE else None
 
 
 HOOKS = (

@@ -3,7 +3,8 @@
     requests    extend_lens, start_lens --> `rows_of_requests`: each request's range of pruned rows
     logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
                                             kept undivided where a token is sampled; also computes
-                                            the log-probs of `Listed` tokens
+                                            the log-probs of `Listed` tokens, and keeps the hidden
+                                            states of requests that ask for them
 
 Letters: N pruned rows of the pass, G its requests, S its scored rows (the ones whose input
 log-prob is requested), K listed tokens, V vocabulary.
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from distill.states import HiddenStates
 
 # Maximum number of logits in one logsumexp. Its scratch memory is twice their bytes, and may come
 # from memory that SGLang has reserved. The bound is larger on CUDA, where each block costs several
@@ -133,6 +136,7 @@ class ScaledRows:
         unscaled: indices in the batch of requests that need log-probs at T = 1 as well.
         listed: for requests that list tokens, by index: ids (S, K) of the scored rows, and the
             number of other tokens.
+        states: indices of requests that need the hidden states of their scored rows.
         vocab_size: maximum number of columns of the logits.
     """
 
@@ -145,6 +149,7 @@ class ScaledRows:
         vocab_size: int,
         device: torch.device,
         listed: Mapping[int, tuple[Tensor, int]] | None = None,
+        states: Sequence[int] = (),
     ) -> None:
         assert len(rows) == len(temperatures_G)
         self._rows = rows
@@ -163,16 +168,18 @@ class ScaledRows:
             g: _ListedRows(_to_device(ids_SK.long(), device), others)
             for g, (ids_SK, others) in (listed or {}).items()
         }
+        self._states: dict[int, list[Tensor]] = {g: [] for g in states}
 
     @property
     def scored(self) -> int:
         return sum(request.scored for request in self._rows)
 
-    def take(self, logits_NV: Tensor, tokens_S: Tensor) -> Tensor:
+    def take(self, logits_NV: Tensor, tokens_S: Tensor, hidden_NH: Tensor) -> Tensor:
         """Divide the next chunk of logits in place, after its undivided values are recorded.
 
         Args:
             tokens_S: the scored token of each scored row of the whole pass.
+            hidden_NH: hidden states that the head made the chunk's logits of.
 
         Raises:
             UnknownPassError: there are more rows than the requests have, or logits are not fp32.
@@ -188,6 +195,7 @@ class ScaledRows:
         self._note_unscaled(logits_NV, tokens_S, lo, hi)
         scaled_NV = logits_NV.div_(self._divisors_N1[lo:hi])
         self._note_listed(scaled_NV, lo, hi)
+        self._note_states(hidden_NH, lo, hi)
         return scaled_NV
 
     def _note_undivided(self, logits_NV: Tensor, lo: int, hi: int) -> None:
@@ -211,6 +219,15 @@ class ScaledRows:
             first, last = max(lo, request.first), min(hi, request.first + request.scored)
             for row, end in _blocks(first, last, scaled_NV):
                 listed.note(scaled_NV[row - lo : end - lo], row - request.first)
+
+    def _note_states(self, hidden_NH: Tensor, lo: int, hi: int) -> None:
+        if self._states and len(hidden_NH) != hi - lo:
+            raise UnknownPassError(f"{len(hidden_NH)} hidden states for {hi - lo} rows of logits")
+        for g, parts in self._states.items():
+            request = self._rows[g]
+            first, last = max(lo, request.first), min(hi, request.first + request.scored)
+            if first < last:
+                parts.append(hidden_NH[first - lo : last - lo].clone())
 
     def undivided_GV(self) -> Tensor:
         """Undivided logits of the rows that tokens are sampled from.
@@ -237,6 +254,10 @@ class ScaledRows:
         of the others (int32 bits viewed as float32).
         """
         return self._listed[g].found()
+
+    def states_of(self, g: int) -> Tensor:
+        """Hidden states of request g's scored rows, in the served dtype: (scored, H)."""
+        return torch.cat(self._states[g])
 
 
 class _ListedRows:
@@ -269,7 +290,7 @@ class Pieces:
     def __init__(self) -> None:
         self._by_begin: dict[int, Tensor] = {}
 
-    def up_to(self, begin: int, values_S: Tensor) -> PromptValues:
+    def up_to(self, begin: int, values_S: Tensor, as_they_are: bool = False) -> PromptValues:
         """Add the values of a pass; return all rows so far except the newest.
 
         In a prompt's last pass the newest row is after the prompt's last token. A retracted request
@@ -278,28 +299,34 @@ class Pieces:
         Args:
             begin: position of the first scored row of this pass.
             values_S: values of its scored rows, along the first dimension.
+            as_they_are: they are sent in their own dtype.
         """
         self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
         earlier = list(self._by_begin.values())
         # A copy: the values are a view of those of the whole batch.
         self._by_begin[begin] = values_S.clone()
-        return PromptValues([*earlier, values_S[:-1]])
+        return PromptValues([*earlier, values_S[:-1]], as_they_are)
 
 
 class PromptValues:
     """Values on the device, copied to the CPU on demand.
 
     SGLang calls `copy` when it processes the results of the batch, after the forward pass. `copy`
-    returns a list for one value a row, else the float32 bytes in base64.
+    returns a list for one value a row, else the bytes in base64: of float32, or of the values as
+    they are behind their dtype, a colon in between.
     """
 
-    def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[Tensor], as_they_are: bool = False) -> None:
+        self._pieces, self._as_they_are = pieces, as_they_are
 
     def copy(self) -> list[float] | str:
         values = torch.cat(list(self._pieces)).cpu()
         if values.ndim == 1:
             return values.tolist()
+        if self._as_they_are:
+            content = values.contiguous().view(torch.uint8).numpy().tobytes()
+            dtype = str(values.dtype).removeprefix("torch.")
+            return f"{dtype}:{base64.b64encode(content).decode()}"
         return base64.b64encode(values.numpy().astype("<f4").tobytes()).decode()
 
 
@@ -313,6 +340,16 @@ def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndar
     found_NK = found.reshape(-1, given + 2 * others)
     ids_NK = np.ascontiguousarray(found_NK[:, given + others :]).view("<i4")
     return found_NK[:, :given], found_NK[:, given : given + others], ids_NK
+
+
+def read_states(text: str, rows: int) -> HiddenStates:
+    """Decode `PromptValues` that were sent as they are: hidden states of `rows` positions.
+
+    Raises:
+        ValueError, DataError: the text is something else.
+    """
+    dtype, _, content = text.partition(":")
+    return HiddenStates.from_bytes(decoded(content), dtype, rows)
 
 
 def decoded(text: str) -> bytes:

@@ -1,0 +1,69 @@
+"""A teacher's engine and the learner's copy of its head, as one engine of the handshake.
+
+In training, the teacher's distributions are the head's of the engine's hidden states. So these are
+what is compared with the engine's own decode, at both temperatures, and what must follow the
+temperature law; whatever the engine itself makes of T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cluster.handles import calls
+from cluster.handshake.handshake import LearnerLogprobs, probe_row
+from distill.engine import Engine, EngineInfo, Score, ScoreRequest
+from distill.sampling import UNSCALED
+
+# Deadline for the bytes of a probe's states, seconds.
+_FETCH_S = 120.0
+
+
+class HeadedTeacher:
+    """The part of `Engine` that the handshake asks of a teacher.
+
+    Args:
+        engine: gives the hidden states.
+        logprobs: log q_T of rows by the head in the learner, of the states that rows hold.
+    """
+
+    def __init__(self, engine: Engine, logprobs: LearnerLogprobs) -> None:
+        self._engine, self._logprobs = engine, logprobs
+
+    async def info(self) -> EngineInfo:
+        return await self._engine.info()
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._engine.decode_score(requests)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Log-probs of each request's tokens at its temperatures, all by the head.
+
+        Raises:
+            EngineError: the engine gives no hidden states.
+        """
+        asked = [
+            replace(
+                request,
+                temperatures=(UNSCALED,),
+                states_N=np.ones(len(request.tokens_T) - request.start, np.bool_),
+            )
+            for request in requests
+        ]
+        rows_D = []
+        for request, score in zip(asked, await self._engine.score(asked), strict=True):
+            states = score.states
+            if calls.in_store(states):
+                states = calls.get(states, _FETCH_S)
+            rows_D.append(
+                replace(probe_row(request.tokens_T, request.start, UNSCALED), teacher_states=states)
+            )
+        pairs = list(zip(requests, rows_D, strict=True))
+        at_each = [replace(row, temperature=t) for asked, row in pairs for t in asked.temperatures]
+        found = iter(await self._logprobs(at_each))
+        return [
+            Score(logprobs_by_temperature=tuple(next(found) for _ in request.temperatures))
+            for request in requests
+        ]
