@@ -112,12 +112,6 @@ class StepReplay:
                 f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
                 f"them with train_from={out}"
             )
-        if self.config.teacher_heads:
-            raise ConfigError(
-                f"out={out} has learnt from hidden states of its teacher (teacher.head=), which "
-                "are not kept: its steps cannot be computed again",
-                field="out",
-            )
         self._directory = RunDirectory(self.config.recipe, self.config)
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)
@@ -152,6 +146,12 @@ class StepReplay:
         from distill.models.loading import resolve_device
         from learner.checkpoint import CheckpointStore
 
+        if config.teacher_heads:
+            raise ConfigError(
+                "a step that learns from hidden states of its teacher (teacher.head=) cannot be "
+                "computed again: they are not kept. With another estimator= it can",
+                field="teacher.head",
+            )
         device = resolve_device(config.device)
         learner_config = config.policy_learner(device, start, self._inputs.stops)
         return policy_loop(

@@ -151,7 +151,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             )
         if role != "reference":
             _check_top(config.objective(), role, scorer, vocab_size(student), stops.event)
-    states = {
+    states: dict[str, States] = {
         name: _check_states(config, f"teachers.{name}" if name else "teacher", head, scorers)
         for name, head in config.teacher_heads.items()
     }

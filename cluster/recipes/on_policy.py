@@ -8,6 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
+from actors.config import choose_dtype
 from cluster.config.adapter_push import adapter_push
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
@@ -36,11 +37,14 @@ from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn
+from distill.gpu import DTYPE_BYTES
+from distill.models.loading import load_config
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
+from learner.memory import readable
 
 
 @contextmanager
@@ -206,6 +210,7 @@ def _plan(
         f"T={config.sampling.temperature:g}\n"
         f"  {made}\n"
         f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
+        f"{_states_lines(config, inputs)}"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
@@ -217,6 +222,26 @@ def _plan(
         f"  run       {config.steps} steps into {directory.path}\n"
         f"  keeps     {kept_line(config, config.student, directory.path)}"
     )
+
+
+def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
+    """Lines of the plan on teachers whose head alone is in the learner: bytes of their states."""
+    lines = ""
+    for name, path in config.teacher_heads.items():
+        each = (
+            load_config(path).get_text_config().hidden_size
+            * DTYPE_BYTES[choose_dtype(config.dtype, config.device)]
+        )
+        tokens = config.prompts_per_step * config.sampling.group_size
+        step = readable(each * tokens * config.sampling.max_new_tokens)
+        alone = ""
+        if inputs.states[name] == "only":
+            alone = "; its server has no plugin, and sends them as text, about ten times the size"
+        lines += (
+            f"  states    of {name or 'the teacher'}, {each:,} bytes a trained token, at most "
+            f"{step} a step; the learner has the head of {path}{alone}\n"
+        )
+    return lines
 
 
 def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:

@@ -173,6 +173,7 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
     if (experts := arrays.get(_EXPERTS)) is not None:
         dtype, arrays[_EXPERTS] = str(experts.dtype), experts.view(np.uint8)
     values = dict(columns.values)
+    del values["teacher_states"]  # as large as they are, a teacher's engine gives them again
     tops: Sequence[TopLogprobs | None] = values.pop("teacher_top")
     if there := [top for top in tops if top is not None]:
         for name in _TOP:
@@ -216,6 +217,7 @@ def _group(described: dict[str, Any], flat: dict[str, np.ndarray]) -> Trajectory
     values = {name: tuple(each) for name, each in described["values"].items()}
     values["scored_by"] = tuple(map(tuple, values["scored_by"]))
     values["teacher_top"] = tuple(_tops(described["teacher_top"], flat))
+    values["teacher_states"] = (None,) * len(lengths["tokens_T"])
     columns = GroupColumns(
         members_G=tuple(zip(*(members[name] for name in MEMBER_FIELDS), strict=True)),
         segments_G=tuple(described["segments_G"]),

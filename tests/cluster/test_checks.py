@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -437,6 +438,38 @@ def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) 
     assert len(check_rollout(opd(teacher=wider)).train)  # enough to score sampled tokens
     for estimator in ("full", "top_k"):  # padding, if massless
         assert len(check_rollout(opd(teacher=wider, estimator=estimator)).train)
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 32}, {"vocab_size": 192}], ids=str)
+def test_a_head_is_the_teacher_s(
+    opd: NewOpd, tiny_pair: TinyPair, tmp_path: Path, other: dict[str, int]
+) -> None:
+    config = opd(**{"estimator": "full", "teacher.head": tiny_pair.teacher})
+    assert check_rollout(config).states == {"": "also"}
+    assert config.teacher_heads and not config.copied_teachers
+    head = tiny_model_dir(tmp_path, seed=3, **other)
+    with refuses(ConfigError, "teacher.head", names=head):
+        check_rollout(opd(**{"estimator": "full", "teacher.head": head}))
+    with refuses(CheckpointError, None):
+        check_rollout(opd(**{"estimator": "full", "teacher.head": str(tmp_path / "none")}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"estimator": "full", "teacher": "http://h:1"},
+        {"estimator": "top_k", "teacher.head": "m"},
+        {"estimator": "full", "teacher.head": "m", "rollout_only": True},
+        {"estimator": "full", "teacher.head": "m", "teacher": "policy"},
+        {"estimator": "full", "teacher.head": "m", "train_from": "runs/kept"},
+    ],
+    ids=str,
+)
+def test_a_head_is_for_whole_distributions_of_a_served_teacher(
+    opd: NewOpd, settings: dict[str, Any]
+) -> None:
+    with refuses(ConfigError, "teacher.head"):
+        opd(**settings)
 
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:

@@ -440,7 +440,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
             "no such setting of teachers.a; did you mean 'model'? Known",
         ),
         (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
-        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, samp"),
+        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: head, mode"),
         (["checkpoint.evry=3"], "checkpoint.evry=3: no such setting; did you mean 'checkpoint.ev"),
         (["checkpoint_evry=3"], "checkpoint_evry=3: no such setting; did you mean 'checkpoint_ev"),
         (["keep_lst=3"], "keep_lst=3: no such setting; did you mean 'keep_last'"),

@@ -89,6 +89,11 @@ def test_a_running_server(
     assert chosen(opd(estimator="auto", teacher=URL, **settings))[0] == expected
 
 
+def test_a_head_in_the_learner_makes_it_full(opd: NewOpd, tiny_pair: TinyPair) -> None:
+    settings = {"estimator": "auto", "teacher": URL, "teacher.head": tiny_pair.teacher}
+    assert chosen(opd(**settings))[0] == "full"
+
+
 def test_one_running_server_among_several_teachers(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +128,7 @@ def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str,
     """It takes no room beside the learner, and no copy is loaded."""
     config, line = with_estimator(opd(estimator="auto", teacher="policy", **rule))
     assert config.estimator == "full" and "the learner's own model" in line
-    assert config.teaches_itself and not config.copies_teachers
+    assert config.teaches_itself and not config.copied_teachers
 
 
 def test_the_plan_says_which_and_why(opd: NewOpd) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from actors.config import EngineConfig
 from actors.embedded.engine import EmbeddedEngine
+from actors.rollout.teacher import States
 from cluster import calibrate
 from cluster.config.on_policy import OpdConfig
 from cluster.handshake.handshake import LearnerLogprobs, handshake
@@ -431,7 +432,7 @@ class Shaken:
 
     def __init__(
         self, parties: Parties, teacher: Engine, config: OpdConfig,
-        copy: LearnerLogprobs | None = None,
+        copy: LearnerLogprobs | None = None, states: Mapping[str, States] | None = None,
     ) -> None:  # fmt: skip
         pools = {
             "policy": named_pool("policy", parties.policy),
@@ -451,7 +452,7 @@ class Shaken:
         console = Console(file=self.printed, width=400)
         stops = StopTokens(ids=(EOS,))
         self._handshake = RunHandshake(
-            config, tokenizer, stops, "cpu", self.directory, console, console.print
+            config, tokenizer, stops, states or {}, "cpu", self.directory, console, console.print
         )
 
     def __call__(self) -> dict[str, Any]:
@@ -502,6 +503,43 @@ def test_the_learner_s_copy_of_a_teacher_is_a_party(
     compared = [(row["party"], row["reference"]) for row in run.written["comparisons"]]
     pair = ("the learner's copy of teacher engine 0", "teacher engine 0 prefill")
     assert compared.count(pair) == 2
+
+
+@pytest.mark.parametrize(
+    ("head", "prefill", "states", "agrees"),
+    [
+        ("teacher", right, "also", True),
+        ("another", right, "also", False),
+        ("another", right, "only", False),
+        # As a stock server, which scores given tokens at T = 1.
+        ("teacher", ignored, "only", True),
+        ("teacher", ignored, "also", False),
+    ],
+)
+def test_a_teacher_s_head_in_the_learner_is_compared_with_the_decode(
+    parties: Parties, tiny_pair: TinyPair, opd: NewOpd, tmp_path: Path,
+    head: str, prefill: Callable[[float], float], states: States, agrees: bool,
+) -> None:  # fmt: skip
+    other = tiny_model_dir(tmp_path, seed=9)
+    path = {"teacher": tiny_pair.teacher, "another": other}[head]
+    heads = LocalTeachers({}, heads={"": path}, dtype=torch.float32, device="cpu")
+
+    async def by_head(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return heads.models[""].logprobs([rows_D])[0]
+
+    settings: dict[str, Any] = {"temperature": T, "estimator": "full", "teacher.head": path}
+    teacher = Spoilt(parties.teacher, prefill=prefill)
+    run = Shaken(parties, teacher, opd(**settings), by_head, {"": states})
+    if agrees:
+        run()
+    else:
+        with pytest.raises(CalibrationError):
+            run()
+    rows = run.written["comparisons"]
+    decode = [row for row in rows if row["reference"] == "teacher engine 0 decode reference"]
+    assert {row["temperature"] for row in decode} == {T, 1.5 * T}
+    assert all(row["agrees"] for row in decode) == (head == "teacher")
+    assert any("without" in row["party"] for row in rows) == (states == "also")
 
 
 def test_the_command_prints_a_table_and_writes_the_report(

@@ -8,10 +8,11 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -24,7 +25,8 @@ from cluster.queue.ledger_settings import LedgerSettings
 from distill.columns import checked
 from distill.objective.whole_groups import opened
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryId
-from distill.types import TrajectoryGroup
+from distill.states import HiddenStates
+from distill.types import Trajectory, TrajectoryGroup
 from tests.distill.test_group_columns import assert_same
 from tests.queues import queue_here, queue_on_ray
 from tests.samples import group, packed, segment, top_logprobs, trajectory
@@ -338,6 +340,69 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
         for made in (mine, other):
             assert_same(made, expected)
     kill(follower)
+
+
+def test_a_group_whose_hidden_states_are_lost_is_scored_again(
+    new_queue: NewQueue, journal: str
+) -> None:
+    """The teacher's actor owns them: they end with it, and the group's columns do not."""
+    queue = new_queue(on_ray=True, total_groups=1, groups_per_step=1)
+
+    @ray.remote(num_cpus=0)
+    class Teacher:
+        def states(self, count: int) -> list[Any]:
+            """References to so many states, each larger than what Ray would copy to a caller."""
+            return [
+                ray.put(HiddenStates(np.full((4, 1 << 16), i, np.float32), "float32"))
+                for i in range(count)
+            ]
+
+    teacher = Teacher.remote()
+    group = long_group(0)
+    references = iter(get(teacher.states.remote(len(group.trajectories_G))))
+    scored = replace(
+        group,
+        trajectories_G=tuple(
+            replace(each, segments=(replace(each.segments[0], teacher_states=next(references)),))
+            for each in group.trajectories_G
+        ),
+    )
+    end = WorkerEnd(queue, "a")
+    places = [TrajectoryId(0, member) for member in range(len(group.trajectories_G))]
+
+    async def deliver(scored: TrajectoryGroup) -> None:
+        [leased] = await end.lease(1)
+        await end.put(leased, *packed(scored))
+
+    async def again() -> TrajectoryGroup | None:
+        [leased] = await end.lease(1)
+        return await end.sampled(leased)
+
+    with asyncio.Runner() as runner:
+        runner.run(deliver(scored))
+        del scored, references
+        assert is_true(queue.poll())
+        queue.take(TrainedGroups())
+        for i, place in enumerate(places):
+            [segment] = queue.trajectories([place]).found[place].segments
+            assert (segment.teacher_states.values_NH == i).all()
+        del segment
+        kill(teacher)
+        until = time.monotonic() + DEADLINE_S
+        while not (lost := queue.trajectories(places).lost):
+            assert time.monotonic() < until, "Ray does not say that the states are lost"
+            time.sleep(0.1)
+        queue.lose([0], lost[0])
+        sampled = runner.run(again())
+    assert sampled is not None
+    for made, expected in zip(sampled.trajectories_G, group.trajectories_G, strict=True):
+        assert_same(without_states(made), expected)
+    get(queue.close())
+
+
+def without_states(trajectory: Trajectory) -> Trajectory:
+    segments = tuple(replace(each, teacher_states=None) for each in trajectory.segments)
+    return replace(trajectory, segments=segments)
 
 
 def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, journal: str) -> None:

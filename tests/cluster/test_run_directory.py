@@ -97,6 +97,7 @@ MUST_STAY_BESIDE = {
     "lora.targets": ({"lora.rank": 4}, "q_proj"),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
     "queue.on_stale": ({}, "train_late"),
+    "teacher.head": ({"estimator": "full"}, "other"),
     "correct_reward_threshold": ({"teacher.feedback": "{prompt} {outcome}"}, 0.9),
     "teacher.lag": ({"teacher": "policy", "teacher.lag": 2}, 3),
     "teacher.ema": ({"teacher": "policy", "teacher.ema": 0.9}, 0.95),

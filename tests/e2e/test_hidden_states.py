@@ -1,0 +1,192 @@
+"""`teacher.head=`: a served teacher's distributions, by its hidden states and its head alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.sglang.installed import sglang_installed
+from actors.sglang.server import SglangServer
+from cluster.queue.journal import read_journal
+from cluster.train import main
+from tests.conftest import TinyPair
+from tests.e2e.harness import (
+    finish,
+    metrics,
+    opd_arguments,
+    process_of,
+    run,
+    start,
+    trained_groups,
+    wait_until,
+)
+from tests.tiny import save_tokenizer, tiny_model_dir
+
+pytestmark = pytest.mark.e2e
+needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+
+STEPS = 20
+SETTINGS: dict[str, object] = {
+    "estimator": "full", "steps": STEPS, "lr": 1e-3, "max_staleness": 0, "eval_size": 0,
+    "checkpoint_every": 100,
+}  # fmt: skip
+
+
+def kls(out: Path) -> list[float]:
+    return [step["opd/divergence"] for step in metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def by_copy(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """KL of each step with the whole teacher in the learner."""
+    out = tmp_path_factory.mktemp("by_copy") / "run"
+    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, local=True, **SETTINGS)]) == 0
+    return kls(out)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_head_alone_teaches_what_the_whole_teacher_does(
+    tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float]
+) -> None:
+    """With two learner workers, which fetch the states of their own rows."""
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, learner_workers=2, **SETTINGS, **{"teacher.head": tiny_pair.teacher}
+    )
+    assert main(["recipe=opd", *arguments]) == 0
+    assert by_copy[-1] < 0.6 * by_copy[0]
+    assert kls(out) == pytest.approx(by_copy, rel=1e-3)
+    assert trained_groups(out) == list(range(STEPS * 4))
+    report = json.loads((out / "calibration.json").read_text())
+    assert "teacher engine 0 without the learner's head" in {
+        row["party"] for row in report["comparisons"]
+    }
+    certificate = json.loads((out / "certificate.json").read_text())
+    assert report["agrees"] and "copy of teacher" in json.dumps(certificate)
+
+
+def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Each row has the states of its own teacher; one is whole in the learner for comparison."""
+    small = tiny_model_dir(tmp_path, seed=7, hidden_size=32)
+    save_tokenizer(small)
+    rows = [json.loads(line) for line in Path(tiny_pair.prompts).read_text().splitlines()]
+    prompts = tmp_path / "prompts.jsonl"
+    named = [row | {"teacher": ("small", "large")[i % 2]} for i, row in enumerate(rows)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in named))
+    made = {}
+    for heads in ((), ("small",), ("small", "large")):
+        models = {"small": small, "large": tiny_pair.teacher}
+        settings: dict[str, Any] = {f"teachers.{name}.model": path for name, path in models.items()}
+        settings |= {f"teachers.{name}.head": models[name] for name in heads}
+        out = tmp_path / f"run-{len(heads)}"
+        arguments = opd_arguments(
+            replace(tiny_pair, prompts=str(prompts)), out, local=True, **SETTINGS | {"steps": 4}
+        )
+        arguments = [each for each in arguments if not each.startswith("teacher=")]
+        assert main(["recipe=opd", *arguments, *(f"{n}={v}" for n, v in settings.items())]) == 0
+        made[heads] = kls(out)
+    whole, one, both = made.values()
+    assert one == pytest.approx(whole, rel=1e-3) and both == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_dies_takes_its_states_along_and_rows_are_scored_again(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    settings = {"max_staleness": 4, "groups_in_flight": 16, "prompts_per_step": 4}
+    arguments = opd_arguments(
+        tiny_pair, out, **SETTINGS | settings, **{"teacher.head": tiny_pair.teacher}
+    )
+    process = start("cluster.train", "recipe=opd", *arguments)
+    for step in (3, 8):
+        wait_until(lambda step=step: len(metrics(out)) >= step, process)
+        os.kill(process_of("teacher engine 0", out), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert trained_groups(out) == list(range(STEPS * 4))
+    events = list(read_journal(out / "ledger.jsonl"))
+    assert any(event["event"] == "lost" for event in events), "nothing was lost: nothing is tested"
+    attempts = {(e["id"], e["attempt"]) for e in events if e["event"] == "put"}
+    assert any(attempt > 1 for _, attempt in attempts)
+
+
+@pytest.fixture
+def stock(tiny_pair: TinyPair, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Address of a stock SGLang server of the teacher, without isotherm's plugin."""
+    flags = (
+        f"--model-path {tiny_pair.teacher} --device cpu --dtype float32 --attention-backend "
+        "torch_native --sampling-backend pytorch --grammar-backend none --max-total-tokens 16384 "
+        f"--max-running-requests 64 --context-length 128 --skip-server-warmup {request.param}"
+    )
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none"}
+    server = SglangServer(
+        flags.split(),
+        environment=environment,
+        log_path=tmp_path / "server.log",
+        start_deadline_s=300,
+    )
+    try:
+        asyncio.run(server.ready())
+        os.environ["ISOTHERM_TEACHER_API_KEY"] = server.api_key
+        yield server.url
+    finally:
+        os.environ.pop("ISOTHERM_TEACHER_API_KEY", None)
+        server.stop()
+
+
+@pytest.mark.slow
+@needs_sglang
+@pytest.mark.parametrize("stock", ["--enable-return-hidden-states"], indirect=True)
+def test_a_stock_server_teaches_at_any_temperature(
+    tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float], stock: str
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, **SETTINGS | {"teacher": stock}, **{"teacher.head": tiny_pair.teacher}
+    )
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    assert kls(out) == pytest.approx(by_copy, rel=1e-3)
+    report = json.loads((out / "calibration.json").read_text())
+    assert report["agrees"] and {round(row["temperature"], 6) for row in report["comparisons"]} == {
+        0.7,
+        1.05,
+    }
+
+
+@pytest.mark.slow
+@needs_sglang
+@pytest.mark.parametrize("stock", [""], indirect=True)
+def test_a_server_without_the_flag_is_refused(
+    tiny_pair: TinyPair, tmp_path: Path, stock: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, **SETTINGS | {"teacher": stock}, **{"teacher.head": tiny_pair.teacher}
+    )
+    assert main(["recipe=opd", *arguments]) == 2
+    assert "--enable-return-hidden-states" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@needs_sglang
+@pytest.mark.usefixtures("ray_cluster")
+def test_servers_of_the_run_give_the_states_as_bytes(
+    tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float]
+) -> None:
+    out = tmp_path / "run"
+    settings = SETTINGS | {"engine": "sglang", "teacher.head": tiny_pair.teacher}
+    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, **settings)]) == 0
+    found = kls(out)
+    assert found[0] == pytest.approx(by_copy[0], rel=0.5), "servers sample otherwise"
+    assert found[-1] < 0.6 * found[0]
