@@ -18,6 +18,7 @@ from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
+from tests.conftest import TinyPair
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
