@@ -96,7 +96,7 @@ class HiddenStates:
         return self.values_NH.shape[1]
 
     def at(self, positions_N: BoolArray) -> HiddenStates:
-        """Those of some positions, by a mask over all N."""
+        """States of some positions, by a mask over all N."""
         return replace(self, values_NH=self.values_NH[positions_N])
 
 

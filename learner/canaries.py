@@ -219,7 +219,7 @@ def _by_teacher(
 def _by_head(
     head: TeacherHead, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
 ) -> dict[int, tuple[FloatArray, FloatArray]]:
-    """Of drawn hidden states, the same for the same tokens: no engine is asked for any."""
+    """Log-probs at drawn hidden states, alike for the same tokens: no engine is asked for any."""
     weight = head.projection.weight
     given_D = []
     for row in rows_D:

@@ -45,7 +45,8 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "rules", "settings", "sampling", "privileged", "routing", "types", "states",
+        "errors", "lookup", "rules", "settings", "sampling", "privileged", "routing", "types",
+        "states",
         "columns", "records", "stops", "group_share", "teacher_samples", "json_values",
         "model_paths",
         "libraries",

@@ -95,7 +95,7 @@ class _Prefilled(NamedTuple):
 
 
 class _Plugin(NamedTuple):
-    """What a server without isotherm's plugin, or with an older one, does not do."""
+    """Abilities of a server's plugin; all False without one."""
 
     scores_at_t: bool
     lists: bool
@@ -477,7 +477,7 @@ class SglangEngine:
         return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
 
     async def _known_plugin(self) -> _Plugin:
-        """What the server's plugin does; asked once, by whoever needs it first."""
+        """Abilities of the server's plugin, probed once."""
         if self._plugin is None or failed(self._plugin):
             self._plugin = asyncio.ensure_future(self._probe_plugin())
         return await asyncio.shield(self._plugin)

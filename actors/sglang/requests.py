@@ -146,10 +146,8 @@ def scoring_body(
             {
                 "temperature": t,
                 "max_new_tokens": 1,
-                "custom_params": {
-                    UNSCALED_SWITCH: UNSCALED in request.temperatures,
-                    STATES_SWITCH: request.states_N is not None,
-                }
+                "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures}
+                | ({} if request.states_N is None else {STATES_SWITCH: True})
                 | _listed(request, event),
             }
             for request, t in passes

@@ -71,7 +71,7 @@ LearnerLogprobs = Callable[[Sequence[TrainingRow]], Awaitable[list[FloatArray]]]
 
 
 class Copy(NamedTuple):
-    """What has the distributions of a teacher beside its engine; `title` is its name in reports."""
+    """Another source of a teacher's distributions; `title` is its name in reports."""
 
     title: str
     logprobs: LearnerLogprobs

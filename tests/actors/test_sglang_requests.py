@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.sglang.answers import read_experts
-from actors.sglang.plugin.hooks import LISTED_SWITCH
+from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
@@ -164,3 +164,18 @@ def test_the_decode_reference_is_one_token_after_each_context() -> None:
     assert body["input_ids"] == [[4, 5], [4, 5, 6]]
     assert body["token_ids_logprob"] == [[6], [7]]
     assert body["sampling_params"] == [{"temperature": 0.7, "max_new_tokens": 1}] * 2
+
+
+def test_hidden_states_come_with_one_pass_of_a_request() -> None:
+    wants = ScoreRequest(
+        tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5, 1.0), states_N=np.ones(2, np.bool_)
+    )
+    passes = [(in_pass(wants, t), t) for t in passes_of(wants)]
+    assert [request.states_N is not None for request, _ in passes] == [True, False]
+    for plugin in (True, False):
+        body = scoring_body(passes, plugin=plugin)
+        switches = [
+            params["custom_params"].get(STATES_SWITCH) for params in body["sampling_params"]
+        ]
+        assert switches == [True, None]
+        assert body.get("return_hidden_states") is (None if plugin else True)

@@ -19,6 +19,7 @@ from cluster.queue.journal import read_journal
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    events,
     finish,
     metrics,
     opd_arguments,
@@ -118,14 +119,19 @@ def test_a_teacher_that_dies_takes_its_states_along_and_rows_are_scored_again(
     before = arrived(out)
     wait_until(lambda: arrived(out) >= before + 4, process)
     os.kill(process_of("teacher engine 0", out), signal.SIGKILL)
+
+    def starts() -> list[str]:
+        return [event["who"] for event in events(out, "start")]
+
+    wait_until(lambda: starts().count("teacher engine 0") == 2, process)  # Ray knows by then
     os.kill(learner, signal.SIGCONT)
     code, output = finish(process)
     assert code == 0, output
     assert trained_groups(out) == list(range(STEPS * 4))
-    events = list(read_journal(out / "ledger.jsonl"))
-    lost = [i for event in events if event["event"] == "lost" for i in event["ids"]]
+    journal = list(read_journal(out / "ledger.jsonl"))
+    lost = [i for event in journal if event["event"] == "lost" for i in event["ids"]]
     assert lost, "nothing was lost: nothing is tested"
-    attempts = {event["id"]: event["attempt"] for event in events if event["event"] == "put"}
+    attempts = {event["id"]: event["attempt"] for event in journal if event["event"] == "put"}
     assert all(attempts[group_id] > 1 for group_id in lost)
 
 
