@@ -29,6 +29,7 @@ LAZY_ONLY = {
 }  # fmt: skip
 # Files that import some of these at once, and are themselves imported inside functions.
 EXEMPT = {
+    "actors/envs/agent_endpoint.py": {"aiohttp"},
     "actors/sglang/client.py": {"aiohttp", "orjson"},
     "cluster/inspect/report/serve.py": {"aiohttp"},
     "cluster/placement/connect.py": {"ray"},

@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
 from actors.together import together
 from distill.chat.segments import SegmentBuilder
 from distill.engine import GenerateRequest, Sample, Sampler
+from distill.envs.asking import Ask, AskingEnv
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
 from distill.rewards.length import LengthRules
@@ -26,6 +28,10 @@ UserCode = Callable[[], AbstractAsyncContextManager[None]]
 
 # Beyond, the sum of a few is no finite number.
 _LARGEST_METRIC = 1e100
+
+
+class EpisodesFailed(DataError):
+    """All episodes of a group failed."""
 
 
 async def rollout_group(
@@ -43,7 +49,7 @@ async def rollout_group(
     """The group's G episodes as trajectories to train on.
 
     What the builder says of its teacher, tag, answer and privileged context goes on the group.
-    Members that never had a turn are left out.
+    Members that never had a turn, or that failed, are left out.
 
     Args:
         lengths: what the lengths of episodes do to their rewards.
@@ -52,11 +58,12 @@ async def rollout_group(
 
     Raises:
         EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
+        EpisodesFailed: no member is left; with the reason of the first that failed.
     """
     segments_G: dict[int, tuple[Segment, ...]] = {}
 
     def note(member: int, episode: Episode) -> None:
-        if episode.turns:
+        if _is_trained(episode):
             context_T = builder.teacher_context_T(episode)
             segments_G[member] = _segments(episode, sampling.temperature, context_T)
             ended(segments_G[member])
@@ -79,19 +86,33 @@ async def rollout_group(
     trajectories_G = tuple(
         _ruled(_trajectory(segments_G[member], episode), episode, lengths)
         for member, episode in enumerate(episodes_G)
-        if episode.turns
+        if _is_trained(episode)
     )
+    failures = [episode.failure for episode in episodes_G if episode.failure]
+    if failures and not trajectories_G:
+        raise EpisodesFailed(failures[0])
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=trajectories_G,
         metrics={
             **_cached(episodes_G),
+            **_failed(episodes_G),
             **(_unhinted(trajectories_G) if builder.hinted else {}),
         },
         teacher=builder.teacher,
         tag=builder.tag,
         answer=builder.answer,
     )
+
+
+def _is_trained(episode: Episode) -> bool:
+    return bool(episode.turns) and not episode.failure
+
+
+def _failed(episodes_G: Sequence[Episode]) -> dict[str, float]:
+    """The share of the episodes that failed, of environments whose episodes can."""
+    told = [bool(episode.failure) for episode in episodes_G if episode.failure is not None]
+    return {"rollout/failed_episodes": sum(told) / len(told)} if told else {}
 
 
 def _trajectory(segments: tuple[Segment, ...], episode: Episode) -> Trajectory:
@@ -169,7 +190,7 @@ async def play_group(
     Raises:
         EngineError: the engine aborted a sample.
         DataError: the builder did not reward every member; a reward or a metric is not finite, or
-            too large for means.
+            too large for means; an episode failed before its first turn.
     """
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
@@ -208,6 +229,8 @@ async def _close(envs_G: Sequence[Env]) -> None:
 
 
 def _checked(episode: Episode) -> Episode:
+    if episode.failure and not episode.turns:
+        raise DataError(episode.failure)
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
     for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
         if not abs(value) <= largest:
@@ -272,6 +295,29 @@ async def _first_turns(
     return first_G
 
 
+def _asks(policy: Sampler, sampling: Sampling, seed: int, session: str) -> Ask:
+    """The policy for one episode; request n has the seed (seed, n)."""
+    numbers = count()
+
+    async def ask(
+        observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
+    ) -> list[Sample]:
+        longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+        request = GenerateRequest(
+            prompt_tokens_T=observation_T,
+            sampling=replace(sampling, max_new_tokens=longest),
+            num_samples=num_samples,
+            seed=_mix(seed, next(numbers)),
+            session=session,
+        )
+        samples = await policy.generate(request)
+        if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
+            raise EngineError("a rollout was aborted by the policy engine")
+        return samples
+
+    return ask
+
+
 async def _play(
     policy: Sampler,
     env: Env,
@@ -282,6 +328,9 @@ async def _play(
     user_code: UserCode,
 ) -> Episode:
     """Plays one episode, from its first sample where there is one, to its end."""
+    if isinstance(env, AskingEnv):
+        async with user_code():
+            return await env.play(_asks(policy, sampling, seed, session))
 
     async def sample_after(observation_T: TokenArray) -> Sample:
         request = GenerateRequest(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.rollout.episode import UserCode, play_group, rollout_group
+from actors.rollout.episode import EpisodesFailed, UserCode, play_group, rollout_group
 from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
 from distill.chat.responses import read_response
@@ -204,22 +204,29 @@ class Evaluator:
         episodes per problem; `_low` and `_high`: its 95 % interval over problems.
 
         Scored as in training: by the teacher that the problem names, after the context it gives.
+        Problems whose episodes all failed are left out.
 
         Raises:
             ConfigError: `teachers` lacks the one that a problem names.
+            EpisodesFailed: all episodes of all problems did.
         """
+        failures: list[EpisodesFailed] = []
 
         async def one(p: int) -> np.ndarray:
             builder = self._problems.builder(p, num_samples)
-            group = await rollout_group(
-                policy,
-                builder,
-                sampling,
-                group_id=p,
-                seed=_SEED,
-                models=models,
-                user_code=self._user_code(p),
-            )
+            try:
+                group = await rollout_group(
+                    policy,
+                    builder,
+                    sampling,
+                    group_id=p,
+                    seed=_SEED,
+                    models=models,
+                    user_code=self._user_code(p),
+                )
+            except EpisodesFailed as error:
+                failures.append(error)
+                return np.empty(0)
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(
                 [
@@ -231,7 +238,10 @@ class Evaluator:
                 ]
             )
 
-        gaps = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
+        scored_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
+        gaps = [gaps_N for gaps_N in scored_P if len(gaps_N)]
+        if failures and not gaps:
+            raise failures[0]
         sums_P = [float(gaps_N.sum(dtype=np.float64)) for gaps_N in gaps]
         counts_P = list(map(len, gaps))
         metrics = {"eval/reverse_kl": sum(sums_P) / sum(counts_P)}

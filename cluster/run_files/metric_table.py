@@ -132,6 +132,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("rollout/eos_share", "share", "trajectories that end by a stop token"),
         Metric("rollout/turns", "turns", "mean number of turns of a trajectory"),
+        Metric(
+            "rollout/failed_episodes",
+            "share",
+            "episodes that failed (`env=Agent`: without a result) and are not trained",
+        ),
         Metric("rollout/segments", "segments", "mean number of segments of a trajectory"),
         Metric(
             "rollout/stop/REASON",
@@ -166,6 +171,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "",
             "metric of the environment, mean over the trajectories that have it "
             "(docs/environments/turns.md)",
+        ),
+        Metric(
+            "env/agent/rewritten",
+            "requests",
+            "`env=Agent`: requests of an episode in whose history the agent changed something "
+            "before or between answers that it was sent; each begins a segment "
+            "(`rollout/segments`)",
+        ),
+        Metric(
+            "env/agent/unmatched",
+            "requests",
+            "`env=Agent`: requests of an episode with an assistant's message that the agent was "
+            "never sent; each begins a segment",
         ),
         Metric("env/overlong", "reward", "mean reward that `overlong_buffer=` took"),
     ),

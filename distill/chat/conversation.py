@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,12 @@ class Conversation:
     @property
     def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
         return tuple(self._prefix_breaks)
+
+    def branch(self) -> Conversation:
+        """A copy that goes on independently of this conversation."""
+        other = copy(self)
+        other._prefix_breaks = list(self._prefix_breaks)
+        return other
 
     def said(self, sample: Sample) -> ParsedTurn:
         """Add the assistant's turn: its tokens as sampled, and the message that they decode to.

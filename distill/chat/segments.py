@@ -1,4 +1,4 @@
-"""Segment builder: extends the token chain while it is a prefix, and opens a new one where not."""
+"""Segment builder: extends a token chain that is a prefix, and opens a new one where none is."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class _Chain:
             self.trained.append((start, sample, bonuses_T))
         if (experts_NLK := sample.experts_NLK) is not None:
             self.experts.append((self.length - 1 - len(experts_NLK), experts_NLK))
+
+    def is_prefix_of(self, observation_T: TokenArray) -> bool:
+        return self.length <= len(observation_T) and np.array_equal(
+            observation_T[: self.length], self.seen_T()
+        )
 
     def begins_with(self, observation_T: TokenArray) -> bool:
         """True if the first observation of the chain begins with all of this one."""
@@ -103,6 +108,8 @@ class SegmentBuilder:
     ) -> None:
         """Adds one turn: all the tokens the model saw (`observation_T`), then what it sampled.
 
+        The turn extends the longest segment that its observation begins with.
+
         `bonuses_T` are the rewards of the sampled tokens, one each. Once a turn has some, all
         segments of the episode do, 0 elsewhere. A turn that is not trained is context alone.
 
@@ -126,14 +133,14 @@ class SegmentBuilder:
                 "observation_T is empty: the first sampled token has no context",
                 field="observation_T",
             )
-        if self._chains:
-            seen_T = self._chains[-1].seen_T()
-            if np.array_equal(observation_T[: len(seen_T)], seen_T):
-                new_T = np.asarray(observation_T[len(seen_T) :], np.int32)
-                self._chains[-1].append(new_T, sample, bonuses_T, trained)
-                return
-        self._chains.append(_Chain())
-        self._chains[-1].append(np.asarray(observation_T, np.int32), sample, bonuses_T, trained)
+        extended = [chain for chain in self._chains if chain.is_prefix_of(observation_T)]
+        if extended:
+            chain = max(extended, key=lambda chain: chain.length)
+        else:
+            chain = _Chain()
+            self._chains.append(chain)
+        new_T = np.asarray(observation_T[chain.length :], np.int32)
+        chain.append(new_T, sample, bonuses_T, trained)
 
     def build(self) -> tuple[Segment, ...]:
         """The episode's segments, in order, but for those of which nothing is trained.

@@ -183,7 +183,7 @@ def _prompt(
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     chat: ChatStyle | None,
 ) -> Prompt:
-    teacher, teacher_tokens_T, told = _teacher(row, teachers), None, ""
+    teacher, teacher_tokens_T, told = teacher_named(row, teachers), None, ""
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
         its_own = teacher_tokenizers.get(teacher, tokenizer)
         teacher_tokens_T, chat_told = _render(row, its_own, "teacher_", chat)
@@ -294,7 +294,12 @@ def _check_length(
         )
 
 
-def _teacher(row: Mapping[str, Any], teachers: Collection[str]) -> str:
+def teacher_named(row: Mapping[str, Any], teachers: Collection[str]) -> str:
+    """Name of the teacher that scores the row; empty if teachers have no names.
+
+    Raises:
+        DataError: the row names none of several teachers, or one that there is not.
+    """
     named = None if row.get("teacher") is None else check_text(row, "teacher")
     if not teachers:
         return ""

@@ -73,6 +73,8 @@ class Episode:
 
     Attributes:
         first_messages: see `Env`.
+        failure: reason why the episode is not trained, which evaluations count as wrong; empty: it
+            did not fail; None: episodes of its environment cannot fail by themselves.
     """
 
     turns: tuple[Turn, ...]
@@ -81,6 +83,7 @@ class Episode:
     metrics: Mapping[str, float]
     feedback: str = ""
     first_messages: Sequence[Message] = ()
+    failure: str | None = None
 
 
 class Env(ABC):

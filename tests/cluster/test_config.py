@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
+from actors.envs.agent import Agent
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
@@ -703,7 +704,8 @@ def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
 
 @pytest.mark.parametrize("env", BUILT_IN)
 def test_built_in_environments_are_named_by_their_class_alone(env: type[EnvConfig]) -> None:
-    config = parse(EvaluateConfig, ["model=m", f"env={env.__name__}", *_NEEDS[env.reads_prompts]])
+    needed = [*_NEEDS[env.reads_prompts], *(["env.command=m:f"] if env is Agent else [])]
+    config = parse(EvaluateConfig, ["model=m", f"env={env.__name__}", *needed])
     assert type(config.env) is env
     assert type(came(config).env) is env
 

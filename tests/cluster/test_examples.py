@@ -19,7 +19,14 @@ CONFIGS = Path(__file__).parents[2] / "examples/configs"
 
 
 def test_there_are_examples() -> None:
-    assert {path.stem for path in CONFIGS.iterdir()} == {"grpo", "opd", "opd-lora", "sft", "tools"}
+    assert {path.stem for path in CONFIGS.iterdir()} == {
+        "agent",
+        "grpo",
+        "opd",
+        "opd-lora",
+        "sft",
+        "tools",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.iterdir()))
@@ -32,7 +39,9 @@ def test_an_example_is_checked_and_planned(
 ) -> None:
     file = CONFIGS / f"{name}.yaml"
     given, pair = read_settings(str(file)), opd()
-    student, teacher = chats(tmp_path) if name == "tools" else (pair.student, pair.teacher.model)
+    student, teacher = (
+        chats(tmp_path) if name in ("agent", "tools") else (pair.student, pair.teacher.model)
+    )
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,6 +34,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "dpo": _SUPERVISED,
     "reward_model": _SUPERVISED,
     **{env.__name__: {} for env in BUILT_IN},
+    "Agent": {"command": "m:f"},
     "Judged": {"reward_model": "m"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
     "ForecastConfig": {"student": "s", "teacher": "t", "prompts": "p", "temperature": 0.7},

@@ -1,0 +1,305 @@
+"""Agents that own their loop: a program that talks to the policy as it would to OpenAI's API.
+
+    env=Agent env.command='python my_agent.py'          or a command in any language
+    env=Agent env.command=my_agent:solve                a function, called in a kept process
+
+Each episode runs the program once, in a process of its own. It gets the problem (a row of the
+prompts) as JSON on stdin, or as the function's argument, and OPENAI_BASE_URL and OPENAI_API_KEY of
+an endpoint that the episode has for itself. Its result is JSON, on the last line of stdout, or what
+the function returns:
+
+    0.5                                      the reward
+    "Paris"                                  an answer, which `reward=` holds against the row's
+    {"reward": 0.5, "metrics": {"tests": 3}}
+    {"answer": "Paris"}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import chz
+
+from actors.envs.agent_process import AgentFailed, AgentProgram
+from distill.chat.template import check_text
+from distill.data.answers import answer_text
+from distill.data.prompts import prompt_key, teacher_named
+from distill.data.row_files import located
+from distill.engine import Sampler
+from distill.envs.asking import Ask, AskingEnv
+from distill.envs.base import (
+    Env,
+    EnvConfig,
+    EnvContext,
+    EnvDataset,
+    EnvGroupBuilder,
+    Episode,
+    require_path,
+)
+from distill.errors import ConfigError, DataError, kind_of
+from distill.rewards.registry import RewardFunction, verdict
+from distill.rewards.verdict import LONGEST_WORDS, Verdict
+from distill.rules import above, at_least, setting
+from distill.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from actors.envs.agent_endpoint import AgentEndpoint
+
+logger = logging.getLogger(__name__)
+
+_RESULT = frozenset({"reward", "answer", "metrics", "feedback"})
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentProblem:
+    """One problem: the row as the agent gets it, and what is known of it."""
+
+    row: Mapping[str, Any]
+    line: int
+    answer: str | None
+    teacher: str
+    tag: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSetting:
+    """Settings that all episodes share. Must pickle.
+
+    Attributes:
+        max_tokens: the model sees fewer before each of its turns.
+    """
+
+    program: AgentProgram
+    tokenizer: PreTrainedTokenizerBase
+    reward: RewardFunction
+    max_tokens: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """Result of an agent's episode: its reward, or an answer to be judged."""
+
+    reward: float = 0.0
+    answer: str | None = None
+    metrics: Mapping[str, float]
+    feedback: str = ""
+
+    @classmethod
+    def read(cls, value: object) -> AgentResult:
+        """The result in one of the forms that this module's docstring lists.
+
+        Raises:
+            AgentFailed: it has none of them.
+        """
+        if _is_number(value):
+            return cls(reward=float(value), metrics={})  # pyright: ignore[reportArgumentType]
+        if isinstance(value, str):
+            return cls(answer=value, metrics={})
+        if not isinstance(value, dict) or not value.keys() <= _RESULT:
+            names = ", ".join(sorted(_RESULT))
+            raise AgentFailed(
+                f"gave {json.dumps(value)[:200]} as its result, which is neither a number, a text, "
+                f"nor an object of {names}"
+            )
+        reward, answer = value.get("reward"), value.get("answer")
+        metrics, feedback = value.get("metrics") or {}, value.get("feedback") or ""
+        if not (reward is None or _is_number(reward)):
+            raise AgentFailed(f"gave the reward {json.dumps(reward)[:200]}, which is no number")
+        if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
+            raise AgentFailed(f"gave the metrics {json.dumps(metrics)[:200]}, which are no numbers")
+        return cls(
+            reward=0.0 if reward is None else float(reward),
+            answer=None if answer is None or reward is not None else str(answer),
+            metrics={name: float(number) for name, number in metrics.items()},
+            feedback=str(feedback)[:LONGEST_WORDS],
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class AgentEpisode(AskingEnv):
+    """An episode of an agent's."""
+
+    def __init__(self, problem: AgentProblem, setting: AgentSetting) -> None:
+        self._problem, self._setting = problem, setting
+
+    async def play(self, ask: Ask) -> Episode:
+        from actors.envs.agent_endpoint import AgentEndpoint  # aiohttp: for those who have agents
+
+        setting = self._setting
+        async with AgentEndpoint(
+            ask, setting.tokenizer, max_tokens=setting.max_tokens, max_turns=setting.max_turns
+        ) as endpoint:
+            try:
+                result = AgentResult.read(await self._run(endpoint))
+                earned = await self._judged(result)
+            except AgentFailed as error:
+                return self._failed(endpoint, f"the agent {setting.program.command!r} {error}")
+        if not endpoint.turns:
+            return self._failed(
+                endpoint,
+                f"the agent {setting.program.command!r} asked the model nothing; its client must "
+                "take OPENAI_BASE_URL and OPENAI_API_KEY",
+            )
+        episode = _episode(endpoint)
+        return replace(
+            episode,
+            reward=earned.reward,
+            metrics={**result.metrics, **episode.metrics},
+            feedback=result.feedback or earned.feedback,
+        )
+
+    async def _run(self, endpoint: AgentEndpoint) -> object:
+        """The agent's result; an error of the engine ends the agent, and is raised."""
+        given = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.key}
+        return await endpoint.while_served(self._setting.program.run(self._problem.row, given))
+
+    async def _judged(self, result: AgentResult) -> Verdict:
+        if result.answer is None:
+            return Verdict(reward=result.reward)
+        if self._problem.answer is None:
+            raise AgentFailed("gave an answer, and the row has none to hold it against")
+        return await verdict(self._setting.reward, result.answer, self._problem.answer)
+
+    def _failed(self, endpoint: AgentEndpoint, reason: str) -> Episode:
+        """The episode of an agent without a result.
+
+        It is trained, at a reward of 0, where a limit of the episode was what the agent met last.
+        """
+        episode = _episode(endpoint)
+        if endpoint.limit is not None and endpoint.turns:
+            return replace(episode, feedback=f"It was ended by a limit ({endpoint.limit}).")
+        if (kind := kind_of(reason)) not in _logged:
+            _logged.add(kind)
+            logger.warning("an episode failed: %s", reason)
+        return replace(episode, failure=reason)
+
+
+def _episode(endpoint: AgentEndpoint) -> Episode:
+    turns, histories = tuple(endpoint.turns), endpoint.histories
+    last = turns[-1].sample.stop_reason if turns else StopReason.DONE
+    return Episode(
+        turns=turns,
+        reward=0.0,
+        stop_reason=endpoint.limit or last,
+        metrics={
+            "agent/rewritten": float(histories.rewritten),
+            "agent/unmatched": float(histories.unmatched),
+            "prefix_breaks": float(histories.prefix_breaks),
+        },
+        failure="",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentGroupBuilder(EnvGroupBuilder):
+    """Builder of G episodes on the same problem."""
+
+    problem: AgentProblem
+    setting: AgentSetting
+    group_size: int
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [AgentEpisode(self.problem, self.setting) for _ in range(self.group_size)]
+
+
+class AgentDataset(EnvDataset):
+    """Problems of an agent."""
+
+    def __init__(self, problems_P: Sequence[AgentProblem], setting: AgentSetting) -> None:
+        self._problems_P, self._setting = problems_P, setting
+
+    def __len__(self) -> int:
+        return len(self._problems_P)
+
+    def builder(self, problem: int, group_size: int) -> AgentGroupBuilder:
+        chosen = self._problems_P[problem]
+        return AgentGroupBuilder(
+            problem=chosen,
+            setting=self._setting,
+            group_size=group_size,
+            teacher=chosen.teacher,
+            tag=chosen.tag,
+            answer=chosen.answer,
+            prompt_key=prompt_key(json.dumps(chosen.row, sort_keys=True, default=str).encode()),
+        )
+
+    def longest_row(self, max_new_tokens: int) -> int:
+        return min(self._setting.max_tokens, self._setting.max_turns * max_new_tokens)
+
+    def line(self, problem: int) -> int:
+        return self._problems_P[problem].line
+
+
+@chz.chz
+class Agent(EnvConfig):
+    """env=Agent: a program that owns its loop, and asks the policy through OpenAI's API."""
+
+    command: str = chz.field(
+        doc="the agent: a command line, such as 'python my_agent.py', or module:function; it gets "
+        "the problem's row as JSON on stdin (or as its argument), OPENAI_BASE_URL and "
+        "OPENAI_API_KEY, and gives its reward or its answer as JSON (docs/recipes/agents.md)"
+    )
+    max_turns: int = setting(at_least(1), default=64, doc="most answers of the model in an episode")
+    time_s: float = setting(
+        above(0), default=600.0, doc="seconds after which an agent is ended and its episode fails"
+    )
+    memory_mb: int = setting(
+        at_least(64), default=4096, doc="memory in MB that each process of an agent may use"
+    )
+
+    def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
+        if setting.feedback is not None:
+            raise ConfigError(
+                "teacher.feedback with env=Agent: the agent makes its prompts itself, so there is "
+                "none to put feedback into; leave it out",
+                field="teacher.feedback",
+            )
+        program = AgentProgram(
+            command=self.command,
+            directory=os.getcwd(),
+            time_s=self.time_s,
+            memory_mb=self.memory_mb,
+        )
+        program.check()
+        source = require_path(path, "Agent")
+        problems_P = []
+        for number, row in setting.read(source):
+            with located(f"{source}:{number}"):
+                problems_P.append(_problem(row, number, setting))
+        setting.check_answers(source, ((each.line, each.answer) for each in problems_P))
+        return AgentDataset(
+            problems_P,
+            AgentSetting(
+                program=program,
+                tokenizer=setting.tokenizer,
+                reward=setting.reward_function(),
+                max_tokens=setting.context_length,
+                max_turns=self.max_turns,
+            ),
+        )
+
+
+def _problem(row: Mapping[str, Any], number: int, setting: EnvContext) -> AgentProblem:
+    if not row:
+        raise DataError("the row is empty; give the agent a problem")
+    return AgentProblem(
+        row=row,
+        line=number,
+        answer=answer_text(row.get("answer")),
+        teacher=teacher_named(row, setting.teachers),
+        tag=None if row.get("tag") is None else check_text(row, "tag"),
+    )

@@ -1,0 +1,287 @@
+"""The OpenAI-compatible endpoint of one episode, in front of the policy.
+
+    agent                                  endpoint                               policy
+    POST /v1/chat/completions ----------->  Histories.asked: observation_T
+                                            Ask ---------------------------------> sample
+                                            a Turn; PendingAnswer.answered: message
+             <----------------------------  chat.completion, or its chunks
+
+Each episode has an endpoint with a port and a key of its own, on the loopback address, which end
+with it. Requests of an agent may be concurrent. A request whose client has gone is sampled to its
+end and recorded: it was asked for, and leaving out what was too slow would favour short answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Any, TypeVar
+
+import numpy as np
+from aiohttp import web
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.envs.agent_requests import (
+    ChatAnswer,
+    ChatChoice,
+    ChatRequest,
+    error_body,
+    model_body,
+    models_body,
+)
+from distill.chat.responses import response_text
+from distill.chat.token_text import token_spans
+from distill.engine import Sample
+from distill.envs.asking import Ask
+from distill.envs.base import Turn
+from distill.envs.history import Histories
+from distill.errors import DataError, IsothermError
+from distill.types import StopReason, TokenArray
+
+LOOPBACK = "127.0.0.1"
+_LARGEST_BODY = 64 << 20
+# Handlers that still run when the episode has ended are cancelled.
+_SHUTDOWN_S = 0.1
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LimitReached(Exception):
+    """A request that a limit of the episode refuses; `code` is the API's name for it."""
+
+    def __init__(self, reason: StopReason, code: str, message: str) -> None:
+        super().__init__(message)
+        self.reason, self.code = reason, code
+
+
+class AgentEndpoint:
+    """The endpoint of one episode: `async with` serves it.
+
+    Attributes:
+        key: the API key, valid as long as the endpoint is served.
+        turns: what was sampled, in the order in which it came.
+        histories: the conversations that the turns belong to.
+        limit: the limit that refused the latest request; None: it was answered, or none was sent.
+        broken: is done as soon as the engine has failed, with its error.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        max_turns: int,
+    ) -> None:
+        """
+        Args:
+            max_tokens: the model sees fewer before each of its turns.
+            max_turns: most samples of an episode.
+        """
+        self._ask, self._tokenizer = ask, tokenizer
+        self._max_tokens, self._max_turns = max_tokens, max_turns
+        self.key = secrets.token_urlsafe(24)
+        self.turns: list[Turn] = []
+        self.histories = Histories(tokenizer)
+        self.limit: StopReason | None = None
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._samples = 0
+        self._answers: dict[str, asyncio.Task[ChatAnswer]] = {}
+        self._under_way: set[asyncio.Task[ChatAnswer]] = set()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._port}/v1"
+
+    async def __aenter__(self) -> AgentEndpoint:
+        application = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._guarded])
+        application.router.add_post("/v1/chat/completions", self._chat)
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_get("/v1/models/{name:.+}", self._model)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, LOOPBACK, 0)
+        await site.start()
+        [address] = self._runner.addresses
+        self._port = address[1]
+        return self
+
+    async def while_served(self, agent: Coroutine[Any, Any, T]) -> T:
+        """The agent's result. As soon as the engine fails, the agent is ended and that is raised.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        running = asyncio.ensure_future(agent)
+        try:
+            await asyncio.wait({running, self.broken}, return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                self.broken.result()
+            return await running
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        assert self._runner is not None
+        await self._runner.cleanup()
+        if self.broken.done():
+            self.broken.exception()  # who waits for it no longer does
+        else:
+            self.broken.cancel()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks the key, and turns errors into the API's."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not compare_digest(given.encode(), self.key.encode()):
+            return _refused(401, "the key is not this episode's", code="invalid_api_key")
+        try:
+            return await handler(request)
+        except LimitReached as error:
+            self.limit = error.reason
+            return _refused(400, str(error), code=error.code)
+        except IsothermError as error:
+            return _refused(400, str(error), field=error.field)
+        except web.HTTPException as error:
+            return _refused(error.status, error.reason)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return web.json_response(models_body(["policy"]))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(model_body(request.match_info["name"]))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        try:
+            asked = ChatRequest.read(json.loads(raw))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, IsothermError):
+                raise
+            raise DataError(f"the body is not JSON: {error}") from error
+        answer = await asyncio.shield(self._task(request, raw, asked))
+        if not asked.stream:
+            return web.json_response(answer.body())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in answer.parts():
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _task(
+        self, request: web.Request, raw: bytes, asked: ChatRequest
+    ) -> asyncio.Task[ChatAnswer]:
+        """The task that answers the request; for a retry, that of the first attempt.
+
+        A retry has the `Idempotency-Key` of the first attempt. The `openai` library sends one only
+        if told to, but it counts its attempts: one above 0 is a retry of the latest same body.
+        """
+        body = blake2b(raw, digest_size=16).hexdigest()
+        key = request.headers.get("Idempotency-Key")
+        retried = key is not None or request.headers.get("X-Stainless-Retry-Count", "0") != "0"
+        name = f"key {key}" if key is not None else f"body {body}"
+        known = self._answers.get(name) if retried else None
+        if known is not None and not (known.done() and known.exception()):
+            return known
+        task = asyncio.create_task(self._answered(asked))
+        self._answers[name] = task
+        self._under_way.add(task)
+        task.add_done_callback(self._has_ended)
+        return task
+
+    def _has_ended(self, task: asyncio.Task[ChatAnswer]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # the client may have gone
+
+    async def _answered(self, asked: ChatRequest) -> ChatAnswer:
+        question = self.histories.asked(asked.messages, asked.tools)
+        observation_T = question.observation_T
+        if len(observation_T) >= self._max_tokens:
+            raise LimitReached(
+                StopReason.LENGTH,
+                "context_length_exceeded",
+                f"the messages are {len(observation_T)} tokens; fewer than {self._max_tokens} fit",
+            )
+        self._samples += asked.choices
+        if self._samples > self._max_turns:
+            raise LimitReached(
+                StopReason.TURNS,
+                "turn_limit_exceeded",
+                f"the episode has had its {self._max_turns} turns (env.max_turns)",
+            )
+        try:
+            samples = await self._ask(
+                observation_T, num_samples=asked.choices, max_new_tokens=asked.max_tokens
+            )
+        except IsothermError:
+            raise
+        except Exception as error:  # the engine's: the episode cannot go on
+            if not self.broken.done():
+                self.broken.set_exception(error)
+            raise
+        self.limit = None
+        choices = []
+        for whole in samples:
+            sample = self._stopped(observation_T, whole, asked.stops)
+            self.turns.append(
+                Turn(observation_T=observation_T, sample=sample, bonuses_T=None, trained=True)
+            )
+            message = question.answered(sample, asked.stops)
+            pieces_T = self._pieces_T(sample) if asked.logprobs else ()
+            choices.append(ChatChoice(message=message, sample=sample, pieces_T=pieces_T))
+        return ChatAnswer(request=asked, choices=choices, prompt_tokens=len(observation_T))
+
+    def _stopped(self, observation_T: TokenArray, sample: Sample, stops: tuple[str, ...]) -> Sample:
+        """The sample up to the token that completes the first stop text.
+
+        A part of a sample that ends where its own tokens say is a sample itself.
+        """
+        text = response_text(self._tokenizer, observation_T, sample) if stops else ""
+        if not any(stop in text for stop in stops):
+            return sample
+        text, _, ends_T = token_spans(self._tokenizer, sample.tokens_T.tolist())
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        length = int(np.argmax(ends_T >= min(ends))) + 1 if ends else len(sample.tokens_T)
+        return _first_tokens(sample, length)
+
+    def _pieces_T(self, sample: Sample) -> list[str]:
+        text, starts_T, ends_T = token_spans(self._tokenizer, sample.tokens_T.tolist())
+        return [text[start:end] for start, end in zip(starts_T, ends_T, strict=True)]
+
+
+def _first_tokens(sample: Sample, length: int) -> Sample:
+    """The first `length` tokens of a sample."""
+    cut = len(sample.tokens_T) - length
+    if cut <= 0:
+        return sample
+    experts_NLK, top_ids_TK = sample.experts_NLK, sample.top_ids_TK
+    return Sample(
+        tokens_T=sample.tokens_T[:length],
+        logprobs_T=sample.logprobs_T[:length],
+        versions_T=sample.versions_T[:length],
+        stop_reason=StopReason.DONE,
+        cached_tokens=sample.cached_tokens,
+        top_ids_TK=None if top_ids_TK is None else top_ids_TK[:length],
+        experts_NLK=None if experts_NLK is None else experts_NLK[:-cut],
+        sampled_by=sample.sampled_by,
+    )
+
+
+def _refused(
+    status: int, message: str, *, code: str | None = None, field: str | None = None
+) -> web.Response:
+    return web.json_response(error_body(message, code, field), status=status)

@@ -1,0 +1,309 @@
+"""Processes of agents: one for each episode, bounded in time, memory and output, ended with its
+children.
+
+    a command          started for the episode; the problem on stdin, its result on stdout
+    module:function    called in a process that is kept for later episodes (`agent_child`)
+
+A command's process, and what it has started in its process group, is ended when it has answered,
+is late, or this process dies. What deliberately leaves the process group is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any, TypeVar
+
+from distill.errors import ConfigError
+from distill.json_values import loads
+from distill.lookup import resolve_function
+from distill.sandbox.bounded_calls import child_command
+
+_LARGEST_OUTPUT = 4 << 20
+_SHOWN = 300
+# Seconds between two looks at what an agent prints.
+_LOOK_S = 1.0
+# Kept processes that wait for an episode.
+_MOST_IDLE = 64
+# Sets what the agent inherits, and becomes it. Exits with 127 where there is no such program.
+_LAUNCH = """
+import ctypes, os, resource, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+
+
+T = TypeVar("T")
+
+
+class AgentFailed(Exception):
+    """The agent gave no result; the message says why, with the last line that it printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentProgram:
+    """An agent's program and its limits. Must pickle.
+
+    Attributes:
+        command: a command line, or `module:function`.
+        directory: working directory, on nodes that have it.
+        time_s: seconds that an episode may take.
+        memory_mb: memory that each of its processes may write to.
+    """
+
+    command: str
+    directory: str
+    time_s: float
+    memory_mb: int
+
+    @property
+    def working_directory(self) -> str:
+        """`directory`, if this node has it, else that of this process."""
+        return self.directory if os.path.isdir(self.directory) else os.getcwd()
+
+    @property
+    def is_function(self) -> bool:
+        """True if the command is `module:function`."""
+        module, colon, name = self.command.partition(":")
+        return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+    def check(self) -> None:
+        """Check that the program can be found.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.is_function:
+            resolve_function("env.command", self.command, ())
+            return
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise ConfigError(
+                f"env.command={self.command!r} is no command line: {error}", field="env.command"
+            ) from error
+        environment = _environment({}, self.working_directory)
+        if not words or not _found(words[0], environment["PATH"], self.working_directory):
+            raise ConfigError(
+                f"env.command={self.command!r} names no program that can be started; give a "
+                "command line, such as 'python my_agent.py', or module:function",
+                field="env.command",
+            )
+
+    async def run(self, problem: Mapping[str, Any], given: Mapping[str, str]) -> object:
+        """The result of one episode: JSON that the agent printed, or what its function returned.
+
+        Args:
+            given: environment variables of the episode.
+
+        Raises:
+            AgentFailed: the agent crashed, was late, or gave no result.
+        """
+        with TemporaryDirectory(prefix="isotherm-agent-", ignore_cleanup_errors=True) as scratch:
+            variables = {**given, "TMPDIR": scratch}
+            if self.is_function:
+                return await self._called(problem, variables)
+            return await self._started(problem, variables)
+
+    async def _started(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
+        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(self.memory_mb << 20)]
+        # Files, not pipes: what the agent starts may hold a pipe open.
+        with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
+            given.write(_written(problem) + b"\n")
+            given.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *launch,
+                *shlex.split(self.command),
+                stdin=given,
+                stdout=printed,
+                stderr=complaints,
+                env=_environment(variables, self.working_directory),
+                cwd=self.working_directory,
+                start_new_session=True,
+            )
+            try:
+                await _until(process.wait(), self.time_s, printed, complaints)
+            finally:
+                _kill(process.pid)
+                await process.wait()
+            if process.returncode:
+                words = _last_line(complaints) or _last_line(printed)
+                raise AgentFailed(_told(_ending(process.returncode), words))
+            line = _last_line(printed, _LARGEST_OUTPUT)
+            if not line:
+                raise AgentFailed(_told("printed nothing on stdout", _last_line(complaints)))
+            try:
+                return loads(line)
+            except ValueError:
+                raise AgentFailed(_told("printed no JSON as its last line", line)) from None
+
+    async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
+        with _kept(self) as child:
+            asked = _written({"problem": problem, "environment": dict(variables)})
+            answer = await child.call(asked, self.time_s)
+        told = json.loads(answer)
+        if "error" in told:
+            raise AgentFailed(f"raised {told['error']}")
+        return told["result"]
+
+
+def _found(program: str, path: str, directory: str) -> bool:
+    if "/" in program:
+        return os.access(Path(directory, program), os.X_OK)
+    return any(os.access(Path(folder, program), os.X_OK) for folder in path.split(os.pathsep))
+
+
+def _environment(variables: Mapping[str, str], directory: str) -> dict[str, str]:
+    """This process's environment with the episode's, and `python` as the interpreter of the run."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    return {
+        **os.environ, "PATH": path, "NO_PROXY": direct, "no_proxy": direct, "PWD": directory,
+        **variables,
+    }  # fmt: skip
+
+
+def _written(value: object) -> bytes:
+    return json.dumps(value, default=str).encode()
+
+
+def _ending(code: int) -> str:
+    return f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # all of it has ended
+        os.killpg(group, signal.SIGKILL)
+
+
+async def _until(ended: Coroutine[Any, Any, T], time_s: float, *outputs: IO[bytes]) -> T:
+    """Wait for the agent's end, looking at its outputs from time to time.
+
+    Raises:
+        AgentFailed: it is late, or prints too much.
+    """
+    waiting = asyncio.ensure_future(ended)
+    deadline = time.monotonic() + time_s
+    try:
+        while not waiting.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                words = next(filter(None, map(_last_line, reversed(outputs))), "")
+                raise AgentFailed(_told(f"took longer than {time_s:g} s", words))
+            await asyncio.wait({waiting}, timeout=min(left_s, _LOOK_S))
+            if any(os.fstat(output.fileno()).st_size > _LARGEST_OUTPUT for output in outputs):
+                raise AgentFailed(f"printed more than {_LARGEST_OUTPUT >> 20} MiB")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+def _last_line(output: IO[bytes], most: int = 4096) -> str:
+    """The last line that is not blank, of the last `most` bytes of a file."""
+    size = os.fstat(output.fileno()).st_size
+    kept = os.pread(output.fileno(), most, max(0, size - most))
+    lines = kept.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _told(what: str, words: str) -> str:
+    return f"{what}; its last line: {words[:_SHOWN]}" if words else what
+
+
+class _KeptProcess:
+    """A process that calls the agent's function, for one episode at a time."""
+
+    def __init__(self, program: AgentProgram) -> None:
+        command = child_command("actors.envs.agent_child", program.command, str(program.memory_mb))
+        self._calls, calls = socket.socketpair()
+        # Appended to, because it is emptied for each episode; `end` closes it.
+        self._complaints = TemporaryFile("a+b")  # noqa: SIM115
+        with calls:
+            self.process = subprocess.Popen(
+                command,
+                stdin=calls.fileno(),
+                stdout=calls.fileno(),
+                stderr=self._complaints,
+                env=_environment({}, program.working_directory),
+                cwd=program.working_directory,
+                start_new_session=True,
+            )
+
+    async def call(self, asked: bytes, time_s: float) -> bytes:
+        """The answer to a call, one line each.
+
+        Raises:
+            AgentFailed: it is late or too long, or the process has ended.
+        """
+        os.ftruncate(self._complaints.fileno(), 0)
+        reader, writer = await asyncio.open_connection(
+            sock=self._calls.dup(), limit=_LARGEST_OUTPUT
+        )
+        try:
+            writer.write(asked + b"\n")
+            answer = await _until(reader.readline(), time_s, self._complaints)
+        except ConnectionError:  # it ended before it had read the call
+            answer = b""
+        except ValueError:
+            raise AgentFailed(f"returned more than {_LARGEST_OUTPUT >> 20} MiB") from None
+        finally:
+            writer.close()
+        if not answer:
+            with suppress(subprocess.TimeoutExpired):  # else it has only closed its socket
+                await asyncio.to_thread(self.process.wait, 1.0)
+            words = _last_line(self._complaints)
+            self.end()
+            raise AgentFailed(_told(_ending(self.process.returncode), words))
+        return answer
+
+    def end(self) -> None:
+        """End the process and its children. May be called again."""
+        if self.process.poll() is None:
+            _kill(self.process.pid)
+        self.process.wait()
+        self._calls.close()
+        self._complaints.close()
+
+
+_idle: dict[AgentProgram, list[_KeptProcess]] = {}
+# A forked process shares sockets with its parent's children, so it starts its own.
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+@contextmanager
+def _kept(program: AgentProgram) -> Iterator[_KeptProcess]:
+    """A child for one call: kept for the next after an answer, ended otherwise."""
+    idle = _idle.setdefault(program, [])
+    child = None
+    while idle and child is None:
+        child = idle.pop()
+        if child.process.poll() is not None:
+            child.end()
+            child = None
+    child = child or _KeptProcess(program)
+    try:
+        yield child
+    except BaseException:
+        child.end()
+        raise
+    if len(idle) < _MOST_IDLE:
+        idle.append(child)
+    else:
+        child.end()

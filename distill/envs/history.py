@@ -1,0 +1,146 @@
+"""Conversations whose messages another program keeps: it sends the whole history with each request.
+
+The history of a request is matched, message by message, with what the program was sent before. The
+longest match goes on as the tokens that were sampled (`distill.chat.conversation`); nothing that
+was sampled is encoded again. Where no match covers all of the assistant's turns, the program has
+rewritten its history: those are encoded as it gives them, and a new segment begins.
+
+    (none) -- system, user -- [answer 1] -- tool -- [answer 2]         a node for each answer
+                                   \\-- tool, user -- [answer 3]       branches may be concurrent
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from distill.chat.conversation import Conversation
+from distill.chat.messages import Message, parsed_json
+from distill.chat.tool_calls import detect_format
+from distill.engine import Sample
+from distill.text.foreign import neutralised
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# Fields of a message that a chat template is given; clients send back others of their own.
+_FIELDS = (
+    "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning",
+)  # fmt: skip
+
+
+class Histories:
+    """All conversations of one episode, by the messages that its program was sent.
+
+    Attributes:
+        rewritten: requests in whose history the program changed something before or between answers
+            that it was sent.
+        unmatched: requests with an assistant's message that it was never sent.
+        prefix_breaks: requests whose history the chat template writes otherwise than it was sampled
+            (`Conversation.prefix_breaks`).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._answered: dict[bytes, Conversation] = {}
+        self._sent: set[bytes] = set()
+        self.rewritten = self.unmatched = self.prefix_breaks = 0
+
+    def asked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> PendingAnswer:
+        """The request's place among the conversations; its `observation_T` is what the model sees.
+
+        Args:
+            messages: in normal form (`check_messages`), at least one.
+            tools: schemas for the chat template.
+
+        Raises:
+            DataError: the chat template refuses the messages.
+            ConfigError: there are tools, and the template is not made for them.
+        """
+        given = [{name: m[name] for name in _FIELDS if name in m} for m in messages]
+        keys = [_digest(b"", [*tools])]
+        for message in given:
+            keys.append(_digest(keys[-1], _compared(message)))
+        known = max((i for i, key in enumerate(keys) if key in self._answered), default=0)
+        self._count(given[known:])
+        heard = [self._neutral(message) for message in given]
+        if known:
+            conversation = self._answered[keys[known]].branch()
+            breaks = len(conversation.prefix_breaks)
+            conversation.hear(heard[known:])
+            self.prefix_breaks += len(conversation.prefix_breaks) - breaks
+        else:
+            tool_format = detect_format(self._tokenizer) if tools else None
+            conversation = Conversation(
+                self._tokenizer, heard, tools=tools, tool_format=tool_format
+            )
+        return PendingAnswer(self, conversation, keys[-1])
+
+    def keep(self, key: bytes, message: Message, conversation: Conversation) -> None:
+        """Note that the program was sent `message` as the answer to the history of that key."""
+        compared = _compared(message)
+        self._sent.add(_digest(b"", compared))
+        self._answered[_digest(key, compared)] = conversation
+
+    def _count(self, rest: Sequence[Message]) -> None:
+        """Counts a request by the messages that follow its longest match."""
+        said = [message for message in rest if message["role"] == "assistant"]
+        if any(_digest(b"", _compared(message)) not in self._sent for message in said):
+            self.unmatched += 1
+        elif said:
+            self.rewritten += 1
+
+    def _neutral(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A tool's result without the template's control tokens, as tools of ours have it."""
+        if message["role"] != "tool":
+            return message
+        return message | {"content": neutralised(str(message.get("content", "")), self._tokenizer)}
+
+
+class PendingAnswer:
+    """A request of the program, for whose samples `answered` makes the messages.
+
+    Attributes:
+        observation_T: int32 ids that the model sees.
+    """
+
+    def __init__(self, histories: Histories, conversation: Conversation, key: bytes) -> None:
+        self._histories, self._conversation, self._key = histories, conversation, key
+        self.observation_T = conversation.observation_T
+
+    def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, Any]:
+        """The sample as the message that the program is sent, in OpenAI's format.
+
+        The thinking is in `reasoning_content`; calls that cannot be read stay in the content, which
+        ends before the first of `stops`.
+        """
+        conversation = self._conversation.branch()
+        conversation.said(sample)
+        message = dict(conversation.messages_apart[-1])
+        content = str(message.get("content") or "")
+        for stop in stops:
+            content = content.partition(stop)[0]
+        message["content"] = content
+        self._histories.keep(self._key, message, conversation)
+        return message
+
+
+def _compared(message: Message) -> list[object]:
+    """The parts of a message by which it is recognised when it comes back.
+
+    Clients drop the reasoning, and write a call's arguments anew.
+    """
+    calls = [
+        [call.get("id"), call["function"]["name"], parsed_json(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+    return [message["role"], message.get("content") or "", calls, message.get("tool_call_id")]
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    written = json.dumps(value, sort_keys=True, ensure_ascii=True).encode()
+    return blake2b(before + written, digest_size=16).digest()

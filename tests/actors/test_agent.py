@@ -1,0 +1,250 @@
+"""Agents as environments: real processes that ask through the `openai` library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.envs.agent import Agent, AgentResult
+from actors.envs.agent_process import AgentFailed
+from actors.rollout.episode import play_group, rollout_group
+from actors.rollout.evaluator import Evaluator
+from distill.envs.base import EnvDataset
+from distill.envs.tool_use import ToolUse
+from distill.errors import ConfigError, DataError
+from distill.rewards.registry import last_number
+from distill.sampling import EvalSampling, TrainSampling
+from distill.tools.calculator import Calculator
+from distill.types import StopReason, TrajectoryGroup
+from tests.agents import CALCULATE
+from tests.refusals import refuses
+from tests.samples import TEMPERATURE
+from tests.scripted import Scripted, call, chat_tokenizer, setting
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
+CALL = call("calculator", {"expression": "6*7"})
+ROW = {"messages": [{"role": "user", "content": "What is 6*7?"}], "answer": "42"}
+# Without the `openai` library, which takes long to import.
+ASKS_ONCE = """
+import json, os, sys, time, urllib.request
+
+def once(problem):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": problem["messages"]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, from which modules are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    code = CALCULATE.replace("{SCHEMA}", repr(Calculator().schema))
+    (tmp_path / "calculate.py").write_text(code)
+    return tmp_path
+
+
+def dataset(tokenizer: PreTrainedTokenizerBase, command: str, **settings: Any) -> EnvDataset:
+    context = setting(tokenizer, reward=last_number, context_length=512)
+    made = Agent(command=command, **settings)("rows.jsonl", context)
+    return pickle.loads(pickle.dumps(made))
+
+
+def rolled_out(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> TrajectoryGroup:
+    builder = problems.builder(0, group_size)
+    return asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
+
+
+def turns_by(_: int, seen: str) -> str:
+    return "42" if "tool" in seen.rpartition("What is")[2] else CALL
+
+
+@pytest.mark.parametrize("command", ["python calculate.py", "calculate:solve"])
+def test_an_agent_has_the_same_segments_as_tool_use(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, command: str
+) -> None:
+    """A group of three: a process each, the same tokens as with our own loop, and the reward."""
+    by_agent = rolled_out(dataset(tokenizer, command), Scripted(tokenizer, turns_by), 3)
+    ours = ToolUse()("rows.jsonl", setting(tokenizer, reward=last_number, context_length=512))
+    by_us = rolled_out(ours, Scripted(tokenizer, turns_by))
+    [expected] = by_us.segments()
+    assert [trajectory.reward for trajectory in by_agent.trajectories_G] == [1, 1, 1]
+    for segment in by_agent.segments():
+        assert segment.tokens_T.tolist() == expected.tokens_T.tolist()
+        assert segment.action_mask_T.tolist() == expected.action_mask_T.tolist()
+    assert by_agent.metrics["rollout/failed_episodes"] == 0
+    assert by_agent.answer == "42"
+
+
+def test_a_function_s_process_is_kept(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    code = f"{ASKS_ONCE}\nasync def solve(problem):\n    once(problem)\n    "
+    code += 'return {"reward": 1, "metrics": {"pid": os.getpid()}}\n'
+    (folder / "kept.py").write_text(code)
+    problems = dataset(tokenizer, "kept:solve")
+    pids = set()
+    for _ in range(2):
+        [trajectory] = rolled_out(problems, Scripted(tokenizer, ["a"])).trajectories_G
+        pids.add(trajectory.metrics["pid"])
+    assert len(pids) == 1 and pids != {os.getpid()}
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ('raise RuntimeError("no such luck")', "no such luck"),
+        ('print("goes on"); os._exit(3)', "exit code 3"),
+        ('print("thinking", file=sys.stderr); time.sleep(600)', "took longer than 2 s"),
+        ("pass", "printed nothing"),
+        ('print("forty-two")', "forty-two"),
+        ('print(json.dumps({"score": 1}))', "score"),
+        ('print(json.dumps({"reward": "high"}))', "high"),
+        ('print("x" * (5 << 20)); print(1)', "more than 4 MiB"),
+        ("bytearray(2 << 30)", "MemoryError"),
+    ],
+)
+def test_an_agent_without_a_result_fails_by_a_reason_that_says_why(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, ending: str, words: str
+) -> None:
+    (folder / "bad.py").write_text(f"{ASKS_ONCE}\nonce(json.load(sys.stdin))\n{ending}\n")
+    time_s = 2 if "sleep" in ending else 60
+    problems = dataset(tokenizer, "python bad.py", memory_mb=1024, time_s=time_s)
+    with pytest.raises(DataError, match="bad") as caught:
+        rolled_out(problems, Scripted(tokenizer, ["a"]))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ('raise RuntimeError("no such luck")', "no such luck"),
+        ("os._exit(3)", "exit code 3"),
+        ("time.sleep(600)", "took longer than 3 s"),
+        ("return object()", "TypeError"),
+    ],
+)
+def test_a_function_without_a_result_fails_by_a_reason_that_says_why(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, ending: str, words: str
+) -> None:
+    module = f"bad_{abs(hash(ending))}"
+    code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n    {ending}\n"
+    (folder / f"{module}.py").write_text(code)
+    problems = dataset(tokenizer, f"{module}:solve", time_s=3 if "sleep" in ending else 60)
+    with pytest.raises(DataError) as caught:
+        rolled_out(problems, Scripted(tokenizer, ["a"]))
+    assert words in str(caught.value)
+
+
+def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    code = f"{ASKS_ONCE}\nsaid = once(json.load(sys.stdin))\n"
+    code += 'assert said != "crash"\nprint(1)\n'
+    (folder / "frail.py").write_text(code)
+    problems = dataset(tokenizer, "python frail.py")
+    group = rolled_out(problems, Scripted(tokenizer, ["crash", "fine", "fine", "fine"]), 4)
+    assert len(group.trajectories_G) == 3
+    assert group.metrics["rollout/failed_episodes"] == 0.25
+    sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
+    policy: Any = Scripted(tokenizer, ["crash", "fine"])
+    evaluation = asyncio.run(Evaluator(problems, tokenizer).evaluate(policy, sampling))
+    assert evaluation.metrics["eval/accuracy"] == 0.5
+    assert [request.sampling.temperature for request in policy.requests] == [0.7, 0.7]
+
+
+def test_an_agent_that_a_limit_ends_is_trained(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """As with every environment; its reward is what it says, or 0."""
+    (folder / "endless.py").write_text(
+        f"{ASKS_ONCE}\nproblem = json.load(sys.stdin)\nwhile True: once(problem)\n"
+    )
+    problems = dataset(tokenizer, "python endless.py", max_turns=2)
+    [trajectory] = rolled_out(problems, Scripted(tokenizer, ["a", "b"])).trajectories_G
+    assert trajectory.stop_reason is StopReason.TURNS and trajectory.reward == 0
+    assert len(trajectory.segments) == 2
+
+
+def test_an_agent_that_asks_nothing_fails_before_its_first_turn(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    (folder / "mute.py").write_text("print(1)\n")
+    builder = dataset(tokenizer, "python mute.py").builder(0, 1)
+    with pytest.raises(DataError, match="asked the model nothing"):
+        policy = Scripted(tokenizer, ["a"])
+        asyncio.run(play_group(policy, builder, SAMPLING, group_id=0, seed=0))
+
+
+@pytest.mark.parametrize("ends", ["answers", "is cancelled"])
+def test_an_agent_s_children_end_with_it(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, ends: str
+) -> None:
+    (folder / "parent.py").write_text(
+        f"{ASKS_ONCE}\nimport subprocess\nonce(json.load(sys.stdin))\n"
+        'child = subprocess.Popen(["sleep", "600"])\n'
+        'open("pid", "w").write(str(child.pid))\nos.rename("pid", "child")\n'
+        + ("print(1)\n" if ends == "answers" else "time.sleep(600)\n")
+    )
+    builder = dataset(tokenizer, "python parent.py").builder(0, 1)
+
+    async def play() -> None:
+        episode = play_group(Scripted(tokenizer, ["a"]), builder, SAMPLING, group_id=0, seed=0)
+        playing = asyncio.ensure_future(episode)
+        while not (folder / "child").exists():
+            assert not playing.done() or playing.result()
+            await asyncio.sleep(0.02)
+        if ends == "answers":
+            await playing
+        else:
+            playing.cancel()
+            await asyncio.wait({playing})
+
+    asyncio.run(play())
+    child = int((folder / "child").read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and "Z" not in state(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def state(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_results_in_every_form() -> None:
+    assert AgentResult.read(2).reward == 2.0
+    assert AgentResult.read("Paris").answer == "Paris"
+    result = AgentResult.read({"reward": 0.5, "metrics": {"tests": 3}, "feedback": "close"})
+    assert (result.reward, result.metrics, result.feedback) == (0.5, {"tests": 3.0}, "close")
+    for value in (None, True, [1], {"metrics": {"a": "b"}}, {"other": 1}):
+        with pytest.raises(AgentFailed):
+            AgentResult.read(value)
+
+
+def test_what_cannot_be_started_is_refused(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    for command in ("no_such_program_anywhere x", "", "'", "no_such_module:solve"):
+        with refuses(ConfigError, "env.command"):
+            dataset(tokenizer, command)
+    for name, value in (("max_turns", 0), ("time_s", 0), ("memory_mb", 1)):
+        with refuses(ConfigError, f"env.{name}"):
+            Agent(command="calculate:solve", **{name: value})

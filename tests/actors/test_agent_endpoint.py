@@ -1,0 +1,347 @@
+"""The endpoint of an agent's episode, asked by the real `openai` library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.envs.agent_endpoint import AgentEndpoint
+from distill.engine import GenerateRequest, Sample
+from distill.errors import EngineError
+from distill.tools.calculator import Calculator
+from distill.types import StopReason
+from tests.agents import sdk, served
+from tests.scripted import Scripted, call, chat_tokenizer
+
+CALL = call("calculator", {"expression": "6*7"})
+ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is 6*7?"}]
+TOOLS: Any = [Calculator().schema]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+async def complete(endpoint: AgentEndpoint, messages: list[Any], **options: Any) -> Any:
+    async with sdk(endpoint) as client:
+        return await client.chat.completions.create(model="m", messages=messages, **options)
+
+
+def test_a_conversation_with_tools_is_one_segment(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The client drops nothing and writes the arguments anew; the tokens stay as sampled."""
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        messages = list(ASKED)
+        turn = await complete(endpoint, messages, tools=TOOLS)
+        [choice] = turn.choices
+        assert choice.finish_reason == "tool_calls"
+        [asked] = choice.message.tool_calls
+        assert json.loads(asked.function.arguments) == {"expression": "6*7"}
+        dumped = choice.message.model_dump()
+        arguments = json.dumps(json.loads(asked.function.arguments), indent=2)
+        dumped["tool_calls"][0]["function"]["arguments"] = arguments
+        messages += [dumped, {"role": "tool", "tool_call_id": asked.id, "content": "42"}]
+        turn = await complete(endpoint, messages, tools=TOOLS)
+        assert turn.choices[0].message.content == "42"
+        assert turn.choices[0].finish_reason == "stop"
+        assert turn.usage.completion_tokens > 0
+
+    [trajectory] = served(client, Scripted(tokenizer, [CALL, "42"]), tokenizer).trajectories_G
+    [segment] = trajectory.segments
+    text = tokenizer.decode(segment.tokens_T[segment.action_mask_T].tolist())
+    assert CALL in text and text.count(str(tokenizer.eos_token)) == 2
+    assert trajectory.metrics == {"rewritten": 0, "unmatched": 0, "breaks": 0}
+
+
+def test_a_rewritten_history_begins_a_segment(tokenizer: PreTrainedTokenizerBase) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        await complete(endpoint, ASKED)
+        said = {"role": "assistant", "content": "one"}
+        again = {"role": "user", "content": "Again."}
+        await complete(endpoint, [*ASKED, said, again])
+        await complete(endpoint, [*ASKED, said, again, {"role": "assistant", "content": "two"}])
+        await complete(endpoint, [said, again])
+        await complete(endpoint, [*ASKED, {"role": "assistant", "content": "other"}, again])
+
+    policy = Scripted(tokenizer, ["one", "two", "three", "four", "five"])
+    [trajectory] = served(client, policy, tokenizer).trajectories_G
+    assert len(trajectory.segments) == 3
+    assert trajectory.metrics == {"rewritten": 1, "unmatched": 1, "breaks": 0}
+
+
+def test_options_of_requests(tokenizer: PreTrainedTokenizerBase) -> None:
+    """n, max_tokens, stop, logprobs and streams, as the API has them."""
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        several = await complete(endpoint, ASKED, n=3)
+        assert [choice.index for choice in several.choices] == [0, 1, 2]
+        [short] = (await complete(endpoint, ASKED, max_completion_tokens=2)).choices
+        assert short.finish_reason == "length"
+        [stopped] = (await complete(endpoint, ASKED, stop=["STOP"], logprobs=True)).choices
+        assert stopped.message.content == "on and "
+        assert "".join(each.token for each in stopped.logprobs.content).startswith("on and STOP")
+        assert {each.logprob for each in stopped.logprobs.content} == {-0.5}
+        stream = await complete(
+            endpoint, ASKED, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        parts = [part async for part in stream]
+        [asked] = parts[0].choices[0].delta.tool_calls
+        assert asked.function.name == "calculator"
+        assert parts[-2].choices[0].finish_reason == "tool_calls"
+        assert parts[-1].usage.completion_tokens > 0
+
+    policy = Scripted(tokenizer, ["a", "b", "c", "many words", "on and STOP and on", CALL])
+    [trajectory] = served(client, policy, tokenizer).trajectories_G
+    assert [request.sampling.max_new_tokens for request in policy.requests] == [
+        48,
+        48,
+        48,
+        2,
+        48,
+        48,
+    ]
+    assert len(trajectory.segments) == 6
+    words = str(tokenizer.decode(trajectory.segments[4].tokens_T.tolist()))
+    assert words.endswith("STOP"), "what followed was not asked for, and is not trained"
+
+
+def test_the_client_s_sampling_has_no_effect(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        for _ in range(2):
+            await complete(endpoint, ASKED, temperature=0.123, top_p=0.5, presence_penalty=0)
+
+    policy = Scripted(tokenizer, ["a", "b"])
+    with caplog.at_level(logging.WARNING, "actors.envs.agent_requests"):
+        served(client, policy, tokenizer)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "temperature=0.123" in line and "top_p=0.5" in line and "presence" not in line
+    assert len({request.sampling for request in policy.requests}) == 1
+
+
+def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        keyed = {"extra_headers": {"Idempotency-Key": "k"}}
+        counted = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        answers = [
+            await complete(endpoint, ASKED, **options)
+            for options in ({}, {}, counted, keyed, keyed)
+        ]
+        said = [answer.choices[0].message.content for answer in answers]
+        assert said == ["a", "b", "b", "c", "c"]
+
+    policy = Scripted(tokenizer, ["a", "b", "c"])
+    assert len(served(client, policy, tokenizer).trajectories_G[0].segments) == 3
+
+
+def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(endpoint, [{"role": "user", "content": "1" * 300}])
+        assert caught.value.code == "context_length_exceeded"
+        assert endpoint.limit is StopReason.LENGTH
+        await complete(endpoint, ASKED)
+        assert endpoint.limit is None
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(endpoint, ASKED)
+        assert caught.value.code == "turn_limit_exceeded"
+
+    policy = Scripted(tokenizer, ["a"])
+    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=1).trajectories_G
+    assert trajectory.stop_reason is StopReason.TURNS
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"n": 0}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"functions": []}, "functions"),
+    ],
+)
+def test_bad_requests_are_refused(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str | None
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(endpoint, options.pop("messages", ASKED), extra_body=options)
+        assert field is None or caught.value.param == field
+        await complete(endpoint, ASKED)
+
+    served(client, Scripted(tokenizer, ["a"]), tokenizer)
+
+
+def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    ended: list[AgentEndpoint] = []
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        assert endpoint.base_url.startswith("http://127.0.0.1:")
+        for key in ("other", ended[0].key if ended else ""):
+            with pytest.raises(openai.AuthenticationError):
+                async with sdk(endpoint, api_key=key) as stranger:
+                    await stranger.models.list()
+        if ended:
+            with pytest.raises(openai.APIConnectionError):
+                await complete(ended[0], ASKED)
+        async with sdk(endpoint) as own:
+            assert [model.id async for model in own.models.list()] == ["policy"]
+        async with aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {endpoint.key}"}
+        ) as web:
+            for path, body, status in [
+                ("chat/completions", b"{", 400), ("chat/completions", b"[]", 400),
+                ("chat/completions", bytes(65 << 20), 413), ("embeddings", b"{}", 404),
+            ]:  # fmt: skip
+                async with web.post(f"{endpoint.base_url}/{path}", data=body) as answer:
+                    assert answer.status == status
+                    assert (await answer.json())["error"]["message"]
+        await complete(endpoint, ASKED)
+        ended.append(endpoint)
+
+    for _ in range(2):
+        served(client, Scripted(tokenizer, ["a"]), tokenizer)
+
+
+def test_an_engine_s_failure_ends_the_client(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Broken:
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            raise EngineError("gone")
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        while True:  # as an agent that retries forever
+            with pytest.raises(openai.InternalServerError):
+                await complete(endpoint, ASKED)
+
+    with pytest.raises(EngineError, match="gone"):
+        served(client, Broken(), tokenizer)
+
+
+class Noise:
+    """Samples random tokens, after a random number of rounds of the loop; keeps all of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        special = set(tokenizer.added_tokens_decoder)
+        self._ids = [i for i in range(len(tokenizer)) if i not in special]
+        self._end, self._random = tokenizer.eos_token_id, np.random.default_rng(seed)
+        self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        for _ in range(self._random.integers(0, 6)):
+            await asyncio.sleep(0)
+        return [self._sample(request) for _ in range(request.num_samples)]
+
+    def _sample(self, request: GenerateRequest) -> Sample:
+        words = self._random.choice(self._ids, self._random.integers(1, 6)).tolist()
+        tokens_T = np.array([*words, self._end], np.int32)
+        self.sampled.append((tuple(request.prompt_tokens_T.tolist()), tuple(tokens_T.tolist())))
+        return Sample(
+            tokens_T=tokens_T,
+            logprobs_T=-self._random.random(len(tokens_T)).astype(np.float32),
+            versions_T=np.zeros(len(tokens_T), np.int32),
+            stop_reason=StopReason.EOS,
+        )
+
+
+# What a client does next, and to which of its conversations.
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["new", "go on", "repeat", "edit", "forget", "both", "cancel"]),
+        st.integers(0, 5),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(acts=ACTS, seed=st.integers(0, 1000))
+def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
+    tokenizer: PreTrainedTokenizerBase, acts: Sequence[tuple[str, int]], seed: int
+) -> None:
+    """Every sampled token is trained once, behind the very tokens that the engine was given."""
+    policy = Noise(tokenizer, seed)
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        chats: list[list[Any]] = []
+        own = sdk(endpoint)
+
+        async def ask(messages: list[Any]) -> None:
+            turn = await own.chat.completions.create(model="m", messages=messages)
+            chats.append([*messages, turn.choices[0].message.model_dump()])
+
+        async def abandoned(messages: list[Any]) -> None:
+            task = asyncio.create_task(ask(messages))
+            await asyncio.sleep(0.002 * (seed % 5))
+            task.cancel()
+            await asyncio.wait({task})
+
+        more = {"role": "user", "content": "Go on."}
+        await ask(ASKED)
+        for act, number in acts:
+            chat = chats[number % len(chats)]
+            edited = [*chat[:-1], {"role": "assistant", "content": "never said"}, more]
+            await {
+                "new": lambda n=number: ask([{"role": "user", "content": str(n)}]),
+                "go on": lambda c=chat: ask([*c, more]),
+                "repeat": lambda c=chat: ask(c[:-1]),
+                "edit": lambda e=edited: ask(e),
+                "forget": lambda c=chat: ask([*c[2:], more]),
+                "both": lambda c=chat: asyncio.gather(ask([*c, more]), ask([*c, more])),
+                "cancel": lambda c=chat: abandoned([*c, more]),
+            }[act]()
+        await own.close()
+
+    group = served(client, policy, tokenizer)
+    trained = []
+    for segment in group.segments():
+        for t in np.flatnonzero(segment.action_mask_T):
+            trained.append((tuple(segment.tokens_T[:t].tolist()), int(segment.tokens_T[t])))
+    sampled = [
+        ((*prompt, *tokens[:t]), token)
+        for prompt, tokens in policy.sampled
+        for t, token in enumerate(tokens)
+    ]
+    assert sorted(trained) == sorted(sampled)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), turns=st.integers(1, 5))
+def test_a_history_that_comes_back_as_it_was_sent_extends_the_tokens(
+    tokenizer: PreTrainedTokenizerBase, seed: int, turns: int
+) -> None:
+    """Two conversations at the same time: each is one segment, whatever was sampled, except where
+    the tokens are not those of any text."""
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        async def converse(name: str) -> None:
+            messages: list[Any] = [{"role": "user", "content": name}]
+            for _ in range(turns):
+                turn = await own.chat.completions.create(model="m", messages=messages)
+                said = {"role": "assistant", "content": turn.choices[0].message.content}
+                messages += [said, {"role": "user", "content": "Go on."}]
+
+        async with sdk(endpoint) as own:
+            await asyncio.gather(converse("1"), converse("2"))
+
+    [trajectory] = served(client, Noise(tokenizer, seed), tokenizer).trajectories_G
+    assert len(trajectory.segments) == 2 + trajectory.metrics["breaks"]
+    assert trajectory.metrics["rewritten"] == trajectory.metrics["unmatched"] == 0

@@ -1,0 +1,90 @@
+"""Distillation through an agent that owns its loop: the example, on real engines, on Ray."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import cluster.run
+from cluster.config.recipes import make
+from cluster.demos.arithmetic import write_jsonl
+from cluster.inspect.audit import audit
+from examples.agents.calculator import TOOLS
+from examples.show.chat_worlds import (
+    DIGITS_APART,
+    product_book,
+    product_prompts,
+    products,
+    write_untrained,
+)
+from tests.e2e.harness import REPOSITORY, metrics, run, trained_groups
+from tests.e2e.test_environments import ENGINES
+
+pytestmark = pytest.mark.e2e
+QUIET = Console(quiet=True)
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (REPOSITORY / "docs/recipes/agents.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code in (REPOSITORY / "examples/agents/calculator.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model that was taught to call the example's calculator, barely."""
+    folder = tmp_path_factory.mktemp("caller")
+    book: Sequence[dict[str, Any]] = [
+        {**row, "tools": TOOLS} for row in product_book(products(300, 0), guesses=0.0)
+    ]
+    write_jsonl(folder / "book.jsonl", book)
+    untrained = str(folder / "untrained")
+    write_untrained(untrained, book, DIGITS_APART, context_length=160, seed=1)
+    schooling = make(
+        "sft",
+        model=untrained, data=str(folder / "book.jsonl"), out=str(folder / "sft"), steps=80,
+        batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
+    )  # fmt: skip
+    cluster.run.run(schooling, QUIET)
+    return str(folder / "sft/final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "command", ["python examples/agents/calculator.py", "examples.agents.calculator:solve"]
+)
+def test_a_student_is_distilled_through_the_example(
+    caller: str, tmp_path: Path, engine: str, command: str
+) -> None:
+    """Calls and answers are trained as sampled; the histories come back as they were sent."""
+    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
+    shutil.copytree(caller, student)
+    shutil.copytree(caller, teacher)
+    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(products(40, 1)))
+    out = tmp_path / "run"
+    code, output = run(
+        "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}",
+        f"prompts={tmp_path / 'prompts.jsonl'}", f"out={out}", "temperature=0.7", "steps=2",
+        "prompts_per_step=4", "group_size=2", "max_new_tokens=32", f"engine={engine}",
+        "max_staleness=0", "eval_size=4", "checkpoint_every=100", "reward=last_number",
+        "env=Agent", f"env.command={command}", "env.max_turns=6",
+    )  # fmt: skip
+    assert code == 0, output
+    assert trained_groups(out) == list(range(2 * 4))
+    assert audit(out / "ledger.jsonl").problems == []
+    for step in metrics(out):
+        assert step["rollout/turns"] > 1.5, "the model calls no tool"
+        assert step["rollout/segments"] == 1 + step["env/prefix_breaks"]
+        assert step["env/agent/rewritten"] == step["env/agent/unmatched"] == 0
+        assert step["rollout/failed_episodes"] == 0
+        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["eval after"]["eval/turns"] > 1.5
