@@ -11,13 +11,12 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.sglang.lent_weights import cuda_payload
 from actors.sglang.plugin.weight_loader import serialized_order
-from actors.sglang.weight_payloads import cuda_payload
 from distill.engine import CollectiveBroadcast
 from distill.weights.lending import CudaMemory
-from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
+from distill.weights.model_weights import BUCKET_BYTES, TensorLayout, layout_digest, plan_buckets
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import TensorLayout, layout_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

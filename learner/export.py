@@ -40,7 +40,7 @@ from distill.models.loading import (
 )
 from distill.models.model_files import checkpoint_config
 from distill.models.reward import score_head
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 from learner.sharding import LazyTensor, stored
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.models.decoder_sizes import HeadSizes
 from distill.objective.batching import RowShape
 
 
@@ -130,10 +131,9 @@ def _decoder(model: PreTrainedModel) -> Products | None:
 
 def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
     """Each layer's window, and FLOPs of a pair of tokens."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
         return None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, _, head_dim = HeadSizes.of(config)
     # Keys and values differ in size where they are compressed (DeepSeek's latent attention).
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim

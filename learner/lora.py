@@ -45,7 +45,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import meta_causal_lm, reading, tensor_shapes
 from distill.weights.adapter import AdapterForm
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 from learner.config import ALL_LINEAR, LoraSettings
 from learner.sharding import LazyTensor, stored, whole, whole_in
 

@@ -17,6 +17,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from distill.errors import ConfigError
+from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.loading import exact_attention, load_config, vocab_size
 from distill.models.logprobs import positions_per_trained_chunk, positions_together
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
@@ -85,10 +86,8 @@ class PassMemory:
         and a copy for each Linear. Checked against what autograd keeps: tests/learner/test_memory.
         """
         text = config.get_text_config()
-        hidden, heads = text.hidden_size, text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or hidden // heads
-        queries = heads * head_dim
-        keys = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
+        hidden, heads = text.hidden_size, HeadSizes.of(text)
+        queries, keys = heads.queries * heads.dim, heads.keys * heads.dim
         normed = (queries + keys) * query_norm
         mlp, copies = _mlp_widths(text)
         half = dtype == "bfloat16"
@@ -162,10 +161,7 @@ def _score_bytes(config: Any, *, half: bool) -> int:
 
 def _mlp_widths(text: Any) -> tuple[int, int]:
     """Width of a token's MLP (experts: of all that it visits), and copies of its input to them."""
-    # GPT-Neo's and GPT-2's None, under either name, is four times the hidden size.
-    names = ("intermediate_size", "n_inner")
-    widths = (getattr(text, name, None) for name in names)
-    dense: int = next(filter(None, widths), 4 * text.hidden_size)
+    dense = mlp_width(text)
     visited = getattr(text, "num_experts_per_tok", None)
     if not visited:
         return dense, 0

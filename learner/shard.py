@@ -24,7 +24,7 @@ from distill.models.model_files import ModelFiles, checkpoint_config, generation
 from distill.models.reward import start_reward_model
 from distill.pace import Progress
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
-from distill.weights.tensors import first_non_finite
+from distill.weights.model_weights import first_non_finite
 from learner.config import LearnerConfig, ShadowRule
 from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.forward import Forward

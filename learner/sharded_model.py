@@ -18,8 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.pace import Progress
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
-from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout, Weights, joined, save_weights, total_bytes
 from learner.config import LearnerConfig, ShadowRule
 from learner.forward import LossFunction
 from learner.lora import save_adapter, served_form

@@ -27,7 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError
 from distill.models.attention import keep_attention_eager
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 from learner.process_group import WorkerGroup
 
 # (sum of the bits as 32-bit integers, norm) of a tensor; for a shard, (sum, sum of squares).

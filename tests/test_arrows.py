@@ -226,7 +226,7 @@ WITHOUT_TORCH = (
     "cluster.demo",
     "cluster.evaluate",
     "cluster.forecast",
-    "cluster.hosts.deferred",
+    "cluster.hosts.actors",
     "cluster.hosts.evaluator_actor",
     "cluster.hosts.rollout_actor",
     "cluster.inspect.audit",

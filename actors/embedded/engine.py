@@ -49,7 +49,7 @@ from distill.models.loading import read_weights
 from distill.stops import StopTokens
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.weights.digests import digest
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 
 class WeightMisfit(EngineError):

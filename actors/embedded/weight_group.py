@@ -21,8 +21,7 @@ from distill.errors import EngineError
 from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 from distill.weight_group import NOT_RECEIVED, announce, join_group, learner_store, leave_group
-from distill.weights.model_weights import plan_buckets, split_bucket
-from distill.weights.tensors import TensorLayout, layout_digest
+from distill.weights.model_weights import TensorLayout, layout_digest, plan_buckets, split_bucket
 
 
 class WeightReceiver:

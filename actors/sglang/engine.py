@@ -76,7 +76,7 @@ from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.lending import LentBucket
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from actors.sglang.flags import parse_flags
 from actors.sglang.parallelism import Parallelism, parallelism
 from distill.errors import ConfigError
 from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, GIB, gib, headroom
+from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.loading import load_config, tensor_layouts, vocab_size
 
 # Memory outside of SGLang's memory saver, which stays when a server sleeps: attention workspaces
@@ -101,11 +102,10 @@ class ServerMemory:
         given, spread = parse_flags(flags), parallelism(flags)
         text = config.get_text_config()
         prefill = _int_flag(given, "--chunked-prefill-size", _PREFILL_TOKENS)
-        mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         activations = (
             max(prefill, _PREFILL_TOKENS)
             * DTYPE_BYTES[dtype]
-            * (8 * text.hidden_size + 3 * mlp // spread.tensor)
+            * (8 * text.hidden_size + 3 * mlp_width(text) // spread.tensor)
         )
         logits = _LOGPROB_ROWS * vocab_size(config) * 4 * _PER_LOGIT
         graphs = (
@@ -199,10 +199,9 @@ def cache_bytes_per_token(config: Any, number: int, spread: Parallelism) -> int 
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
         return layers * (latent + text.qk_rope_head_dim) * number
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = HeadSizes.of(text)
     ranks = spread.tensor // (spread.data if spread.data_attention else 1)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return layers * 2 * max(1, heads // max(1, ranks)) * head_dim * number
+    return layers * 2 * max(1, heads.keys // max(1, ranks)) * heads.dim * number
 
 
 def _layer_types(text: Any) -> list[str]:

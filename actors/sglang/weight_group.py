@@ -15,8 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from distill.engine import CollectiveBroadcast
 from distill.errors import EngineError
 from distill.weight_group import NOT_RECEIVED, announce, learner_store
-from distill.weights.model_weights import plan_buckets
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout, plan_buckets
 
 logger = logging.getLogger(__name__)
 

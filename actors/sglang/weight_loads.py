@@ -7,7 +7,7 @@
     CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
                           (actors/sglang/weight_group.py)
     LentWeights           buckets in the learner's memory, or on the GPU that both share, that each
-                          rank opens by a handle (actors/sglang/lent_buckets.py, weight_payloads.py)
+                          rank opens by a handle (actors/sglang/lent_weights.py)
 
 All checks that are possible in advance run before the server is changed. If a load fails later, the
 server may hold parts of two versions (`torn`).
@@ -24,10 +24,9 @@ from functools import cache
 from typing import Any
 
 from actors.sglang.flags import LOADER
-from actors.sglang.lent_buckets import Lendings
+from actors.sglang.lent_weights import Lendings, rank_payloads
 from actors.sglang.plugin.weight_loader import serialized_order
 from actors.sglang.weight_group import AdminRequest, ServerGroup
-from actors.sglang.weight_payloads import rank_payloads
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, ModelSource
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
@@ -35,9 +34,8 @@ from distill.models.loading import weight_files
 from distill.pace import loading_s
 from distill.weight_group import NOT_RECEIVED
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import plan_buckets
+from distill.weights.model_weights import TensorLayout, layout_digest, plan_buckets
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import TensorLayout, layout_digest
 
 Shapes = Mapping[str, tuple[int, ...]]
 

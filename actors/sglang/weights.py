@@ -52,8 +52,7 @@ from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import BUCKET_BYTES
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import BUCKET_BYTES, TensorLayout
 
 # SGLang's words for what becomes of samples under way.
 _PAUSES: Mapping[OnWeightUpdate, str] = {

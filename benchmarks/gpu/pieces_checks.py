@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from actors.sglang.lent_weights import cuda_payload
 from actors.sglang.plugin.row_temperatures import RequestRows, ScaledRows
-from actors.sglang.weight_payloads import cuda_payload
 from benchmarks.gpu.measure import held_bytes, peak_bytes, seconds
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
 from distill.gpu import GIB
 from distill.weights.digests import tensor_checksum, word_sum
 from distill.weights.lending import BucketLender, CudaMemory
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 _CHILD_S = 60.0
 # A process that reads a bucket as a server's rank does, and prints the sum of its first tensor.

@@ -20,15 +20,13 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
 from cluster.handles.node import node_address
-from cluster.hosts.creation import here, maker
-from cluster.hosts.deferred import deferred
+from cluster.hosts.actors import deferred, early_on_all_gpus, here, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.mailbox import with_mailbox
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
-from cluster.hosts.shared_gpus import early_on_all_gpus
 from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,

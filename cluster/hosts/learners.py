@@ -17,7 +17,7 @@ from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.supervised import SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.handles.node import nodes_alive
-from cluster.hosts.creation import maker
+from cluster.hosts.actors import maker
 from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,

@@ -47,8 +47,14 @@ from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
 from distill.errors import EngineError
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
-from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
-from distill.weights.tensors import TensorLayout, layout_digest
+from distill.weights.model_weights import (
+    BUCKET_BYTES,
+    TensorLayout,
+    Weights,
+    layout_digest,
+    names_of,
+    plan_buckets,
+)
 from learner.process_group import LOOPBACK, open_store
 
 JOIN_DEADLINE_S = 120.0

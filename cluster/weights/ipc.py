@@ -10,7 +10,7 @@
 
 So each GPU holds one bucket beside learner and engine. Engines are independent: one that fails
 keeps no other waiting, and its next push begins anew. How memory is lent:
-distill/weights/lending.py; what a server is sent: actors/sglang/weight_payloads.py.
+distill/weights/lending.py; what a server is sent: actors/sglang/lent_weights.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights
 from distill.errors import EngineError
 from distill.weights.lending import LenderPlace, Lends, OwnWeights
-from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
-from distill.weights.tensors import TensorLayout, layout_digest
+from distill.weights.model_weights import (
+    BUCKET_BYTES,
+    TensorLayout,
+    Weights,
+    layout_digest,
+    names_of,
+    plan_buckets,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -180,7 +180,7 @@ def _places(settings: PushSettings, engines: Mapping[str, Any]) -> dict[str, Pla
 def _place(_actor: object) -> Place:
     """The place of the process that this is called in."""
     # Without Ray engines and learner see the same GPUs, and may share them all. With Ray an actor
-    # that has GPUs may see more of them than Ray gave it (cluster/hosts/shared_gpus.py).
+    # that has GPUs may see more of them than Ray gave it (cluster/hosts/actors.py).
     gpus: list[str] = []
     if not is_connected():
         gpus = visible_gpus()[: torch.cuda.device_count()]

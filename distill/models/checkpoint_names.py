@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.loading import meta_causal_lm, tensor_shapes
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 Shape = tuple[int, ...]
 

@@ -28,7 +28,7 @@ from distill.models.loading import (
     tensor_layouts,
     weight_files,
 )
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 
 def reads_by_tensor(model: PreTrainedModel, path: str) -> bool:

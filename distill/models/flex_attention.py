@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from distill.models.attention import AttentionRule
+from distill.models.decoder_sizes import HeadSizes
 from distill.models.packed_attention import PackedJointPass
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,7 @@ class Heads(NamedTuple):
         """Heads of a decoder's config, or None if keys and values have different sizes."""
         if getattr(config, "kv_lora_rank", None) is not None:
             return None
-        queries = config.num_attention_heads
-        return cls(
-            queries,
-            getattr(config, "num_key_value_heads", None) or queries,
-            getattr(config, "head_dim", None) or config.hidden_size // queries,
-            getattr(config, "attn_logit_softcapping", None),
-        )
+        return cls(*HeadSizes.of(config), getattr(config, "attn_logit_softcapping", None))
 
 
 class FlexPass:

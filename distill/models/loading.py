@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from distill.errors import CheckpointError, ConfigError
 from distill.main_memory import require_main_memory
 from distill.model_paths import check_model_path, run_remedy
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()

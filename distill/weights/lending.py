@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from distill.gpu import visible_gpus
-from distill.weights.model_weights import Weights
+from distill.weights.model_weights import TensorLayout, Weights
 from distill.weights.shared_memory import (
     SharedBlock,
     SharedTensors,
     block_bytes,
     views_of,
 )
-from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,59 @@ second full copy only because a model is sharded, or because an adapter is merge
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distill.weights.tensors import TensorLayout, first_non_finite
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """Name, dtype and shape of a tensor; `dtype` as torch calls it (`float32`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorLayout:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+    def rounded_to(self, dtype: torch.dtype) -> TensorLayout:
+        """The same tensor in another precision."""
+        return replace(self, dtype=str(dtype).removeprefix("torch."))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+
+def layout_digest(layouts: Iterable[TensorLayout]) -> str:
+    """A name for these tensors in this order: two sides that agree on it agree on the layout."""
+    told = "".join(f"{tensor.name}\t{tensor.dtype}\t{tensor.shape}\n" for tensor in layouts)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def first_non_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity."""
+    for name, tensor in tensors.items():
+        # A sum is the cheapest pass there is. It can overflow; only then are all of them looked at.
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            return name
+    return None
+
 
 # One portion on its way to the engines: enough to amortise a request, little beside a model.
 BUCKET_BYTES = 1 << 30

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from distill.errors import EngineError
 from distill.main_memory import free_main_memory
-from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_buckets
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import COPY_BYTES, TensorLayout, Weights, names_of, plan_buckets
 
 # Wide enough for any dtype, and for copies at full speed.
 _ALIGNMENT = 64

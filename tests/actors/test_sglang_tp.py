@@ -31,9 +31,8 @@ from distill.models.loading import load_causal_lm
 from distill.sampling import TrainSampling
 from distill.types import FloatArray
 from distill.weights.lending import OwnWeights
-from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
+from distill.weights.model_weights import HeldWeights, layout_digest, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_recipes
-from distill.weights.tensors import layout_digest
 from learner.process_group import LOOPBACK
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared

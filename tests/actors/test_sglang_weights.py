@@ -39,8 +39,8 @@ from distill.errors import EngineError
 from distill.models.loading import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
 from distill.stops import StopTokens
+from distill.weights.model_weights import TensorLayout, layout_digest
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import TensorLayout, layout_digest
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared
 

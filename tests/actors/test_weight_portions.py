@@ -13,8 +13,7 @@ from actors.sglang.client import SglangClient
 from actors.sglang.weights import WeightSession
 from distill.engine import GIVES_UP, CheckpointDirectory, CollectiveBroadcast
 from distill.errors import EngineError
-from distill.weights.model_weights import HeldWeights, plan_buckets
-from distill.weights.tensors import layout_digest
+from distill.weights.model_weights import HeldWeights, layout_digest, plan_buckets
 from learner.process_group import open_store
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.weights_server import WeightsServer

@@ -17,7 +17,7 @@ from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
-from cluster.hosts.deferred import deferred
+from cluster.hosts.actors import deferred
 from distill.engine import ScoreRequest
 from distill.errors import DataError
 from tests.conftest import TinyPair
@@ -25,7 +25,7 @@ from tests.conftest import TinyPair
 # What arrives is the class and not the module, until one is made.
 UNPICKLE = """
 import pickle, sys
-from cluster.hosts.deferred import Early
+from cluster.hosts.actors import Early
 
 hosted = pickle.loads(sys.stdin.buffer.read())
 loaded = {"torch", "transformers", "actors"} & set(sys.modules)

@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 
 from actors.sglang.client import SglangClient
 from actors.sglang.installed import sglang_installed
-from actors.sglang.weight_payloads import cuda_payload
+from actors.sglang.lent_weights import cuda_payload
 from actors.sglang.weights import WeightSession
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
@@ -32,9 +32,8 @@ from cluster.weights.ways import Place
 from distill.engine import LentWeights, WeightSource
 from distill.errors import ConfigError, EngineError, NonFiniteError
 from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket, OwnWeights
-from distill.weights.model_weights import HeldWeights
+from distill.weights.model_weights import HeldWeights, TensorLayout
 from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of, views_of
-from distill.weights.tensors import TensorLayout
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer

@@ -309,8 +309,8 @@ cluster.shutdown()
 
 _SHARED_GPUS = """
 import json, ray
-from cluster.hosts.deferred import deferred
-from cluster.hosts.shared_gpus import early_on_all_gpus
+from cluster.hosts.actors import deferred
+from cluster.hosts.actors import early_on_all_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.gpu_seer import Seer

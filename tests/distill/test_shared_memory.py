@@ -17,9 +17,8 @@ import torch
 
 import distill.weights.shared_memory
 from distill.errors import EngineError
-from distill.weights.model_weights import HeldWeights
+from distill.weights.model_weights import HeldWeights, first_non_finite
 from distill.weights.shared_memory import SharedBlock, SharedTensors
-from distill.weights.tensors import first_non_finite
 
 
 def tensors(fill: float) -> dict[str, torch.Tensor]:

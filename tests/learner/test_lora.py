@@ -35,7 +35,7 @@ from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import load_causal_lm
 from distill.objective.batching import TrainingRow, collate
 from distill.objective.settings import ObjectiveConfig
-from distill.weights.tensors import TensorLayout
+from distill.weights.model_weights import TensorLayout
 from learner.config import LoraSettings
 from learner.forward import Forward
 from learner.lora import (

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.weights.model_weights import TensorLayout
 from distill.weights.shared_memory import SharedTensors
-from distill.weights.tensors import TensorLayout
 
 
 def serialized_order(shared: SharedTensors) -> bytes:

@@ -1,0 +1,147 @@
+"""Creation of actors from plain classes: `ray.remote` is applied to them here.
+
+Classes of engines are `deferred`. Ray loads an actor's class in every process that a handle to it
+arrives in, and with a class of a module all that the module imports: a rollout worker that only
+asks the embedded engine would load torch and transformers, seconds and hundreds of megabytes of
+each of many.
+
+Engines of several GPUs run on the GPUs of as many learner workers (`early_on_all_gpus`). Ray gives
+an actor the GPUs of one bundle, and each worker has a bundle of its own with one GPU. An engine's
+actor is in the first of its bundles. A task in each of the others reports the GPU there, and the
+engine's process sees all of them before its server starts. Rank i of the server then computes on
+the GPU of worker i of the group, and opens the weights that this worker lends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cluster.collector import collector_off
+from cluster.handles.local_actor import LocalActor
+from cluster.handles.node import actor_gpus, node_id
+
+if TYPE_CHECKING:  # every process that a handle arrives in imports this module
+    from cluster.config.common import CommonConfig
+    from cluster.placement.places import Places
+
+
+def maker(config: CommonConfig) -> Callable[..., Any]:
+    """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
+    return _in_this_process if config.local else _on_ray
+
+
+def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
+    import ray
+
+    own = dict(options)
+    groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
+    remote: Any = ray.remote
+    actor_class = remote(concurrency_groups=groups)(plain) if groups else remote(plain)
+    return actor_class.options(**own).remote(*arguments, **settings)
+
+
+def _in_this_process(
+    plain: type, _options: Mapping[str, Any], *arguments: Any, **settings: Any
+) -> LocalActor:
+    return LocalActor(plain, *arguments, **settings)
+
+
+def here() -> dict[str, Any]:
+    """Options of an actor that takes nothing, on the node of whoever asks."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node_id(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": strategy}
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A setting of a deferred class that is made before the class is imported.
+
+    For a process that starts meanwhile; `make` must import little itself.
+    """
+
+    make: Callable[[], Any]
+
+
+def deferred(plain: type) -> type:
+    """A class with the public methods of `plain`, whose module is imported where one is made.
+
+    Ray sends it by value, so its methods hold the names of module and class, never the class. A
+    `plain` that no module leads to (of `__main__`, or nested) is sent by value itself: it comes
+    back as it is.
+    """
+    module, name = plain.__module__, plain.__qualname__
+    if module == "__main__" or "." in name:
+        return plain
+
+    def make(self: Any, *arguments: Any, **settings: Any) -> None:
+        made = {
+            n: value.make() if isinstance(value, Early) else value for n, value in settings.items()
+        }
+        with collector_off():
+            hosted = importlib.import_module(module)
+        self.plain = getattr(hosted, name)(*arguments, **made)
+
+    methods = {
+        called: _passed_on(called, inspect.iscoroutinefunction(method))
+        for called, method in inspect.getmembers(plain, inspect.isfunction)
+        if not called.startswith("_")
+    }
+    doc = f"`{module}.{name}`, in the process that hosts it."
+    return type(name, (), {"__init__": make, "__doc__": doc, "__module__": module, **methods})
+
+
+def _passed_on(name: str, asynchronous: bool) -> Any:
+    """A method that calls the hosted object's."""
+
+    async def awaited(self: Any, *given: Any, **named: Any) -> Any:
+        return await getattr(self.plain, name)(*given, **named)
+
+    def called(self: Any, *given: Any, **named: Any) -> Any:
+        return getattr(self.plain, name)(*given, **named)
+
+    return awaited if asynchronous else called
+
+
+Made = TypeVar("Made")
+
+
+def early_on_all_gpus(
+    places: Places, role: str, index: int, make: Callable[[], Any]
+) -> Early | Any:
+    """`make` for a setting of a deferred class, run with the GPUs of all of a member's bundles.
+
+    Returns an `Early`, or a reference to one, which Ray resolves where it is an actor's argument.
+    """
+    if places.span(role) == 1:
+        return Early(make)
+    import ray  # which a run in this process does without
+
+    task: Any = ray.remote(_own_gpus)
+    others = [
+        task.options(**places.options(role, index, part)).remote()
+        for part in range(1, places.span(role))
+    ]
+    together: Any = ray.remote(_early)
+    return together.options(num_cpus=0).remote(make, *others)
+
+
+def _early(make: Callable[[], Any], *others: str) -> Early:
+    return Early(partial(_on_all_of, others, make))
+
+
+def _on_all_of(others: Sequence[str], make: Callable[[], Made]) -> Made:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([_own_gpus(), *others])
+    return make()
+
+
+def _own_gpus() -> str:
+    """Ids of the GPUs that Ray has given this process."""
+    return ",".join(actor_gpus())
