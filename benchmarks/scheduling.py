@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.command import run_command
-from cluster.hosts.engine_pool import EnginePool
+from cluster.handles.engine_pool import EnginePool
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
 from distill.records import Lease, OnStale, StepRuleName, TrainedGroups

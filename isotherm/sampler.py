@@ -14,8 +14,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.embedded.engine import EmbeddedEngine
 from cluster.handles import calls, errors
+from cluster.handles.failures import root_cause
 from cluster.handles.local_actor import LocalActor
-from cluster.supervision.failures import root_cause
 from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest

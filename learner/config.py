@@ -118,7 +118,7 @@ class OptimizerSettings:
         if isinstance(self.lr, str):
             raise ConfigError(
                 f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
-                "number (learner.learning_rate.suggested_lr)",
+                "number (cluster.config.learning_rate.suggested_lr)",
                 field="lr",
             )
         if not 0 < self.lr < float("inf"):

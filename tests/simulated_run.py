@@ -19,9 +19,9 @@ import numpy as np
 
 from cluster.config.recipes import make
 from cluster.config.rollout_checks import check_rollout
+from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import handshake
 from cluster.hosts.build import RolloutCast
-from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.learners import LearnerActors
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import POLICY, ROLLOUT, placed_roles

@@ -19,13 +19,13 @@ from actors.sglang.start import start_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
+from cluster.handles.mailbox import with_mailbox
 from cluster.handles.node import node_address
 from cluster.hosts.actors import deferred, early_on_all_gpus, here, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
-from cluster.hosts.mailbox import with_mailbox
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.places import Places
 from cluster.placement.roles import (

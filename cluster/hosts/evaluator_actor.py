@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from actors.rollout.evaluator import Evaluation, Evaluator
-from cluster.hosts.engine_pool import EnginePool
+from cluster.handles.engine_pool import EnginePool
 from cluster.supervision.supervise import WorkDone
 from distill.envs.base import EnvDataset
 from distill.sampling import EvalSampling, TrainSampling

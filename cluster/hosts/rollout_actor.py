@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from actors.rollout.worker import RolloutWorker, Stage
-from cluster.hosts.engine_pool import EnginePool
+from cluster.handles.engine_pool import EnginePool
 from distill.engine import Score, ScoreRequest
 from distill.envs.base import EnvStream
 

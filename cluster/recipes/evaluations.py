@@ -18,7 +18,7 @@ from typing import Any
 from actors.rollout.evaluator import EvaluatedResponse
 from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import RolloutConfig
-from cluster.hosts.engine_pool import EnginePool
+from cluster.handles.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations

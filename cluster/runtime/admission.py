@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
+from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import EnginesSilent
-from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.driver import Driver
 from cluster.runtime.joining import Joining

@@ -8,8 +8,8 @@ from typing import Any
 
 from cluster.base.outcomes import RunFailed
 from cluster.handles import calls, errors
+from cluster.handles.failures import reason_of
 from cluster.hosts.rollout_actor import Roster, RosterChange
-from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import Member
 
 

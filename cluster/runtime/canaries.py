@@ -26,12 +26,12 @@ from cluster.base.outcomes import ActorLost, LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls, errors
+from cluster.handles.failures import reason_of
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
-from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import CalibrationError, EngineError
 from distill.handshake.canary import COMPANY

@@ -30,8 +30,8 @@ from cluster.base.outcomes import (
     StoppedAtOnce,
 )
 from cluster.handles import calls, errors
+from cluster.handles.failures import dead_among, is_death, reason_of, root_cause
 from cluster.placement.roles import LEARNER
-from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.base.outcomes import ActorHung, ActorLost, RunFailed
+from cluster.handles.failures import dead_among
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver
-from cluster.supervision.failures import dead_among
 from cluster.supervision.supervise import Member, State, Supervisor
 
 _TRIES = 5

@@ -25,8 +25,9 @@ from cluster.findings.finding import Finding
 from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
+from cluster.handles.engine_pool import EnginePool
+from cluster.handles.failures import reason_of
 from cluster.hosts.build import RolloutCast
-from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.learners import LearnerActors
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.places import Places
@@ -57,7 +58,6 @@ from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
-from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
 from distill.records import CONSTANT_REWARD, TrainedGroups

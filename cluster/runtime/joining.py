@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.hosts.engine_pool import EnginePool
+from cluster.handles.engine_pool import EnginePool
+from cluster.handles.failures import reason_of
 from cluster.placement.roles import POLICY
 from cluster.runtime.driver import Driver, forget
-from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import JOIN_GROUP, Member, Supervisor
 from distill.handshake.comparison import CalibrationReport
 

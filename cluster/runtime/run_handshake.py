@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from actors.config import choose_dtype
 from actors.rollout.teacher import States
 from cluster.config.on_policy import RolloutConfig
+from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import (
     ENGINE_DEADLINE_S,
     PARTS,
@@ -22,7 +23,6 @@ from cluster.handshake.handshake import (
     scored_by,
 )
 from cluster.handshake.headed import HeadedTeacher
-from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table

@@ -26,8 +26,8 @@ from typing import Any
 
 from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.handles import calls, errors
+from cluster.handles.failures import reason_of
 from cluster.handles.node import node_address
-from cluster.supervision.failures import reason_of
 from distill.errors import IsothermError
 
 # Concurrency groups: what overtakes long calls.

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.handles import calls, errors
-from cluster.supervision.failures import root_cause
+from cluster.handles.failures import root_cause
 from cluster.weights.transport import Transport, collect
 from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.handles import calls
-from cluster.supervision.failures import dead_among
+from cluster.handles.failures import dead_among
 from cluster.weights.check import Expected, Logprobs, PushCheck
 from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports

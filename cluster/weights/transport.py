@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from cluster.config.pools import WeightsChoice
 from cluster.handles import calls, errors
-from cluster.supervision.failures import is_death, root_cause
+from cluster.handles.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 from distill.weights.model_weights import BUCKET_BYTES, Weights
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cluster.handles.engine_pool import EnginePool
 from cluster.handles.local_actor import LocalActor
-from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import POLICY, REFERENCE
 from cluster.runtime.admission import Admission
 from cluster.runtime.driver import Driver, Signals

@@ -14,8 +14,8 @@ import torch
 
 from cluster.findings.finding import Finding
 from cluster.handles import calls
+from cluster.handles.engine_pool import EnginePool
 from cluster.handles.local_actor import LocalActor
-from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.journal import read_journal, replay

@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from cluster.handles.engine_pool import EnginePool
 from cluster.handles.local_actor import LocalActor
-from cluster.hosts.engine_pool import EnginePool
 from distill.engine import Score, ScoreRequest
 from distill.errors import DataError, EngineError, EngineLost
 

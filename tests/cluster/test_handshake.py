@@ -23,8 +23,8 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.rollout.teacher import States
 from cluster import calibrate
 from cluster.config.on_policy import OpdConfig
+from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import LearnerLogprobs, handshake
-from cluster.hosts.engine_pool import EnginePool
 from cluster.runtime.run_handshake import RunHandshake
 from distill.engine import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import CalibrationError

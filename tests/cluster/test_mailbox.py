@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from cluster.handles import errors
-from cluster.hosts.engine_pool import EnginePool
-from cluster.hosts.mailbox import Mailbox, MailboxEnd, mailbox_of, with_mailbox
+from cluster.handles.engine_pool import EnginePool
+from cluster.handles.mailbox import Mailbox, MailboxEnd, mailbox_of, with_mailbox
 from distill.engine import GenerateRequest
 from distill.errors import DataError, EngineError, EngineLost
 from distill.sampling import TrainSampling

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.handles import errors
-from cluster.hosts.mailbox import MailboxEnd, mailbox_of
-from cluster.supervision.failures import reason_of
+from cluster.handles.failures import reason_of
+from cluster.handles.mailbox import MailboxEnd, mailbox_of
 from distill.engine import (
     EngineInfo,
     GenerateRequest,
