@@ -40,7 +40,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
     teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
     learner = Learner(config.learner(config.student, "cpu"), str(scratch))
-    loss = PolicyObjectiveLoss(objective=config.objective())
+    loss = PolicyObjectiveLoss(objective=config.objective)
 
     async def rollout(step: int) -> list[TrajectoryGroup]:
         first = step * config.prompts_per_step

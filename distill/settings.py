@@ -99,12 +99,27 @@ def is_section(field: Field) -> bool:
     return _SECTION in (field.metadata or {})
 
 
+def shown_fields(kind: type) -> Mapping[str, Field]:
+    """Fields of `kind` that a user may set: all but those that the ClassVar `hidden` names.
+
+    A section that a recipe narrows hides the settings that the recipe does not have.
+    """
+    hidden = getattr(kind, "hidden", ())
+    return {name: field for name, field in chz.chz_fields(kind).items() if name not in hidden}
+
+
+def kind_of(section: Field) -> type:
+    """Class of a field that holds a section."""
+    kind: Any = section._default_factory
+    return kind
+
+
 @cache
 def fields_of(kind: type) -> Mapping[str, Field]:
     """Fields of all settings by path, those of sections as `checkpoint.every`."""
     found: dict[str, Field] = {}
-    for name, field in chz.chz_fields(kind).items():
-        inner = fields_of(_kind(field)) if is_section(field) else {}
+    for name, field in shown_fields(kind).items():
+        inner = fields_of(kind_of(field)) if is_section(field) else {}
         found |= {f"{name}.{path}": each for path, each in inner.items()}
         if not inner:
             found[name] = field
@@ -149,7 +164,7 @@ def setting_of(kind: type, path: str, value: Any) -> str:
     field = chz.chz_fields(kind).get(path)
     if field is None or not is_section(field) or isinstance(value, Mapping) or chz.is_chz(value):
         return path
-    main = getattr(_kind(field), "main", None)
+    main = getattr(kind_of(field), "main", None)
     return path if main is None else f"{path}.{main}"
 
 
@@ -214,7 +229,7 @@ def declarer_of(kind: type, path: str) -> type:
     """The class that declares a setting first: `kind`, a section of it, or a base of either."""
     name, _, rest = path.partition(".")
     if rest:
-        return declarer_of(_kind(chz.chz_fields(kind)[name]), rest)
+        return declarer_of(kind_of(chz.chz_fields(kind)[name]), rest)
     for part in reversed(kind.__mro__):
         if name in getattr(part, "__chz_fields__", {}):
             return part
@@ -229,11 +244,6 @@ def section_of(kind: type, path: str) -> Section | None:
 def flagged(kind: type, flag: dict[str, Any]) -> set[str]:
     """Paths of the settings of `kind` that carry `flag`, one of the constants above."""
     return {path for path, field in fields_of(kind).items() if _carries(field, flag)}
-
-
-def _kind(section: Field) -> type:
-    kind: Any = section._default_factory
-    return kind
 
 
 def _carries(field: Field, flag: dict[str, Any]) -> bool:

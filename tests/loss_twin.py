@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.models.logprobs import TokenStats
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import StepCounts
-from distill.objective.settings import PolicyObjective
+from distill.objective.settings import ObjectiveConfig
 from tests.samples import training_row
 
 
@@ -80,12 +80,12 @@ class Twin(NamedTuple):
     side: int
 
 
-def bounds(how: PolicyObjective) -> tuple[float, float]:
+def bounds(how: ObjectiveConfig) -> tuple[float, float]:
     low, high = how.clip_bounds
     return 1 - low, 1 + high
 
 
-def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence: float) -> Twin:
+def twin(how: ObjectiveConfig, log_pi: float, log_old: float, A: float, sequence: float) -> Twin:
     """The losses as their papers write them, a token at a time; `sequence` is the row's ratio."""
     low, high = bounds(how)
     ratio = sequence if how.loss == "gspo" else math.exp(log_pi - log_old)
@@ -125,7 +125,7 @@ class Written(NamedTuple):
     clip_low_share: float
 
 
-def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Written:
+def written_out(how: ObjectiveConfig, made: Drawn, old: Sequence[float]) -> Written:
     """The whole policy loss, without corrections, by loops over rows and tokens."""
     batch, stats, counts = made
     loss, sides, gradients = 0.0, [], [0.0] * len(batch.tokens_N)

@@ -179,7 +179,7 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
 
 def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields, ours = fields_of(kind), _ELSEWHERE.get(key, "")
-    near = [ours] if ours.partition(".")[0] in fields else []
+    near = [ours] if meant_by(kind, ours.partition(".")[0]) else []
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     if not near:  # search the docs for a name that other libraries use: learning_rate

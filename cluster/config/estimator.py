@@ -33,7 +33,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
         ConfigError, EngineError: no estimator fits; a teacher's server does not answer.
         CheckpointError: a model has no readable config.
     """
-    if config.estimator != AUTO:
+    if config.objective.estimator != AUTO:
         return config, ""
     chosen, why = _begun(config) or _chosen(config)
     line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
@@ -43,15 +43,17 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
 def _begun(config: OpdConfig) -> tuple[str, str] | None:
     try:
         written = json.loads((Path(config.out) / "config.json").read_text())
-        return str(written["settings"]["estimator"]), f"the run in {config.out} began with it"
+        estimator = written["settings"]["objective"]["estimator"]
+        return str(estimator), f"the run in {config.out} began with it"
     except (OSError, ValueError, KeyError, TypeError):
         return None  # nothing there, or what `RunDirectory.check` refuses
 
 
 def _chosen(config: OpdConfig) -> tuple[str, str]:
-    if not config.kl_coef:
+    reverse = config.objective.divergence == "reverse_kl"
+    if not config.objective.kl_coef:
         return "sampled", "the teacher is known by the sampled token alone (kl_coef=0)"
-    if config.kl_discount_factor:
+    if config.objective.kl_discount_factor:
         return "sampled", "kl_discount_factor is of sampled terms"
     if config.teacher_moves:
         return "full", "the teacher is the learner's own model, which has its distribution anyway"
@@ -63,18 +65,18 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     width = vocab_size(load_config(config.student))
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
-    if config.divergence == "reverse_kl" and without:  # of others a sampled token tells nothing
+    if reverse and without:  # of others a sampled token tells nothing
         return "sampled", f"the server at {without[0]} runs without isotherm's plugin"
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
     if width > 3 * DEFAULT_TOP_K:
         return "top_k", f"{apart}: it is asked at likely tokens"
-    if config.divergence == "reverse_kl":
+    if reverse:
         return "sampled", f"{apart}, and a vocabulary of {width} is small"
     raise ConfigError(
-        f"estimator=auto finds none for divergence={config.divergence}: {apart}, and a vocabulary "
-        f"of {width} is little more than {DEFAULT_TOP_K} likely tokens; give estimator=top_k and a "
-        "teacher_top_k"
+        f"estimator=auto finds none for divergence={config.objective.divergence}: {apart}, and a "
+        f"vocabulary of {width} is little more than {DEFAULT_TOP_K} likely tokens; give "
+        "estimator=top_k and a teacher_top_k"
     )
 
 

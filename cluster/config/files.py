@@ -65,6 +65,8 @@ def as_tree(config: Any) -> dict[str, Any]:
     tree.pop(WRITTEN_CLASS)
     for name, field in chz.chz_fields(config).items():
         of_one_class = {"": tree[name]} if is_section(field) else {}
+        for hidden in getattr(getattr(config, name), "hidden", ()):
+            tree[name].pop(hidden)
         if get_origin(field.x_type) is Mapping:
             of_one_class = tree[name]
         for each in of_one_class.values():

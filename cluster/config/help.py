@@ -13,7 +13,16 @@ from chz.field import Field
 from chz.util import MISSING
 
 from distill.rules import rules_of
-from distill.settings import ESSENTIAL, Section, fields_of, flagged, is_section, section_of
+from distill.settings import (
+    ESSENTIAL,
+    Section,
+    fields_of,
+    flagged,
+    is_section,
+    kind_of,
+    section_of,
+    shown_fields,
+)
 
 _WIDTH = 100
 # Where docs begin; a longer name has its doc on the lines beneath.
@@ -88,7 +97,7 @@ def settings_within(field: Field, given: Any) -> dict[str, Field]:
     if field._default_factory is MISSING or not chz.is_chz(field._default_factory):
         return {}
     if is_section(field):
-        return chz.chz_fields(field._default_factory)
+        return dict(shown_fields(kind_of(field)))
     named: Any = field._default_factory if given is None else given
     if isinstance(given, Castable) and field.meta_factory is not None:
         named = field.meta_factory.from_string(given.value)

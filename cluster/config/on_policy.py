@@ -36,20 +36,15 @@ from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
-    AUTO,
-    ConstantGroupSettings,
     ObjectiveConfig,
-    PolicyObjective,
-    TeacherObjective,
+    OpdObjective,
+    RlObjective,
     is_own,
-    require_advantages,
     require_comparison,
-    require_reward,
-    require_teacher,
 )
 from distill.rewards.length import LengthRules
 from distill.rules import ABSENT, above, at_least, get, needs, not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field, values_of, with_default
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
@@ -184,6 +179,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    objective: ObjectiveConfig = section_field(ObjectiveConfig)
     eval: EvalSettings = section_field(EvalSettings)
     rollout: RolloutSettings = section_field(RolloutSettings)
     verify: VerifySettings = section_field(VerifySettings)
@@ -247,8 +243,10 @@ class RolloutConfig(
         self._check_whole_steps()
         self._check_keeping()
         self._check_env()
+        require_comparison(self.objective, self.sampling.group_size)
+        self._check_reference()
         if (
-            self.objective().baseline == "global"
+            self.objective.baseline == "global"
             and self.prompts_per_step * self.sampling.group_size < 2
         ):
             raise ConfigError(
@@ -258,6 +256,30 @@ class RolloutConfig(
         self._check_nodes()
         self._check_shared_gpus()
         self._check_sleep()
+
+    def _check_reference(self) -> None:
+        """Raises ConfigError for a reference model that is missing, or that nothing uses."""
+        coefficient = self.objective.reference_kl_coef
+        if coefficient > 0 and self.reference is None and not self.lora.trains_adapter:
+            raise ConfigError(
+                f"reference_kl_coef={coefficient} needs a reference model; give "
+                "reference=DIR, the student's own checkpoint for example, or train an adapter "
+                "(lora.rank), whose base is a reference",
+                field="objective.reference_kl_coef",
+            )
+        asked = "reference" in self.env.asks
+        if self.reference is not None and coefficient == 0 and not asked:
+            raise ConfigError(
+                f"reference={self.reference} changes nothing with reference_kl_coef=0; give a "
+                "coefficient, or leave the reference out",
+                field="reference",
+            )
+        if self.reference is None and asked:
+            raise ConfigError(
+                "env.opponent=reference needs a reference model; give reference=DIR, the student's "
+                "own checkpoint for example",
+                field="env.opponent",
+            )
 
     def _check_nodes(self) -> None:
         """Raises ConfigError for servers over several nodes that cannot be placed."""
@@ -339,7 +361,7 @@ class RolloutConfig(
         """Raises ConfigError for settings that the environment does not use."""
         self.env.check_group(self.sampling.group_size)
         for field in self.env.token_rewards:
-            if getattr(self.env, field) and self.objective().bonus_coef == 0:
+            if getattr(self.env, field) and self.objective.bonus_coef == 0:
                 raise ConfigError(
                     f"env.{field}={getattr(self.env, field)} changes nothing with bonus_coef=0; "
                     "give a coefficient, or leave it out"
@@ -378,13 +400,9 @@ class RolloutConfig(
     def recipe(self) -> str:
         """The recipe's name on the command line."""
 
-    @abstractmethod
-    def objective(self) -> ObjectiveConfig:
-        """The run's objective, with all of its terms."""
-
     def length_rules(self) -> LengthRules | None:
         """Rules by which the length of a response changes its reward; None without any."""
-        objective = self.objective()
+        objective = self.objective
         if not objective.mask_truncated and not objective.overlong_buffer:
             return None
         return LengthRules(
@@ -436,12 +454,12 @@ class RolloutConfig(
     @property
     def scored_by_reference(self) -> bool:
         """True if reference engines score the rollouts. Otherwise see `base_is_reference`."""
-        return self.reference is not None and self.objective().reference_kl_coef > 0
+        return self.reference is not None and self.objective.reference_kl_coef > 0
 
     @property
     def base_is_reference(self) -> bool:
         """True if the learner's model without its adapter is the reference policy."""
-        referred = self.reference is None and self.objective().reference_kl_coef > 0
+        referred = self.reference is None and self.objective.reference_kl_coef > 0
         return referred and not self.only_keeps
 
     @property
@@ -479,7 +497,7 @@ class RolloutConfig(
 
     @property
     def _compares_all(self) -> bool:
-        return self.objective().estimator == "full" and not self.only_keeps
+        return self.objective.estimator == "full" and not self.only_keeps
 
     def reference_engine(
         self, device: str, log_path: str, stops: StopTokens | None = None
@@ -524,7 +542,7 @@ class RolloutConfig(
             self.student,
             device,
             resume_from=resume_from,
-            updates_per_step=self.objective().num_substeps,
+            updates_per_step=self.objective.num_substeps,
             stops=stops,
         )
         return chz.replace(made, shadow=self.teacher_rule)
@@ -611,33 +629,25 @@ class RolloutConfig(
 
 
 @chz.chz
-class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
+class OpdConfig(TeachersSettings, RolloutConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    estimator: str = with_default(TeacherObjective, "estimator", AUTO)
+    objective: OpdObjective = section_field(OpdObjective)
 
     @chz.validate
     def _opd_in_range(self) -> None:
-        require_teacher(self)
-        require_advantages(self)
         self.teacher.check_share(self.steps)
         self.text_endpoints()
         self._check_feedback()
         if self.teacher_moves:
             self._check_own_teacher()
-        if self.reward_coef > 0:
-            require_comparison(self, self.sampling.group_size)
         self._check_heads()
-        _check_reference(self, self)
 
     @property
     def recipe(self) -> str:
         return "opd"
-
-    def objective(self) -> ObjectiveConfig:
-        return ObjectiveConfig(**values_of(TeacherObjective, self))
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
@@ -658,23 +668,29 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
         if self.teacher.feedback is None:
             return None
         return FeedbackTemplate(
-            text=self.teacher.feedback, correct_reward_threshold=self.correct_threshold
+            text=self.teacher.feedback, correct_reward_threshold=self.objective.correct_threshold
         )
 
     def _check_feedback(self) -> None:
         template = self.feedback_template()
         tells = template is not None and "outcome" in template.placeholders
-        if self.correct_reward_threshold is not None and not (tells or self.hint_bonus_coef):
+        threshold = self.objective.correct_reward_threshold
+        if threshold is not None and not (tells or self.objective.hint_bonus_coef):
             raise ConfigError(
-                f"correct_reward_threshold={self.correct_reward_threshold} changes nothing without "
-                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out"
+                f"correct_reward_threshold={threshold} changes nothing without "
+                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out",
+                field="objective.correct_reward_threshold",
             )
 
     def _check_heads(self) -> None:
         """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
         for name, teacher in self.teacher_models().items():
             setting = f"teachers.{name}" if name else "teacher"
-            if self.estimator == "full" and is_url(teacher.model) and teacher.head is None:
+            if (
+                self.objective.estimator == "full"
+                and is_url(teacher.model)
+                and teacher.head is None
+            ):
                 raise ConfigError(
                     f"estimator=full with {setting}={teacher.model}, a running server, needs its "
                     f"head in the learner; give {setting}.head=DIR, the checkpoint that it serves, "
@@ -688,7 +704,7 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
                 field="teacher.head",
             )
         heads = [each.head for each in self.teacher_models().values() if each.head is not None]
-        full = self.estimator in ("full", AUTO)
+        full = self.objective.estimator in ("full", "auto")
         if heads and (not full or self.only_keeps or self.train_from is not None):
             raise ConfigError(
                 f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "
@@ -747,7 +763,7 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
         hidden states where the learner has its head.
         """
         return bool(
-            self.estimator != "full"
+            self.objective.estimator != "full"
             or self.teacher_heads
             or self.only_keeps
             or self.train_from is not None
@@ -759,7 +775,7 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
         """The setting, with its value, by which the loss reads log q_T of the sampled tokens; ""
         without one."""
         for name in ("kl_clip", "advantage", "hint_bonus_coef", "loss"):
-            value = getattr(self, name)
+            value = getattr(self.objective, name)
             if is_own(value) if name == "loss" else value:
                 return f"{name}={value}"
         return ""
@@ -781,17 +797,10 @@ class OpdConfig(TeachersSettings, RolloutConfig, TeacherObjective):
 
 
 @chz.chz
-class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
+class RlConfig(RolloutConfig):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
-    section: ClassVar[Section] = Section.SAMPLING
-
-    reward_coef: float = with_default(PolicyObjective, "reward_coef", 1.0)
-
-    @chz.validate
-    def _rl_in_range(self) -> None:
-        require_reward(self, self.sampling.group_size)
-        _check_reference(self, self)
+    objective: RlObjective = section_field(RlObjective)
 
     @property
     def recipe(self) -> str:
@@ -799,35 +808,5 @@ class RlConfig(RolloutConfig, PolicyObjective, ConstantGroupSettings):
 
     @property
     def most_replaced(self) -> int:
-        return MOST_REPLACED * self.prompts_per_step if self.constant_groups == "replace" else 0
-
-    def objective(self) -> ObjectiveConfig:
-        return ObjectiveConfig(
-            kl_coef=0.0,
-            constant_groups=self.constant_groups,
-            **values_of(PolicyObjective, self),
-        )
-
-
-def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:
-    if (
-        objective.reference_kl_coef > 0
-        and config.reference is None
-        and not config.lora.trains_adapter
-    ):
-        raise ConfigError(
-            f"reference_kl_coef={objective.reference_kl_coef} needs a reference model; give "
-            "reference=DIR, the student's own checkpoint for example, or train an adapter "
-            "(lora.rank), whose base is a reference"
-        )
-    asked = "reference" in config.env.asks
-    if config.reference is not None and objective.reference_kl_coef == 0 and not asked:
-        raise ConfigError(
-            f"reference={config.reference} changes nothing with reference_kl_coef=0; give a "
-            "coefficient, or leave the reference out"
-        )
-    if config.reference is None and asked:
-        raise ConfigError(
-            "env.opponent=reference needs a reference model; give reference=DIR, the student's own "
-            "checkpoint for example"
-        )
+        replaces = self.objective.constant_groups == "replace"
+        return MOST_REPLACED * self.prompts_per_step if replaces else 0

@@ -150,7 +150,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 "be scored. Resize its embeddings, or choose another pair"
             )
         if role != "reference":
-            _check_top(config.objective(), role, scorer, vocab_size(student), stops.event)
+            _check_top(config.objective, role, scorer, vocab_size(student), stops.event)
     states: dict[str, States] = {
         name: _check_states(config, f"teachers.{name}" if name else "teacher", head, scorers)
         for name, head in config.teacher_heads.items()
@@ -347,7 +347,7 @@ def _load_problems(
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     """Raises ConfigError if the problems leave a term of the objective without a signal."""
-    objective = config.objective()
+    objective = config.objective
     builders_P = [train.builder(p, config.sampling.group_size) for p in range(len(train))]
     if not builders_P:
         raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")

@@ -124,7 +124,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
         ConfigError: one cannot be imported or called so; it raises, hangs, or answers in another
             form than the objective needs.
     """
-    objective = config.objective()
+    objective = config.objective
     trials: list[tuple[str, Callable[[], None]]] = []
     if objective.advantage is not None:
         own_advantage(objective.advantage)

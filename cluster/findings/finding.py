@@ -74,7 +74,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Setup:
-        objective = config.objective()
+        objective = config.objective
         return cls(
             max_new_tokens=config.sampling.max_new_tokens,
             max_staleness=config.queue.max_staleness,

@@ -332,7 +332,7 @@ def policy_losses(
     config: RolloutConfig, device: str, stops: StopTokens, group: WorkerGroup
 ) -> tuple[LossFunction, ...]:
     """Losses of an opd or rl run, on every worker; with the teachers of estimator=full."""
-    objective = config.objective()
+    objective = config.objective
     teachers = None
     if config.copied_teachers or config.teacher_heads:
         teachers = LocalTeachers(

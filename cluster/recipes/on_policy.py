@@ -194,7 +194,7 @@ def _measured(config: RolloutConfig, inputs: RolloutInputs) -> set[str]:
 def _plan(
     config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
 ) -> str:
-    objective = config.objective()
+    objective = config.objective
     sampling = config.sampling
     again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
     evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""

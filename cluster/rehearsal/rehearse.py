@@ -150,7 +150,7 @@ class _Rehearsal:
 
     def _ask_those_elsewhere(self) -> None:
         """Send one canary to each external teacher, which a twin replaces in the run."""
-        objective = self._config.objective()
+        objective = self._config.objective
         given, top_k = objective.asked_of_policy, objective.asked_of_teacher
         for name, url in self._small.stand_ins.items():
             asked = ask_once(url, self._config.sampling.temperature, given=given, top_k=top_k)

@@ -21,8 +21,9 @@ from distill.settings import changed, fields_of
 _MOST = {
     "prompts_per_step": 4, "sampling.group_size": 4, "sampling.max_new_tokens": 24,
     "eval.max_new_tokens": 24,
-    "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1, "num_substeps": 4,
-    "lora.rank": 8, "overlong_buffer": 12, "warmup_steps": 1,
+    "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1,
+    "objective.num_substeps": 4,
+    "lora.rank": 8, "objective.overlong_buffer": 12, "warmup_steps": 1,
     "teacher.sft_steps": 1, "teacher.lag": 2,
 }  # fmt: skip
 _POOLS = ("policy.engines", "teacher.engines", "rollout.workers")

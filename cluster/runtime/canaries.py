@@ -75,7 +75,7 @@ class CanarySetup:
 
 def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
     """Canary setup of a run; `scorers` are the roles whose weights never change."""
-    objective = config.objective()
+    objective = config.objective
     asked = objective.asked_of_policy, objective.asked_of_teacher
     return CanarySetup(
         every=config.verify.canary_every,

@@ -20,7 +20,7 @@ from torch import Tensor
 from distill.objective.custom import own_loss
 from distill.objective.settings import (
     CORRECTION_CAP,
-    PolicyObjective,
+    ObjectiveConfig,
     is_own,
 )
 
@@ -129,7 +129,7 @@ def token_losses(
     logprobs_N: Tensor,
     old_N: Tensor,
     advantages_N: Tensor,
-    how: PolicyObjective,
+    how: ObjectiveConfig,
     mean_of_sequence: Callable[[Tensor], Tensor],
 ) -> TokenLoss:
     """The loss named by `how`, with its bounds or their defaults.
@@ -165,7 +165,7 @@ def token_losses(
 
 
 def mismatch_weights(
-    proximal_N: Tensor, behaviour_N: Tensor, how: PolicyObjective
+    proximal_N: Tensor, behaviour_N: Tensor, how: ObjectiveConfig
 ) -> tuple[Tensor, Tensor]:
     """exp(log proximal - log behaviour), bounded, without gradient; and where the bound acted.
 

@@ -67,7 +67,6 @@ from distill.objective.settings import (
     DEFAULT_JSD_BETA,
     Normalisation,
     ObjectiveConfig,
-    PolicyObjective,
 )
 from distill.records import TrajectoryGroupMeta
 from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
@@ -137,7 +136,7 @@ def policy_terms(
 
 
 def advantages_of(
-    groups_P: Sequence[TrajectoryGroup] | Sequence[TrajectoryGroupMeta], objective: PolicyObjective
+    groups_P: Sequence[TrajectoryGroup] | Sequence[TrajectoryGroupMeta], objective: ObjectiveConfig
 ) -> list[FloatArray]:
     """A_i of each group's members, as `sample_advantages` has them; 0 in groups that the teacher
     sampled, which no other group is compared with."""
@@ -215,7 +214,7 @@ def hint_bonus(segment: Segment, coef: float) -> FloatArray:
     return on_actions(segment, np.float32(-coef) * teacher_gaps(segment))
 
 
-def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective) -> FloatArray:
+def reward_terms(segment: Segment, advantage: float, objective: ObjectiveConfig) -> FloatArray:
     """advantage + bonus_coef * b_t on a segment's actions, b_t the token's own reward; (T,)."""
     advantages_N = np.full(segment.num_actions, advantage, np.float32)
     if objective.bonus_coef and segment.bonuses_T is not None:
@@ -224,7 +223,7 @@ def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective)
 
 
 def _with_reference(
-    terms: Sequence[TokenTerms], trajectory: Trajectory, objective: PolicyObjective, mean_kl: float
+    terms: Sequence[TokenTerms], trajectory: Trajectory, objective: ObjectiveConfig, mean_kl: float
 ) -> list[TokenTerms]:
     """The terms with the reference's penalty, discounted to the trajectory's end:
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from distill.errors import DataError
 from distill.objective.custom import own_advantage
 from distill.objective.group_rewards import GroupRewards
-from distill.objective.settings import Baseline, PolicyObjective
+from distill.objective.settings import Baseline, ObjectiveConfig
 from distill.types import FloatArray, same_reward
 
 # Added to a standard deviation before dividing by it.
@@ -23,7 +23,7 @@ STD_FLOOR = 1e-6
 
 
 def sample_advantages(
-    rewards_P: Sequence[GroupRewards], objective: PolicyObjective
+    rewards_P: Sequence[GroupRewards], objective: ObjectiveConfig
 ) -> list[FloatArray]:
     """reward_coef * A_i of the members of each of a step's groups, shape (G,) each.
 
@@ -47,7 +47,7 @@ def sample_advantages(
     ]
 
 
-def _in_group(group: GroupRewards, objective: PolicyObjective) -> FloatArray:
+def _in_group(group: GroupRewards, objective: ObjectiveConfig) -> FloatArray:
     """A_i of the members that count, compared with one another; 0 of a single one."""
     made_G = _zeros(group)
     if objective.baseline != "leave_one_out" or group.counted_G.sum() > 1:

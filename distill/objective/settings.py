@@ -1,7 +1,7 @@
 """Settings of the objective: advantages, policy losses and divergences, in one place.
 
-`PolicyObjective` has RL's settings; `TeacherObjective` adds the teacher's. Both reject settings
-without a gradient, or with one that does not depend on the teacher, with the reason. See
+`ObjectiveConfig` has them all; `OpdObjective` and `RlObjective` are those of a recipe, which refuse
+settings without a gradient, or with one that does not depend on the teacher, with the reason. See
 docs/objectives.md for how to choose among them.
 """
 
@@ -13,7 +13,7 @@ import chz
 
 from distill.errors import ConfigError
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, one_of, setting
-from distill.settings import Section
+from distill.settings import Section, with_default
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Baseline = Literal["mean", "leave_one_out", "global"]
@@ -52,9 +52,9 @@ _REFUSED_ESTIMATORS = [
     )
 ]
 # Rules that several settings share.
-_REWARDS = needs("reward_coef", remedy="give a reward_coef, or leave it out")
-_ADVANTAGE = not_with("advantage", why="it is computed in their place")
-_TOP_K = needs("estimator", "top_k")
+_REWARDS = needs("objective.reward_coef", remedy="give a reward_coef, or leave it out")
+_ADVANTAGE = not_with("objective.advantage", why="it is computed in their place")
+_TOP_K = needs("objective.estimator", "top_k")
 _FLAT_JSD = (
     "there the generalised JSD and its gradient are zero; divergence=forward_kl or reverse_kl is "
     "its limit"
@@ -62,10 +62,11 @@ _FLAT_JSD = (
 
 
 @chz.chz
-class PolicyObjective:
-    """Settings of rewards, baselines, the loss over ratios, and regularisation of the policy."""
+class ObjectiveConfig:
+    """The objective: teacher's terms, rewards, baselines, the loss over ratios, regularisation."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
+    within: ClassVar[str] = "objective."
 
     loss: str = setting(
         one_of(*get_args(LossName), or_own=True),
@@ -75,7 +76,7 @@ class PolicyObjective:
         "(logprobs_N, old_N, advantages_N) that returns each token's loss",
     )
     clip: float | tuple[float, float] | None = setting(
-        needs("loss", *CLIP),
+        needs("objective.loss", *CLIP),
         default=None,
         doc="how far from 1 a ratio may go: one number, or two, for below and above (0.2,0.28); "
         "default: ppo 0.2, cispo 1,4, gspo 3e-4,4e-4",
@@ -90,7 +91,7 @@ class PolicyObjective:
     )
     correction_cap: float | None = setting(
         at_least(1),
-        needs("correction", "truncate", "mask"),
+        needs("objective.correction", "truncate", "mask"),
         default=None,
         doc="largest learner/server weight; mask also drops weights below its inverse; default: 2",
     )
@@ -162,39 +163,11 @@ class PolicyObjective:
         "teacher (estimator=sampled) and the reference; 0: only the token's own term",
     )
 
-    @chz.validate
-    def _clip_in_range(self) -> None:
-        if not all(0 <= bound < float("inf") for bound in self.clip_bounds):
-            raise ConfigError(f"clip={self.clip} must be 0 or above, and finite", field="clip")
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """Distances that a ratio may go below and above 1."""
-        if self.clip is None:
-            return CLIP.get(self.loss, (0.0, 0.0))
-        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
-
-    @chz.validate
-    def _advantage_is_a_function(self) -> None:
-        if self.advantage is not None and not is_own(self.advantage):
-            raise ConfigError(
-                f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
-                "names of those that are built in",
-                field="advantage",
-            )
-
-
-@chz.chz
-class ConstantGroupSettings:
-    """Treatment of groups whose rewards teach nothing."""
-
-    section: ClassVar[Section] = Section.OBJECTIVE
-
     constant_groups: ConstantGroups = setting(
         one_of(*get_args(ConstantGroups)),
         _REWARDS,
         not_with(
-            "baseline",
+            "objective.baseline",
             "global",
             why="a group of one reward is better or worse than the others, which is a signal",
         ),
@@ -204,18 +177,11 @@ class ConstantGroupSettings:
         "step; drop: the batch is smaller; train: they stay in it",
     )
 
-
-@chz.chz
-class TeacherObjective(PolicyObjective):
-    """Settings of `PolicyObjective` and of the teacher's terms."""
-
-    section: ClassVar[Section] = Section.OBJECTIVE
-
     kl_coef: float = setting(at_least(0), default=1.0, doc="weight of the teacher's term")
     kl_clip: float | None = setting(
         above(0, "leave it out to clip nothing"),
-        needs("divergence", "reverse_kl"),
-        needs("kl_coef"),
+        needs("objective.divergence", "reverse_kl"),
+        needs("objective.kl_coef"),
         default=None,
         doc="bound on a token's log p - log q, on either side, in nats (reverse_kl): limits the "
         "signal, and biases it; default: no bound",
@@ -232,7 +198,7 @@ class TeacherObjective(PolicyObjective):
     divergence: str = setting(
         one_of(*get_args(DivergenceName), or_own=True),
         not_with(
-            "estimator",
+            "objective.estimator",
             "sampled",
             why="the log-prob of one sampled token does not tell it",
             remedy="use estimator=full or top_k",
@@ -245,7 +211,7 @@ class TeacherObjective(PolicyObjective):
     jsd_beta: float | None = setting(
         above(0, _FLAT_JSD),
         below(1, _FLAT_JSD),
-        needs("divergence", "jsd"),
+        needs("objective.divergence", "jsd"),
         default=None,
         doc="jsd: share of the teacher in the mixture, in (0, 1); default: 0.5",
     )
@@ -292,12 +258,35 @@ class TeacherObjective(PolicyObjective):
     )
 
     @chz.validate
+    def _clip_in_range(self) -> None:
+        if not all(0 <= bound < float("inf") for bound in self.clip_bounds):
+            raise ConfigError(
+                f"clip={self.clip} must be 0 or above, and finite", field="objective.clip"
+            )
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Distances that a ratio may go below and above 1."""
+        if self.clip is None:
+            return CLIP.get(self.loss, (0.0, 0.0))
+        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+
+    @chz.validate
+    def _advantage_is_a_function(self) -> None:
+        if self.advantage is not None and not is_own(self.advantage):
+            raise ConfigError(
+                f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
+                "names of those that are built in",
+                field="objective.advantage",
+            )
+
+    @chz.validate
     def _terms_are_sampled(self) -> None:
         if self.kl_discount_factor:
             self._check_discount()
         if self.tail == "sampled" and self.divergence != "reverse_kl":
             raise ConfigError(
-                "tail=sampled is for divergence=reverse_kl; use tail=bucket", field="tail"
+                "tail=sampled is for divergence=reverse_kl; use tail=bucket", field="objective.tail"
             )
 
     def _check_discount(self) -> None:
@@ -307,7 +296,7 @@ class TeacherObjective(PolicyObjective):
             raise ConfigError(
                 f"{given} needs estimator=sampled: with tail=sampled only a part of the "
                 "teacher's term is sampled, and the rest has no future terms",
-                field="kl_discount_factor",
+                field="objective.kl_discount_factor",
             )
         if self.reference_kl_coef:
             return
@@ -315,13 +304,13 @@ class TeacherObjective(PolicyObjective):
             raise ConfigError(
                 f"{given} changes nothing without a teacher and with reference_kl_coef=0; give a "
                 "reference_kl_coef, or leave it out",
-                field="kl_discount_factor",
+                field="objective.kl_discount_factor",
             )
         if self.estimator not in ("sampled", AUTO):
             raise ConfigError(
                 f"{given} needs estimator=sampled, or a reference_kl_coef: a divergence of whole "
                 "distributions has no future terms",
-                field="kl_discount_factor",
+                field="objective.kl_discount_factor",
             )
 
     @property
@@ -372,11 +361,6 @@ class TeacherObjective(PolicyObjective):
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
 
-@chz.chz
-class ObjectiveConfig(TeacherObjective, ConstantGroupSettings):
-    """The objective of an opd or rl run."""
-
-
 DEFAULT_TOP_K = 32
 # Model over which the divergence takes its expectation; the JSD has both. Custom divergence: union.
 _SUPPORT: dict[str, TopKFrom] = {
@@ -386,53 +370,73 @@ DEFAULT_JSD_BETA = 0.5
 DEFAULT_CORRECT_REWARD = 1.0
 
 
-def require_teacher(objective: TeacherObjective) -> None:
-    """Raise ConfigError for a distillation whose gradient does not depend on the teacher."""
-    if objective.kl_coef == 0 and objective.hint_bonus_coef == 0:
-        raise ConfigError(
-            "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
-            "give a kl_coef above 0 (recipe=rl trains on rewards alone)",
-            field="kl_coef",
-        )
-    if objective.kl_coef == 0 and objective.estimator not in ("sampled", AUTO):
-        raise ConfigError(
-            f"estimator={objective.estimator} changes nothing with kl_coef=0; leave it out",
-            field="estimator",
-        )
+@chz.chz
+class OpdObjective(ObjectiveConfig):
+    """The objective of on-policy distillation: the teacher's terms, and rewards beside them."""
 
+    hidden: ClassVar[frozenset[str]] = frozenset({"constant_groups"})
 
-def require_advantages(objective: TeacherObjective) -> None:
-    """Raise ConfigError for a loss or a correction that weights advantages if all are 0.
+    estimator: str = with_default(ObjectiveConfig, "estimator", AUTO)
 
-    `dro`, and a custom loss, may have terms without an advantage.
-    """
-    if objective.has_advantages or objective.loss == "dro" or is_own(objective.loss):
-        return
-    for name, off in (("loss", "importance_sampling"), ("correction", "none")):
-        if (value := getattr(objective, name)) != off:
-            tail = "" if objective.estimator == "full" else " tail=bucket"
+    @chz.validate
+    def _depends_on_teacher(self) -> None:
+        if self.kl_coef == 0 and self.hint_bonus_coef == 0:
             raise ConfigError(
-                f"{name}={value} changes nothing with estimator={objective.estimator}{tail} and no "
-                "reward, bonus or reference: it weighs the advantages of sampled tokens, which are "
-                f"all 0. Leave {name} out, or give estimator=sampled",
-                field=name,
+                "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
+                "give a kl_coef above 0 (recipe=rl trains on rewards alone)",
+                field="objective.kl_coef",
+            )
+        if self.kl_coef == 0 and self.estimator not in ("sampled", AUTO):
+            raise ConfigError(
+                f"estimator={self.estimator} changes nothing with kl_coef=0; leave it out",
+                field="objective.estimator",
+            )
+
+    @chz.validate
+    def _weighs_advantages(self) -> None:
+        """Raise ConfigError for a loss or a correction that weights advantages if all are 0.
+
+        `dro`, and a custom loss, may have terms without an advantage.
+        """
+        if self.has_advantages or self.loss == "dro" or is_own(self.loss):
+            return
+        for name, off in (("loss", "importance_sampling"), ("correction", "none")):
+            if (value := getattr(self, name)) != off:
+                tail = "" if self.estimator == "full" else " tail=bucket"
+                raise ConfigError(
+                    f"{name}={value} changes nothing with estimator={self.estimator}{tail} and no "
+                    "reward, bonus or reference: it weighs the advantages of sampled tokens, which "
+                    f"are all 0. Leave {name} out, or give estimator=sampled",
+                    field=f"objective.{name}",
+                )
+
+
+@chz.chz
+class RlObjective(ObjectiveConfig):
+    """The objective of reinforcement learning: rewards, without a teacher."""
+
+    hidden: ClassVar[frozenset[str]] = frozenset({
+        "kl_coef", "kl_clip", "estimator", "divergence", "jsd_beta", "teacher_top_k", "top_k_from",
+        "tail", "hint_bonus_coef", "correct_reward_threshold",
+    })  # fmt: skip
+
+    kl_coef: float = with_default(ObjectiveConfig, "kl_coef", 0.0)
+    reward_coef: float = with_default(ObjectiveConfig, "reward_coef", 1.0)
+
+    @chz.validate
+    def _rewards_something(self) -> None:
+        if self.reward_coef == 0 and self.bonus_coef == 0:
+            raise ConfigError(
+                "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; "
+                "give one of them",
+                field="objective.reward_coef",
             )
 
 
-def require_reward(objective: PolicyObjective, group_size: int) -> None:
-    """Raise ConfigError for an RL objective whose gradient is zero."""
-    if objective.reward_coef == 0 and objective.bonus_coef == 0:
-        raise ConfigError(
-            "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; give "
-            "one of them",
-            field="reward_coef",
-        )
-    if objective.reward_coef > 0:
-        require_comparison(objective, group_size)
-
-
-def require_comparison(objective: PolicyObjective, group_size: int) -> None:
+def require_comparison(objective: ObjectiveConfig, group_size: int) -> None:
     """Raise ConfigError for rewards that are compared only with themselves."""
+    if objective.reward_coef == 0:
+        return
     if group_size < 2 and objective.baseline != "global" and objective.advantage is None:
         raise ConfigError(
             f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "

@@ -48,7 +48,6 @@ from distill.errors import (
     NonFiniteError,
 )
 from distill.handshake.comparison import CalibrationReport, compare
-from distill.objective.settings import ObjectiveConfig
 from distill.rules import get
 from distill.sampling import TrainSampling
 from distill.settings import (
@@ -209,9 +208,9 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
     assert (evaluation.max_new_tokens, evaluation.num_samples) == (6, 3)
     assert opd(max_new_tokens=5).eval.sampling(5).max_new_tokens == 5
-    objective = config.objective()
+    objective = config.objective
     assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)
-    assert objective.reward_coef == 0.6 and type(objective) is ObjectiveConfig
+    assert objective.reward_coef == 0.6
     learner = config.learner("model", "cpu")
     assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
     assert (learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
@@ -306,8 +305,14 @@ def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"baseline": "global", "constant_groups": "drop"}, "constant_groups=drop with baseline="),
-        ({"baseline": "global", "constant_groups": "replace"}, "=replace with baseline=global"),
+        (
+            {"baseline": "global", "constant_groups": "drop"},
+            "constant_groups=drop with objective.baseline=",
+        ),
+        (
+            {"baseline": "global", "constant_groups": "replace"},
+            "=replace with objective.baseline=global",
+        ),
         ({"baseline": "global", "prompts_per_step": 1, "group_size": 1}, "of a step of one sample"),
         ({"group_size": 1}, "use at least 2, or baseline=global"),
     ],
@@ -535,7 +540,9 @@ def test_help_of_all_has_what_matters_first_and_the_rest_in_sections(capsys) -> 
     assert titles == ["the settings that matter first", *Section]
     first = shown.partition("model and data:")[0]
     assert flagged(OpdConfig, ESSENTIAL) == set(re.findall(r"^  ([\w.]+)", first, re.MULTILINE))
-    places = {name: shown.index(f"\n  {name} ") for name in ("env", "env.max_turns", "kl_coef")}
+    places = {
+        name: shown.index(f"\n  {name} ") for name in ("env", "env.max_turns", "objective.kl_coef")
+    }
     assert list(places.values()) == sorted(places.values())
     for name in fields_of(OpdConfig):
         assert len(re.findall(rf"^  {name}(?: |$)", shown, re.MULTILINE)) == 1, name
@@ -616,7 +623,7 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
         sft(),
         config.policy_engine("m", "cpu", "policy.log"),
         config.learner("m", "cpu"),
-        config.objective(),
+        config.objective,
         config.sampling.train(),
         config.eval.sampling(config.sampling.max_new_tokens),
         checkpoint,

@@ -137,7 +137,7 @@ def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None
         ({"steps": 5.0}, 5),
         ({"lr": 1}, 1.0),
         ({"out": Path("o")}, "o"),
-        ({"clip": (0.2, 0.3), "loss": "ppo"}, (0.2, 0.3)),
+        ({"objective.clip": (0.2, 0.3), "loss": "ppo"}, (0.2, 0.3)),
         ({"prompts": ["a.jsonl", "b.jsonl"]}, "a.jsonl,b.jsonl"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, '{"enable_thinking": false}'),
         ({"env": {"class": "ToolUse", "max_turns": 3}}, ToolUse(max_turns=3)),
@@ -145,7 +145,7 @@ def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None
     ids=str,
 )
 def test_values_of_python(opd: NewOpd, given: dict[str, Any], kept: object) -> None:
-    value = getattr(opd(**given), next(iter(given)))
+    value = get(opd(**given), next(iter(given)))
     assert (value, type(value)) == (kept, type(kept))
 
 

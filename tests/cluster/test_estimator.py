@@ -42,8 +42,8 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(config: OpdConfig) -> tuple[str, str]:
     made, line = with_estimator(config)
-    assert line.startswith(f"estimator=auto: {made.estimator}, for ")
-    return made.estimator, line
+    assert line.startswith(f"estimator=auto: {made.objective.estimator}, for ")
+    return made.objective.estimator, line
 
 
 def test_a_teacher_that_fits_is_known_in_full(opd: NewOpd) -> None:
@@ -116,7 +116,8 @@ def test_a_run_keeps_what_it_began_with(opd: NewOpd) -> None:
     config = opd(estimator="auto")
     Path(config.out).mkdir()
     begun = Path(config.out) / "config.json"
-    begun.write_text(json.dumps({"recipe": "opd", "settings": {"estimator": "sampled"}}))
+    settings = {"objective": {"estimator": "sampled"}}
+    begun.write_text(json.dumps({"recipe": "opd", "settings": settings}))
     name, line = chosen(config)
     assert name == "sampled" and "began with it" in line
     begun.write_text("{")
@@ -146,11 +147,11 @@ def test_a_loss_that_would_weigh_nothing_starts_no_run(
 ) -> None:
     """Whether `full` was given or is what `auto` takes."""
     [name] = setting
-    with refuses(ConfigError, name):
+    with refuses(ConfigError, f"objective.{name}"):
         with_estimator(opd(estimator=estimator, **setting))
     rewarded = {"reward": "contains", "reward_coef": 0.1}
     made, _ = with_estimator(opd(estimator=estimator, **setting, **rewarded))
-    assert made.estimator == "full"
+    assert made.objective.estimator == "full"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_what_was_chosen_is_what_a_resumed_run_has(
     config = opd(**small, steps=1)
     cluster.run.run(config, Console(quiet=True))
     written = json.loads((Path(config.out) / "config.json").read_text())
-    assert written["settings"]["estimator"] == "full"
+    assert written["settings"]["objective"]["estimator"] == "full"
     monkeypatch.setattr(estimator, "free_bytes", lambda device: 1 << 20)
     cluster.run.run(opd(**small, steps=2), Console(quiet=True))
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()

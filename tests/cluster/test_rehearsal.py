@@ -45,8 +45,16 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     small = small_run(given, tmp_path / "small")
     config = small.config
     assert isinstance(config, OpdConfig)
-    assert (config.loss, config.sampling.temperature, config.queue.max_staleness) == ("ppo", 0.7, 2)
-    assert (config.prompts, config.seed, config.kl_coef) == (given.prompts, given.seed, 1.0)
+    assert (config.objective.loss, config.sampling.temperature, config.queue.max_staleness) == (
+        "ppo",
+        0.7,
+        2,
+    )
+    assert (config.prompts, config.seed, config.objective.kl_coef) == (
+        given.prompts,
+        given.seed,
+        1.0,
+    )
     assert (config.prompts_per_step, config.sampling.group_size, config.steps) == (
         4,
         4,

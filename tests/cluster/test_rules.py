@@ -44,23 +44,23 @@ GIVEN: dict[str, dict[str, Any]] = {
 COMMANDS = (EvaluateConfig, ForecastConfig, ReportConfig, SampleToSftConfig)
 KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, *COMMANDS)}
 # Further settings with which a setting means something.
-_REWARDS = {"reward_coef": 1.0}
-_TOP_K = {"estimator": "top_k"}
+_REWARDS = {"objective.reward_coef": 1.0}
+_TOP_K = {"objective.estimator": "top_k"}
 WITH: dict[str, dict[str, Any]] = {
-    "baseline": _REWARDS,
+    "objective.baseline": _REWARDS,
     "condense_to": {"condenser": "keywords"},
     "condenser_temperature": {"condenser": "model"},
     "condenser_tokens": {"condenser": "model"},
-    "clip": {"loss": "ppo"},
-    "correction_cap": {"correction": "mask"},
-    "jsd_beta": {"estimator": "full", "divergence": "jsd"},
-    "kl_coef": {"teacher.model": "policy", "hint_bonus_coef": 0.1},
-    "overlong_buffer": _REWARDS,
-    "tail": _TOP_K,
+    "objective.clip": {"objective.loss": "ppo"},
+    "objective.correction_cap": {"objective.correction": "mask"},
+    "objective.jsd_beta": {"objective.estimator": "full", "objective.divergence": "jsd"},
+    "objective.kl_coef": {"teacher.model": "policy", "objective.hint_bonus_coef": 0.1},
+    "objective.overlong_buffer": _REWARDS,
+    "objective.tail": _TOP_K,
     "teacher.ema": {"teacher.model": "policy"},
     "teacher.lag": {"teacher.model": "policy"},
-    "teacher_top_k": _TOP_K,
-    "top_k_from": _TOP_K,
+    "objective.teacher_top_k": _TOP_K,
+    "objective.top_k_from": _TOP_K,
     "eval.engines": {"eval.every": 1},
     "keep_last": {"condenser": "keywords"},
     "checkpoint.keep_best": {"eval.every": 1},

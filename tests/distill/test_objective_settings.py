@@ -11,11 +11,9 @@ from distill.objective.settings import (
     CLIP,
     DEFAULT_TOP_K,
     ObjectiveConfig,
-    PolicyObjective,
-    require_advantages,
+    OpdObjective,
+    RlObjective,
     require_comparison,
-    require_reward,
-    require_teacher,
 )
 from tests.refusals import refuses
 
@@ -42,14 +40,14 @@ REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("field", "settings"), REFUSED_OF_POLICIES, ids=str)
 def test_refused_whoever_rewards(field: str, settings: dict[str, Any]) -> None:
-    for config in (PolicyObjective, ObjectiveConfig):
-        with refuses(ConfigError, field):
+    for config in (ObjectiveConfig, OpdObjective, RlObjective):
+        with refuses(ConfigError, f"objective.{field}"):
             config(**settings)
 
 
 @pytest.mark.parametrize(("field", "settings"), REFUSED_OF_TEACHERS, ids=str)
 def test_refused_of_a_teacher(field: str, settings: dict[str, Any]) -> None:
-    with refuses(ConfigError, field):
+    with refuses(ConfigError, f"objective.{field}"):
         ObjectiveConfig(**settings)
 
 
@@ -116,9 +114,8 @@ def test_the_tail_is_sampled_where_that_is_unbiased(
 
 
 def test_a_distillation_needs_its_teacher() -> None:
-    require_teacher(ObjectiveConfig())
-    with refuses(ConfigError, "kl_coef"):
-        require_teacher(ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
+    with refuses(ConfigError, "objective.kl_coef"):
+        OpdObjective(kl_coef=0.0, reward_coef=1.0)
 
 
 WHOLE: list[dict[str, Any]] = [
@@ -152,10 +149,10 @@ def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) ->
     [name, *_] = weighing
     for settings in WHOLE:
         assert not ObjectiveConfig(**settings).has_advantages
-        with refuses(ConfigError, name):
-            require_advantages(ObjectiveConfig(**settings, **weighing))
+        with refuses(ConfigError, f"objective.{name}"):
+            OpdObjective(**settings, **weighing)
     for settings in SAMPLED:
-        require_advantages(ObjectiveConfig(**settings, **weighing))
+        OpdObjective(**settings, **weighing)
 
 
 @pytest.mark.parametrize("settings", [*WHOLE, *SAMPLED], ids=str)
@@ -163,15 +160,14 @@ def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) ->
 def test_a_loss_with_terms_of_its_own_goes_with_any_estimator(
     loss: str, settings: dict[str, Any]
 ) -> None:
-    require_advantages(ObjectiveConfig(**settings, loss=loss))
+    OpdObjective(**settings, loss=loss)
 
 
 def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
-    require_reward(PolicyObjective(reward_coef=1.0), group_size=2)
-    require_reward(PolicyObjective(bonus_coef=1.0), group_size=1)  # compared with nothing
-    with refuses(ConfigError, "reward_coef"):
-        require_reward(PolicyObjective(entropy_coef=0.1), group_size=4)
-    alone = PolicyObjective(reward_coef=0.5, bonus_coef=1.0)
-    for require in (require_reward, require_comparison):
-        with refuses(ConfigError, "sampling.group_size"):
-            require(alone, group_size=1)
+    require_comparison(RlObjective(), group_size=2)
+    require_comparison(RlObjective(reward_coef=0.0, bonus_coef=1.0), group_size=1)
+    with refuses(ConfigError, "objective.reward_coef"):
+        RlObjective(reward_coef=0.0, entropy_coef=0.1)
+    alone = RlObjective(reward_coef=0.5, bonus_coef=1.0)
+    with refuses(ConfigError, "sampling.group_size"):
+        require_comparison(alone, group_size=1)

@@ -22,7 +22,7 @@ from distill.objective.group_rewards import GroupRewards
 from distill.objective.losses import token_losses
 from distill.objective.reward_advantages import sample_advantages
 from distill.objective.rows import policy_rows
-from distill.objective.settings import ObjectiveConfig, PolicyObjective
+from distill.objective.settings import ObjectiveConfig
 from distill.rewards.length import LengthRules
 from distill.types import StopReason, TrajectoryGroup
 from tests.refusals import refuses
@@ -54,7 +54,7 @@ def counted(rewards: list[float | list[float]]) -> list[float]:
     return [reward for reward in rewards if not isinstance(reward, list)]
 
 
-def by_hand(objective: PolicyObjective, g: int, i: int) -> float:
+def by_hand(objective: ObjectiveConfig, g: int, i: int) -> float:
     reward = GROUPS[g][i]
     if isinstance(reward, list):
         return 0.0
@@ -124,7 +124,7 @@ def test_rewards_that_differ_by_rounding_have_no_advantage(
 ) -> None:
     exact = np.full(size, reward, np.float32)
     rounded = exact + np.array(ulps[:size], np.float32) * np.spacing(exact)
-    objective = PolicyObjective(reward_coef=2.0, baseline=baseline, scale_by_std=by_std)
+    objective = ObjectiveConfig(reward_coef=2.0, baseline=baseline, scale_by_std=by_std)
     for rewards_G in (rounded, [reward] * size):
         groups = [rewarded(rewards_G)] * 2
         assert all(group.constant_reward is not None for group in groups)
@@ -144,7 +144,7 @@ def test_rewards_that_differ_by_more_are_scaled_as_numbers_without_rounding(
     rewards = [base + 0.01 * step for step in steps]
     group = rewarded(rewards)
     assert group.constant_reward is None
-    objective = PolicyObjective(reward_coef=1.0, baseline=baseline, scale_by_std=True)
+    objective = ObjectiveConfig(reward_coef=1.0, baseline=baseline, scale_by_std=True)
     [made_G] = sample_advantages([GroupRewards.of(group)], objective)
     exact = list(map(Fraction, rewards))
     centred = [each - sum(exact) / len(exact) for each in exact]

@@ -128,7 +128,9 @@ def test_vocabularies_may_differ_by_padding(
     )
     more = {"teacher_top_k": 200} if estimator == "top_k" else {}
     assert distil(models, tmp_path / "out", steps=1, estimator=estimator, **more) == 0
-    chosen = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]["estimator"]
+    chosen = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]["objective"][
+        "estimator"
+    ]
     assert chosen == ("full" if estimator == "auto" else estimator)
 
 

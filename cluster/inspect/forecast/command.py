@@ -144,15 +144,16 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         console.print(f"- {warning}", highlight=False, markup=False)
     console.print(f"verdict: {found.verdict}", highlight=False)
     console.print(why, highlight=False, markup=False)
-    if measured.noise_of != run.estimator:
+    if measured.noise_of != run.objective.estimator:
         console.print(
-            f"the noise is that of estimator={measured.noise_of}: estimator={run.estimator} has "
+            f"the noise is that of estimator={measured.noise_of}: "
+            f"estimator={run.objective.estimator} has "
             "less, and may need smaller steps than these",
             highlight=False,
             markup=False,
         )
     console.print(
-        f"to begin with: estimator={run.estimator} lr={found.lr:g} "
+        f"to begin with: estimator={run.objective.estimator} lr={found.lr:g} "
         f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; a step has "
         f"the teacher score {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
         "the speed seen here",
@@ -160,7 +161,7 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         markup=False,
     )
     if config.out is not None:
-        settings = asdict(found) | {"estimator": run.estimator}
+        settings = asdict(found) | {"estimator": run.objective.estimator}
         written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": settings}
         write_json("out", Path(config.out), written)
         console.print(f"all of it is in {config.out}", highlight=False, markup=False)
@@ -193,8 +194,8 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
             dump_dir=scratch,
         )
         objective, event, teachers = ObjectiveConfig(), inputs.stops.event, None
-        if run.estimator == "full":
-            objective = run.objective()
+        if run.objective.estimator == "full":
+            objective = run.objective
             models = {name: each.model for name, each in run.teacher_models().items()}
             dtype = getattr(torch, choose_dtype(config.dtype, learner.device))
             teachers = LocalTeachers(models, dtype=dtype, device=learner.device, event=event)

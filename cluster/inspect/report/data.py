@@ -298,7 +298,9 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
 def charts(run: Run) -> list[dict[str, Any]]:
     """Charts with their lines. Lines and charts without values are left out."""
     rows = list(_with_evaluations(run))
-    if not any(row.get("reward/mean") for row in rows) and not run.settings.get("reward_coef"):
+    if not any(row.get("reward/mean") for row in rows) and not at_path(
+        run.settings, "objective.reward_coef"
+    ):
         rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
     made, best = [], _best(run) or {}
