@@ -104,7 +104,7 @@ def main(directory: str) -> None:
         made.save_pretrained(model)
         save_tokenizer(model)
         lora = LoraSettings(rank=RANK)
-        config = LearnerConfig(model=model, lora=lora, total_steps=1, device="cpu", threads=2)
+        config = LearnerConfig.of(model=model, lora=lora, total_steps=1, device="cpu", threads=2)
         learner = Learner(config, model + "-failed")
         for row in asyncio.run(measure(model, learner)):
             table.add_row(*row)

@@ -39,7 +39,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
     policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
     teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
-    learner = Learner(config.learner(config.student, "cpu"), str(scratch))
+    learner = Learner(config.learner_config(config.student, "cpu"), str(scratch))
     loss = PolicyObjectiveLoss(objective=config.objective)
 
     async def rollout(step: int) -> list[TrajectoryGroup]:

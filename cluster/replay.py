@@ -27,6 +27,7 @@ from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, built
 from cluster.config.early_checks import check_early
+from cluster.config.files import by_name
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS
 from distill.chat.token_text import decode
@@ -84,7 +85,7 @@ def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
     if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(f"out={out} holds a run of recipe={recipe}; opd and rl are replayed")
     settings = given.settings(kind)
-    return built(kind, settings | {"out": out, **changes})
+    return built(kind, settings | {"out": out} | by_name(kind, changes))
 
 
 def _agreement(step: int, tensors: int, workers: int, differing: int, largest: float) -> str:
@@ -198,7 +199,7 @@ class StepReplay:
     ) -> None:
         from cluster.inspect.replayed import with_lr
 
-        changed = with_lr(before, self.config.lr, config.lr)
+        changed = with_lr(before, self.config.learner.lr, config.learner.lr)
         other = self.loop(config, changed, scratch).step()
         table = Table(title=f"step {self._step}, as it was and what if")
         for header in ("metric", "as it was", "what if"):

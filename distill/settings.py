@@ -1,7 +1,7 @@
 """Sections, names and metadata of settings.
 
 A setting is a field of a chz class. The settings of one part of a run are declared once, in a class
-that stands with that part. A run holds it as a section; some it inherits still.
+that stands with that part. A run holds it as a section, which the part is given whole.
 
     @chz.chz
     class CheckpointSettings:
@@ -9,10 +9,8 @@ that stands with that part. A run holds it as a section; some it inherits still.
         within: ClassVar[str] = "checkpoint."
         every: int = setting(at_least(1), default=10, doc="...", metadata=MAY_CHANGE)
 
-    class CommonConfig(ThreadSettings, ...):                       a run's: threads=2
-        checkpoint: CheckpointSettings = section_field(CheckpointSettings)    checkpoint.every=5
-
-    EngineConfig(model=..., **values_of(ThreadSettings, config))   from one class to another
+    class CommonConfig(...):                                       a run's: checkpoint.every=5
+        checkpoint: CheckpointSettings = section_field(CheckpointSettings)
 """
 
 from __future__ import annotations
@@ -84,14 +82,14 @@ def values_of(part: type, settings: object) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in chz.chz_fields(part)}
 
 
-def section_field(kind: type) -> Any:
+def section_field(kind: type, **field: Any) -> Any:
     """Field that holds a section: an object with the settings of one part of a run.
 
-    The ClassVar `within` of `kind` is the field's name and a dot.
+    The ClassVar `within` of `kind` is the field's name and a dot. Keyword arguments are those of
+    `chz.field`.
     """
-    return chz.field(
-        default_factory=kind, doc=(kind.__doc__ or "").strip(), metadata={_SECTION: True}
-    )
+    doc = (kind.__doc__ or "").strip()
+    return chz.field(default_factory=kind, doc=doc, metadata={_SECTION: True}, **field)
 
 
 def is_section(field: Field) -> bool:

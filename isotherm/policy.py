@@ -326,10 +326,11 @@ class Policy(Samples):
 
 
 def _learner_config(model: str, device: str, settings: dict[str, Any]) -> LearnerConfig:
-    if "total_steps" not in settings and settings.get("lr_schedule", "constant") != "constant":
-        raise ConfigError(
-            f"lr_schedule={settings['lr_schedule']} ends at total_steps=; give that, too",
-            field="lr_schedule",
-        )
     all_settings = {"total_steps": 1, "model": model, "device": device} | settings
-    return built(LearnerConfig, by_name(LearnerConfig, all_settings))
+    made = built(LearnerConfig, by_name(LearnerConfig, all_settings))
+    if "total_steps" not in settings and made.learner.lr_schedule != "constant":
+        raise ConfigError(
+            f"lr_schedule={made.learner.lr_schedule} ends at total_steps=; give that, too",
+            field="learner.lr_schedule",
+        )
+    return made

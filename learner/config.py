@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import chz
-from chz.mungers import if_none
+from chz.mungers import default_munger
 
 from distill.errors import ConfigError
-from distill.rules import above, at_least, below, needs, not_with, setting
+from distill.rules import above, at_least, needs, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings, by_names, section_field
 from distill.stops import StopTokens
 
@@ -85,54 +85,6 @@ class LoraSettings:
         return self.rank is not None or self.adapter is not None
 
 
-@chz.chz
-class OptimizerSettings:
-    """AdamW with a warm-up and a schedule."""
-
-    section: ClassVar[Section] = Section.OPTIMIZER
-
-    lora: LoraSettings = section_field(LoraSettings)
-    lr: float = chz.field(
-        default=None,
-        munger=if_none(lambda config: LORA_LR if config.lora.trains_adapter else FULL_LR),
-        x_type=float | Literal["auto"] | None,
-        doc=f"peak learning rate; auto: by the model's width, what is trained, and the recipe; "
-        f"default: {FULL_LR:g}, and {LORA_LR:g} for an adapter",
-        metadata=ESSENTIAL,
-    )
-    lr_schedule: Schedule = chz.field(
-        default="constant", doc="learning rate after the warm-up; linear and cosine end at 0"
-    )
-    warmup_steps: int = setting(
-        at_least(0), default=0, doc="optimizer updates of the linear warm-up of the learning rate"
-    )
-    weight_decay: float = setting(
-        at_least(0), default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
-    )
-    max_grad_norm: float = setting(
-        above(0), default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"
-    )
-
-    @chz.validate
-    def _lr_is_a_number(self) -> None:
-        if isinstance(self.lr, str):
-            raise ConfigError(
-                f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
-                "number (cluster.config.learning_rate.suggested_lr)",
-                field="lr",
-            )
-        if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"lr={self.lr} must be above 0, and finite", field="lr")
-
-
-@chz.chz
-class OptimizerConfig(OptimizerSettings):
-    """`OptimizerSettings`, and constants that are not settings of a run."""
-
-    beta1: float = setting(at_least(0), below(1), default=0.9, doc="AdamW's first-moment decay")
-    beta2: float = setting(at_least(0), below(1), default=0.95, doc="AdamW's second-moment decay")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRule:
     """Update rule of an EMA or lagged teacher (`learner.own_teacher`). Exactly one field is set.
@@ -157,10 +109,31 @@ class ShadowRule:
 
 
 @chz.chz
-class LearnerSettings(OptimizerSettings, ThreadSettings):
-    """Training settings that do not depend on the model and the device."""
+class LearnerSettings:
+    """Settings of the learner: AdamW, and how it computes."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
+    within: ClassVar[str] = "learner."
+
+    lr: float = chz.field(
+        default=None,
+        x_type=float | Literal["auto"] | None,
+        doc=f"peak learning rate; auto: by the model's width, what is trained, and the recipe; "
+        f"default: {FULL_LR:g}, and {LORA_LR:g} for an adapter",
+        metadata=ESSENTIAL,
+    )
+    lr_schedule: Schedule = chz.field(
+        default="constant", doc="learning rate after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = setting(
+        at_least(0), default=0, doc="optimizer updates of the linear warm-up of the learning rate"
+    )
+    weight_decay: float = setting(
+        at_least(0), default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
+    )
+    max_grad_norm: float = setting(
+        above(0), default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"
+    )
 
     token_budget: int | None = setting(
         at_least(1),
@@ -176,7 +149,6 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         "padding them; no row attends to another (docs/learner.md)",
         metadata=MAY_CHANGE,
     )
-    seed: int = setting(at_least(0), default=0, doc="seed of the prompt order, sampling and torch")
     gradient_checkpointing: bool | None = chz.field(
         default=None,
         doc="recompute activations in the backward pass: less memory, more time; default: only if "
@@ -209,11 +181,41 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         metadata=MAY_CHANGE,
     )
 
+    @chz.validate
+    def _lr_is_a_number(self) -> None:
+        if isinstance(self.lr, str):
+            raise ConfigError(
+                f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
+                "number (cluster.config.learning_rate.suggested_lr)",
+                field="learner.lr",
+            )
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise ConfigError(f"lr={self.lr} must be above 0, and finite", field="learner.lr")
+
+
+def _with_rate(config: Any, settings: LearnerSettings) -> LearnerSettings:
+    """The settings of the section `learner` with a learning rate: the default for what is trained.
+
+    Args:
+        config: the object with the sections `learner` and `lora`.
+    """
+    if settings.lr is not None:
+        return settings
+    return chz.replace(settings, lr=LORA_LR if config.lora.trains_adapter else FULL_LR)
+
+
+def learner_section(kind: type[LearnerSettings]) -> Any:
+    """The section `learner`, beside a section `lora`."""
+    return section_field(kind, munger=default_munger(_with_rate))
+
 
 @chz.chz
-class LearnerConfig(LearnerSettings, OptimizerConfig):
-    """Configuration of a learner: `LearnerSettings` with a model and a device."""
+class LearnerConfig(ThreadSettings):
+    """Configuration of a learner: its settings, with a model and a device."""
 
+    lora: LoraSettings = section_field(LoraSettings)
+    learner: LearnerSettings = learner_section(LearnerSettings)
+    seed: int = setting(at_least(0), default=0, doc="seed of dropout and of new weights")
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
     origin: str | None = chz.field(
         default=None,

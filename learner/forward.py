@@ -83,7 +83,7 @@ class Forward:
             raise ConfigError(
                 f"packing=True: {type(model).__name__} runs with its own attention, which would "
                 "let packed rows see one another; use packing=False",
-                field="packing",
+                field="learner.packing",
             )
         self.packs, self._replay = packs, replay
         # Mask of the last pass's tokens that are not padding, in the order of the layers' inputs.

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from distill.errors import CheckpointError
-from learner.config import OptimizerConfig, OptimizerSettings
+from learner.config import LearnerSettings
 from learner.own_teacher import SUFFIX
 from learner.sharding import local
 from learner.state import read_tensors, tensor_sizes
 
+# Decays of AdamW's first and second moments.
+BETAS = (0.9, 0.95)
 # What AdamW keeps of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 # Far above AdamW's eps: a first step by such a gradient has the size of the learning rate.
@@ -30,17 +32,17 @@ _SURE_GRADIENT = 1e-6
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, settings: LearnerSettings) -> torch.optim.AdamW:
     """AdamW that decays matrices and spares vectors (norms, biases)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        lr=settings.lr,
+        betas=BETAS,
         fused=True,
     )
 
@@ -95,13 +97,13 @@ class UpdateCheck:
         return places_K, weights_N[places_K]
 
 
-def lr_factor(step: int, config: OptimizerSettings, total_steps: int) -> float:
+def lr_factor(step: int, settings: LearnerSettings, total_steps: int) -> float:
     """The rate at 0-based `step` as a share of the peak."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    span = max(1, total_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    match config.lr_schedule:
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    span = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / span)
+    match settings.lr_schedule:
         case "constant":
             return 1.0
         case "linear":
@@ -111,9 +113,9 @@ def lr_factor(step: int, config: OptimizerSettings, total_steps: int) -> float:
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, config: OptimizerSettings, total_steps: int
+    optimizer: torch.optim.Optimizer, settings: LearnerSettings, total_steps: int
 ) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+    return LambdaLR(optimizer, lambda step: lr_factor(step, settings, total_steps))
 
 
 def offload_moments(optimizer: torch.optim.AdamW) -> None:

@@ -355,7 +355,7 @@ def _refusal(
         )
         remedies += [f"rows of at most {shorter} tokens"] if shorter else []
     else:
-        field, what = "token_budget", f"token_budget={budget} needs"
+        field, what = "learner.token_budget", f"token_budget={budget} needs"
         remedies += [f"token_budget={shorter}"] if shorter and asked.token_budget else []
     use = f"Use {', or '.join(remedies)}" if remedies else "Use GPUs with more memory"
     return ConfigError(

@@ -20,8 +20,8 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         ConfigError: no pass fits beside the model.
     """
     asked = PassPlan(
-        config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
-        bool(config.gradient_checkpointing),
+        config.learner.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
+        bool(config.learner.gradient_checkpointing),
     )
     memory = LearnerMemory.of(
         config.model,
@@ -36,9 +36,9 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         room = room_bytes(device, config.gpu_taken) // sharers + CONTEXT_BYTES
         plan = memory.plan(
             room,
-            PassRequest.of(config, config.longest_rows),
+            PassRequest.of(config.learner, config.longest_rows),
             workers=group.size,
-            offloads=config.offload_optimizer,
+            offloads=config.learner.offload_optimizer,
         )
     plan = plan or asked
     if group.total(float(plan.gradient_checkpointing)):

@@ -48,7 +48,7 @@ class RouterBalance:
             raise ConfigError(
                 f"router_aux_coef balances a mixture's experts, and {type(model).__name__} is "
                 "dense; leave it out",
-                field="router_aux_coef",
+                field="learner.router_aux_coef",
             )
         first: Any = routers[0]
         self._experts, self._top_k = int(first.num_experts), int(first.top_k)
@@ -100,7 +100,7 @@ def _loss_function(model: PreTrainedModel) -> Callable[..., Tensor]:
         raise ConfigError(
             f"router_aux_coef: {type(model).__name__} is dense, or balances its experts in another "
             "way: transformers has no load-balancing loss of it. Leave it out",
-            field="router_aux_coef",
+            field="learner.router_aux_coef",
         )
     return found
 

@@ -89,7 +89,7 @@ class ModelShard:
         holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
         share = group.share_here(self.device)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
-        if config.offload_optimizer and self.device.startswith("cuda"):
+        if config.learner.offload_optimizer and self.device.startswith("cuda"):
             check_offload_fits(config.model, group.size, group.workers_here())
         self.passes = plan_passes(config, self.device, group)
         initial = None
@@ -101,12 +101,12 @@ class ModelShard:
         self.files = self._files()
         probe = partial(shares_prefixes, self.model.eval()) if initial is None else initial.probe
         shares = group.agree(probe() if group.rank == 0 else None)
-        if config.liger:
+        if config.learner.liger:
             use_liger(self.model)
         self.lora = add_lora(self.model, config.lora) if config.lora.trains_adapter else None
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None
-        if config.compile:
+        if config.learner.compile:
             compile_layers(self.model)
         if initial is not None:
             self._root = shard(self.model, group, compute_dtype, initial)
@@ -117,16 +117,16 @@ class ModelShard:
             gradient_checkpointing=self.passes.gradient_checkpointing,
             root=self._root,
             shares=shares,
-            packs=config.packing,
+            packs=config.learner.packing,
             event=() if config.stops is None else config.stops.event,
             replay=self._replay,
         )
         self._reshard_root()
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config.learner)
         self._update_check = UpdateCheck()
         self._accumulates = False
-        self.schedule = build_schedule(self.optimizer, config, config.total_steps)
-        if config.offload_optimizer:
+        self.schedule = build_schedule(self.optimizer, config.learner, config.total_steps)
+        if config.learner.offload_optimizer:
             offload_moments(self.optimizer)
         self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
         self._own_teacher = OwnTeacher(
@@ -307,7 +307,7 @@ class ModelShard:
             CheckpointError: they were written for another model, or cannot be read.
         """
         load_moments(path, self.model, self.optimizer, self._group.collectives)
-        if self._config.offload_optimizer:
+        if self._config.learner.offload_optimizer:
             put_away(self.optimizer)
 
     def rng_state(self, _: None) -> dict[str, Tensor]:
@@ -350,7 +350,7 @@ def use_liger(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"liger=True changes nothing: Liger has no kernels for {model.config.model_type!r}; "
             "leave it out",
-            field="liger",
+            field="learner.liger",
         )
 
 

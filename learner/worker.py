@@ -67,7 +67,7 @@ class LearnerWorker(ModelShard):
         self._watched: list[WatchedModel] | None = None
         self._reference: FrozenModel | None = None
         self._stages = Stages(self.device)
-        self._balance = RouterBalance(self.model) if config.router_aux_coef else None
+        self._balance = RouterBalance(self.model) if config.learner.router_aux_coef else None
 
     def carry_out(self, method: str, argument: Any) -> Any:
         """Execute an order and return its result."""
@@ -131,7 +131,7 @@ class LearnerWorker(ModelShard):
         share = len(batch.tokens_N) / micro.counts.tokens
         aux = share * self._balance.take(self._forward.real_tokens)
         noted = {"train/router_aux": aux.detach(), ROUTER_SHARE: aux.new_tensor(share)}
-        return made + self._config.router_aux_coef * aux, metrics | noted
+        return made + self._config.learner.router_aux_coef * aux, metrics | noted
 
     def _taught(self, micro: MicroBatch, batch: Batch) -> LossFunction:
         """The micro-batch's loss function, with the teacher's distribution if the loss needs it."""
@@ -180,7 +180,7 @@ class LearnerWorker(ModelShard):
                     if parameter.grad is not None:
                         parameter.grad.div_(divisor)
             norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), self._config.max_grad_norm
+                self.model.parameters(), self._config.learner.max_grad_norm
             )
             grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
             bad = self._group.total(float(not finite))

@@ -42,6 +42,7 @@ _ELSEWHERE = {
     "clip_ratio_low": "clip",
     "clip_ratio_high": "clip",
     "epsilon_high": "clip",
+    "learning_rate": "lr",
 }
 
 

@@ -21,17 +21,23 @@ from actors.sglang.installed import require_sglang
 from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
-from distill.rules import WithSections, above, at_least, not_with, setting
+from distill.rules import WithSections, above, at_least, at_most, not_with, setting
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
     Section,
     ThreadSettings,
-    values_of,
+    section_field,
     with_default,
 )
 from distill.stops import StopTokens
-from learner.config import LearnerConfig, LearnerSettings, ShadowRule
+from learner.config import (
+    LearnerConfig,
+    LearnerSettings,
+    LoraSettings,
+    ShadowRule,
+    learner_section,
+)
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
@@ -93,14 +99,6 @@ class PlacementSettings(DeviceSettings, StartSettings):
         doc="memory of one GPU in GiB, for the plan of dry_run=True on a machine without one",
         metadata=MAY_CHANGE,
     )
-    learner_workers: int = setting(
-        at_least(1),
-        not_with("local", why="one process holds one learner"),
-        default=1,
-        doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
-        "or CPU of its own; a resumed run may have another number of them",
-        metadata=MAY_CHANGE,
-    )
     local: bool = chz.field(
         default=False,
         doc="run everything in this process, without Ray: for a notebook, a debugger, small models",
@@ -140,9 +138,39 @@ class ForkSettings:
 
 
 @chz.chz
+class RunLearnerSettings(LearnerSettings):
+    """The learner: AdamW, how it computes, and its actors."""
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    workers: int = setting(
+        at_least(1),
+        not_with("local", why="one process holds one learner"),
+        default=1,
+        doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
+        "or CPU of its own; a resumed run may have another number of them",
+        metadata=MAY_CHANGE,
+    )
+    dtype: DtypeChoice = chz.field(
+        default="auto",
+        doc="precision of the learner's computation; auto: float32 on a CPU, bfloat16 on CUDA. "
+        "Weights, gradients and moments are float32 in any case",
+    )
+    trace_step: int | None = setting(
+        at_least(1),
+        at_most("steps"),
+        not_with("rollout_only", why="there is no learner to trace"),
+        default=None,
+        doc="step of the learner whose trace is written to out/trace.json, for "
+        "https://ui.perfetto.dev",
+        metadata=MAY_CHANGE,
+    )
+
+
+@chz.chz
 class CommonConfig(
     ForkSettings,
-    LearnerSettings,
+    ThreadSettings,
     PlacementSettings,
     SupervisionSettings,
     OutputSettings,
@@ -152,20 +180,22 @@ class CommonConfig(
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
+    lora: LoraSettings = section_field(LoraSettings)
+    learner: RunLearnerSettings = learner_section(RunLearnerSettings)
+    seed: int = setting(at_least(0), default=0, doc="seed of the prompt order, sampling and torch")
     steps: int = setting(
         at_least(1), default=100, doc="optimizer steps", metadata=ESSENTIAL | MAY_CHANGE
-    )
-    learner_dtype: DtypeChoice = chz.field(
-        default="auto",
-        doc="precision of the learner's computation; auto: float32 on a CPU, bfloat16 on CUDA. "
-        "Weights, gradients and moments are float32 in any case",
     )
 
     @chz.validate
     def _libraries_are_here(self) -> None:
-        if self.compile and self.device != "cuda" and which(os.environ.get("CXX", "g++")) is None:
+        if (
+            self.learner.compile
+            and self.device != "cuda"
+            and which(os.environ.get("CXX", "g++")) is None
+        ):
             raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
-        if self.liger:
+        if self.learner.liger:
             require_library("liger_kernel", "liger=True", "liger-kernel")
 
     def require_work_for_all(self, units: int, what: str) -> None:
@@ -175,9 +205,9 @@ class CommonConfig(
             units: units of work in an optimizer step.
             what: the settings that determine `units`, for the error.
         """
-        if units < self.learner_workers:
+        if units < self.learner.workers:
             raise ConfigError(
-                f"learner_workers={self.learner_workers} but an optimizer step has {units} "
+                f"learner_workers={self.learner.workers} but an optimizer step has {units} "
                 f"({what}): some workers would have nothing to do; use at most {units} workers, or "
                 "larger steps"
             )
@@ -201,7 +231,7 @@ class CommonConfig(
         """
         return 0
 
-    def learner(
+    def learner_config(
         self,
         start: str,
         device: str,
@@ -211,16 +241,19 @@ class CommonConfig(
         stops: StopTokens | None = None,
     ) -> LearnerConfig:
         """Settings of a learner that starts from the model `start`, or from `resume_from`."""
-        learner = LearnerConfig(
+        config = LearnerConfig(
+            learner=self.learner,
+            lora=self.lora,
+            seed=self.seed,
+            threads=self.threads,
             model=start,
             total_steps=self.steps * updates_per_step,
             device=device,
-            dtype=choose_dtype(self.learner_dtype, device),
+            dtype=choose_dtype(self.learner.dtype, device),
             replays_routing=self.replays_routing(),
             stops=stops,
-            **values_of(LearnerSettings, self),
         )
-        return learner if resume_from is None else learner.resumed(resume_from)
+        return config if resume_from is None else config.resumed(resume_from)
 
     def replays_routing(self) -> bool:
         """True if training rows include the routed experts of their tokens; only for policies."""

@@ -88,19 +88,19 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     copied = frozen_bytes(teachers, dtype)
     passes = estimate_pass(
         config.student,
-        dtype=choose_dtype(config.learner_dtype, device),
+        dtype=choose_dtype(config.learner.dtype, device),
         device=device,
-        workers=config.learner_workers,
+        workers=config.learner.workers,
     )
     if student is None or passes is None or copied is None:
         return "the size of a model is not known before it is loaded"
-    budget = config.token_budget or TOKEN_BUDGET[device]
-    needed = (student.bytes + copied) // config.learner_workers
-    needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
+    budget = config.learner.token_budget or TOKEN_BUDGET[device]
+    needed = (student.bytes + copied) // config.learner.workers
+    needed += passes.bytes(budget, checkpointing=config.learner.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
         teacher_engines = config.teacher.size.smallest
         policy_engines = config.policy.size.smallest
-        needed = needed * config.learner_workers + teacher_engines * copied
+        needed = needed * config.learner.workers + teacher_engines * copied
         needed += policy_engines * student.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
         return "no GPU answers here (gpu_memory_gib= says what one has)"

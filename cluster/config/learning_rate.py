@@ -18,6 +18,7 @@ from typing import Any, Literal
 from cluster.config.files import text_of
 
 AUTO = "auto"
+_LR = "learner.lr"
 Stage = Literal["sft", "opd", "rl", "dpo", "reward_model"]
 
 _WIDTH, _POWER = 4096, -0.78
@@ -42,11 +43,14 @@ def suggested_lr(stage: Stage, hidden_size: int, *, adapter: bool) -> float:
 def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Any], str]:
     """The settings with a number for lr=auto, and a line that says which and why; else empty.
 
+    Args:
+        given: values by path.
+
     Raises:
         CheckpointError: the model that is trained has no readable config.
     """
     model = given.get("student", given.get("model"))
-    if text_of(given.get("lr")) != AUTO or model is None:  # without a model there is no run
+    if text_of(given.get(_LR)) != AUTO or model is None:  # without a model there is no run
         return dict(given), ""
     from distill.models.loading import load_config  # transformers: seconds of imports
 
@@ -55,6 +59,6 @@ def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str,
     lr = suggested_lr(stage, width, adapter=adapter)
     trained = "an adapter" if adapter else "all weights"
     return (
-        {**given, "lr": lr},
+        {**given, _LR: lr},
         f"lr=auto: {lr:g}, for {stage} of {trained}, hidden size {width} (docs/objectives.md)",
     )

@@ -208,7 +208,7 @@ def check_routers(
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
 ) -> None:
     """Raises ConfigError if router_aux_coef has no loss of the model to scale."""
-    if config.router_aux_coef:
+    if config.learner.router_aux_coef:
         check_balances(meta_model(model))
 
 

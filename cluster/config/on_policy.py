@@ -13,7 +13,7 @@ from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.flags import adapter_flags
 from actors.sglang.parallelism import check_pushed, parallelism
-from cluster.config.common import CommonConfig
+from cluster.config.common import CommonConfig, RunLearnerSettings
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
@@ -36,6 +36,7 @@ from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
+    AUTO,
     ObjectiveConfig,
     OpdObjective,
     RlObjective,
@@ -47,7 +48,7 @@ from distill.rules import ABSENT, above, at_least, get, needs, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, learner_section
 
 if TYPE_CHECKING:  # imports torch, which --help does not need
     from learner.checkpoint import Checkpoint
@@ -168,6 +169,21 @@ class StepSettings:
 
 
 @chz.chz
+class PolicyLearnerSettings(RunLearnerSettings):
+    """The learner of a policy: AdamW, how it computes, and its actors."""
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    routing_replay: bool | None = chz.field(
+        default=None,
+        doc="train the tokens of a mixture-of-experts model through the experts to which the "
+        "engine routed them (docs/models.md; metric train/routing_mismatch); default: if engine "
+        "and learner can do this for the student",
+        metadata=MAY_CHANGE,
+    )
+
+
+@chz.chz
 class RolloutConfig(
     DataSettings,
     StepSettings,
@@ -179,6 +195,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
     objective: ObjectiveConfig = section_field(ObjectiveConfig)
     eval: EvalSettings = section_field(EvalSettings)
     rollout: RolloutSettings = section_field(RolloutSettings)
@@ -190,13 +207,6 @@ class RolloutConfig(
         "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
         "all responses; none: nothing; a number N, at least checkpoint.every: as sample, and in "
         "out/groups all that the newest N steps trained on, for cluster.replay and train_from=",
-        metadata=MAY_CHANGE,
-    )
-    routing_replay: bool | None = chz.field(
-        default=None,
-        doc="train the tokens of a mixture-of-experts model through the experts to which the "
-        "engine routed them (docs/models.md; metric train/routing_mismatch); default: if engine "
-        "and learner can do this for the student",
         metadata=MAY_CHANGE,
     )
     train_from: str | None = setting(
@@ -301,7 +311,7 @@ class RolloutConfig(
 
     def _check_shared_gpus(self) -> None:
         """Raises ConfigError if engines of several GPUs do not match the GPUs of the workers."""
-        gpus, workers = parallelism(self.policy.server_flags).gpus, self.learner_workers
+        gpus, workers = parallelism(self.policy.server_flags).gpus, self.learner.workers
         if gpus == 1 or not self.shares_gpus("cpu" if self.device == "cpu" else "cuda"):
             return
         if workers % gpus:
@@ -393,7 +403,7 @@ class RolloutConfig(
         return self.keep if isinstance(self.keep, int) else 0
 
     def replays_routing(self) -> bool:
-        return bool(self.routing_replay)
+        return bool(self.learner.routing_replay)
 
     @property
     @abstractmethod
@@ -488,7 +498,7 @@ class RolloutConfig(
         copies = frozen_bytes(self.copied_teachers.values(), dtype)
         heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
         # Workers share the copies, and each has every head.
-        return None if copies is None else copies + heads * self.learner_workers
+        return None if copies is None else copies + heads * self.learner.workers
 
     @property
     def teaches_itself(self) -> bool:
@@ -538,7 +548,7 @@ class RolloutConfig(
         self, device: str, resume_from: Checkpoint | None, stops: StopTokens
     ) -> LearnerConfig:
         """Settings of the student's learner, from the start of the run or from a checkpoint."""
-        made = self.learner(
+        made = self.learner_config(
             self.student,
             device,
             resume_from=resume_from,
@@ -565,7 +575,7 @@ class RolloutConfig(
         if self.weights != "auto":
             return self.weights == "ipc"
         gpus = self.policy.size.smallest * parallelism(self.policy.server_flags).gpus
-        shares = self.shares_gpus(device) and gpus <= self.learner_workers
+        shares = self.shares_gpus(device) and gpus <= self.learner.workers
         return shares and choose_engine(self.engine, device) == "sglang"
 
     def lent_bytes(self, device: str) -> int:
@@ -597,7 +607,7 @@ class RolloutConfig(
                 "machine, so it cannot be worked out what the engines leave to the learner; give a "
                 "directory"
             )
-        holding, workers = self.learner_holding, self.learner_workers
+        holding, workers = self.learner_holding, self.learner.workers
         memory = WorkerMemory.of(
             estimate.parameters, holding, workers=workers, offloads=True, frozen=frozen
         )
@@ -704,7 +714,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
                 field="teacher.head",
             )
         heads = [each.head for each in self.teacher_models().values() if each.head is not None]
-        full = self.objective.estimator in ("full", "auto")
+        full = self.objective.estimator in ("full", AUTO)
         if heads and (not full or self.only_keeps or self.train_from is not None):
             raise ConfigError(
                 f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "

@@ -10,7 +10,7 @@ import chz
 from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import at_least, at_most, multiple_of, needs, not_with, setting
+from distill.rules import at_least, multiple_of, needs, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 
 # Trackers for track=; each is an extra of the package with the same name.
@@ -111,15 +111,6 @@ class OutputSettings:
     )
     checkpoint: CheckpointSettings = section_field(CheckpointSettings)
     tracking: TrackingSettings = section_field(TrackingSettings)
-    trace_step: int | None = setting(
-        at_least(1),
-        at_most("steps"),
-        not_with("rollout_only", why="there is no learner to trace"),
-        default=None,
-        doc="step of the learner whose trace is written to out/trace.json, for "
-        "https://ui.perfetto.dev",
-        metadata=MAY_CHANGE,
-    )
     dry_run: bool | Literal["rehearse"] = chz.field(
         default=False,
         doc="check everything and print the plan, but start nothing; rehearse (opd, rl): run in "

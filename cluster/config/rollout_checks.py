@@ -117,7 +117,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     """
     choose_engine(config.engine, config.device)
     student = check_model(config.student)
-    if config.packing:
+    if config.learner.packing:
         check_packs(meta_causal_lm(config.student))
     check_export(config.student)
     check_routers(config, config.student)

@@ -25,7 +25,7 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
         ConfigError: routing_replay=True of a student or an engine that cannot.
         CheckpointError: the student has no readable config.
     """
-    wanted = config.routing_replay
+    wanted = config.learner.routing_replay
     if wanted is False:
         return config, ""
     if wanted is None and MixtureShape.of(load_config(config.student)) is None:
@@ -44,7 +44,7 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
 
 def _check(config: RolloutConfig) -> None:
     check_replays(meta_causal_lm(config.student))
-    if config.compile:
+    if config.learner.compile:
         raise ConfigError(
             "routing_replay=True with compile=True: routers inside compiled layers have not been "
             "seen to replay; leave one of them out"

@@ -263,7 +263,7 @@ def _limits(
     """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
     tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
     model = check_model(config.model)
-    if config.packing:
+    if config.learner.packing:
         check_packs(meta_model(config.model))
     check_export(config.model, meta_model, fresh)
     check_routers(config, config.model, meta_model)

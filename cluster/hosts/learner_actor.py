@@ -229,7 +229,7 @@ def build_policy_loop(
         store=directory.store,
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
-        trace=Tracing(step=config.trace_step, path=directory.trace),
+        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
         keep=rollouts,
         record=record,
         membership=membership,
@@ -423,6 +423,6 @@ def build_supervised_loop(
         held_out=held_out,
         loss=losses[0],
         store=directory.store,
-        trace=Tracing(step=config.trace_step, path=directory.trace),
+        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
         resume_from=resume_from,
     )

@@ -137,7 +137,7 @@ def supervised_learners(
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
+        config.learner_config(config.model, device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )
@@ -170,7 +170,7 @@ def make_learners(
 
     The followers serve from the start; they read rollouts from `source`.
     """
-    workers = config.learner_workers
+    workers = config.learner.workers
     meeting_point, memberships = None, [None] * workers
     if workers > 1:
         address = own_address(nodes_alive() == 1)

@@ -94,9 +94,10 @@ def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
 
 def _refuse_on_cpu(config: CommonConfig) -> None:
     for name in ("offload_optimizer", "liger"):
-        if getattr(config, name):
+        if getattr(config.learner, name):
             raise ConfigError(
-                f"{name}=True is for CUDA, and the learner is on a CPU; leave it out", field=name
+                f"{name}=True is for CUDA, and the learner is on a CPU; leave it out",
+                field=f"learner.{name}",
             )
 
 
@@ -105,7 +106,7 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
 
     Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
     """
-    workers, share = config.learner_workers, config.gpus_per_actor
+    workers, share = config.learner.workers, config.gpus_per_actor
     if workers == 1 or share >= 1 or config.only_keeps:
         return
     if isinstance(config, RolloutConfig) and config.colocate != "no":

@@ -96,7 +96,7 @@ class GpuPlan:
         frozen = config.frozen_in_learner(self._device)
         memory = LearnerMemory.of(
             model,
-            dtype=choose_dtype(config.learner_dtype, self._device),
+            dtype=choose_dtype(config.learner.dtype, self._device),
             device=self._device,
             holding=config.learner_holding,
             frozen=frozen or 0,
@@ -104,8 +104,8 @@ class GpuPlan:
         if memory is None or frozen is None:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
-        offloads = config.offload_optimizer or sleeps
-        states = memory.states(config.learner_workers, offloads=offloads)
+        offloads = config.learner.offload_optimizer or sleeps
+        states = memory.states(config.learner.workers, offloads=offloads)
         line = (
             f"weights {gib(states.weights)} + "
             f"{f'copies of teachers {gib(states.frozen)} + ' if frozen else ''}"
@@ -118,11 +118,11 @@ class GpuPlan:
         states.require_room(room, model)
         plan = memory.plan(
             room,
-            PassRequest.of(config, self._longest_rows),
-            workers=config.learner_workers,
+            PassRequest.of(config.learner, self._longest_rows),
+            workers=config.learner.workers,
             offloads=offloads,
         )
-        passes = memory.passes(config.learner_workers)
+        passes = memory.passes(config.learner.workers)
         if plan is not None and passes is not None:
             line += f" + passes {self._described(passes, plan)}"
         return f"{line} of {gib(room)}"

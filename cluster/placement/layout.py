@@ -67,12 +67,12 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
-        model, workers = trained_model(config), config.learner_workers
+        model, workers = trained_model(config), config.learner.workers
         estimate = estimate_memory(model, config.learner_holding)
-        dtype = choose_dtype(config.learner_dtype, device)
+        dtype = choose_dtype(config.learner.dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
-        budget = config.token_budget or TOKEN_BUDGET[device]
-        note = passes and passes.describe(budget, config.gradient_checkpointing)
+        budget = config.learner.token_budget or TOKEN_BUDGET[device]
+        note = passes and passes.describe(budget, config.learner.gradient_checkpointing)
         frozen = config.frozen_in_learner(device)
         note = f"{'with copies of teachers, ' if frozen != 0 else ''}and {note or 'activations'}"
         return learner_memory(estimate, frozen, workers), note

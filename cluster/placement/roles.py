@@ -55,7 +55,7 @@ def worker_title(index: int) -> str:
 def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     """Resource demands of every role of the run, at its smallest size."""
     compute = _compute(config, device)
-    roles = [ResourceDemand(name=LEARNER, count=config.learner_workers, resources=compute)]
+    roles = [ResourceDemand(name=LEARNER, count=config.learner.workers, resources=compute)]
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return roles
     if config.only_keeps:

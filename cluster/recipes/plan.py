@@ -89,11 +89,11 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
     if config.only_keeps:
         return "none (rollout_only=True): groups are kept, for train_from="
     estimate = estimate_memory(model, config.learner_holding) or "memory unknown"
-    if config.learner_workers > 1:
-        estimate = f"{config.learner_workers} workers share {estimate}"
-    rate = f"lr {config.lr:g}"
-    if (updates := config.steps * updates_per_step) < config.warmup_steps:
-        rate += f", never reached: warmup_steps={config.warmup_steps} of {updates} updates"
+    if config.learner.workers > 1:
+        estimate = f"{config.learner.workers} workers share {estimate}"
+    rate = f"lr {config.learner.lr:g}"
+    if (updates := config.steps * updates_per_step) < config.learner.warmup_steps:
+        rate += f", never reached: warmup_steps={config.learner.warmup_steps} of {updates} updates"
     if not config.lora.trains_adapter:
         return f"{estimate}, {rate}"
     share = check_lora(config.lora, model)

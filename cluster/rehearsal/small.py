@@ -21,21 +21,22 @@ from distill.settings import changed, fields_of
 _MOST = {
     "prompts_per_step": 4, "sampling.group_size": 4, "sampling.max_new_tokens": 24,
     "eval.max_new_tokens": 24,
-    "eval.size": 4, "eval.samples": 2, "learner_workers": 2, "eval.engines": 1,
+    "eval.size": 4, "eval.samples": 2, "learner.workers": 2, "eval.engines": 1,
     "objective.num_substeps": 4,
-    "lora.rank": 8, "objective.overlong_buffer": 12, "warmup_steps": 1,
+    "lora.rank": 8, "objective.overlong_buffer": 12, "learner.warmup_steps": 1,
     "teacher.sft_steps": 1, "teacher.lag": 2,
 }  # fmt: skip
 _POOLS = ("policy.engines", "teacher.engines", "rollout.workers")
 _MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
-    "gpus_per_actor", "gpu_memory_gib", "colocate", "offload_optimizer", "liger",
-    "compile", "policy.server_flags", "teacher.server_flags", "weights", "dtype", "learner_dtype",
+    "gpus_per_actor", "gpu_memory_gib", "colocate", "learner.offload_optimizer", "learner.liger",
+    "learner.compile", "policy.server_flags", "teacher.server_flags", "weights", "dtype",
+    "learner.dtype",
     "rollout.cpus",
     "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora.adapter",
-    "trace_step",
-    "checkpoint.keep_every", "checkpoint.keep_best", "token_budget",
+    "learner.trace_step",
+    "checkpoint.keep_every", "checkpoint.keep_best", "learner.token_budget",
     "queue.groups_in_flight", "start_deadline_s",
 )  # fmt: skip
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.

@@ -170,7 +170,7 @@ class RunDirectory:
             )
         now = as_tree(self._config)
         # The end of a schedule shapes every step of it.
-        fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
+        fixed = {"steps"} if at_path(now, "learner.lr_schedule") != "constant" else set()
         kind = type(self._config)
         may_change = flagged(kind, MAY_CHANGE) - fixed
         moved = {name for name in data if data[name] == self._data.get(name)}
@@ -181,7 +181,7 @@ class RunDirectory:
                 "choose another out=",
                 field="out",
             )
-        for name in sorted(paths.keys() - may_change - moved):
+        for name in (each for each in paths if each not in may_change | moved):
             before, after = at_path(settings, name), at_path(now, name)
             if identity_of(kind, name, before) != identity_of(kind, name, after):
                 raise ConfigError(

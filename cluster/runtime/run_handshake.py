@@ -156,7 +156,7 @@ class RunHandshake:
             learner=learner_logprobs if reference is None else scored_by(reference),
             tokenizer=self._probe,
             temperature=self._config.sampling.temperature,
-            learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
+            learner_dtype=choose_dtype(self._config.learner.dtype, self._device),
             copies=copies,
             deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),
         )

@@ -99,7 +99,7 @@ def check_packs(model: PreTrainedModel) -> None:
         f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence "
         "or see it in a way unknown here: packed rows would run on into one another. Use "
         "packing=False",
-        field="packing",
+        field="learner.packing",
     )
 
 

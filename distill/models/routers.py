@@ -72,7 +72,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
         raise ConfigError(
             f"routing_replay is of a mixture's experts, and {type(model).__name__} is dense; leave "
             "it out",
-            field="routing_replay",
+            field="learner.routing_replay",
         )
     routers = {
         int(layer[1]): module
@@ -83,7 +83,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
         raise ConfigError(
             f"routing_replay=True: isotherm does not know how {type(model).__name__} weighs its "
             "experts (distill/models/routers.py has those that it knows); use routing_replay=False",
-            field="routing_replay",
+            field="learner.routing_replay",
         )
     return routers
 

@@ -396,7 +396,7 @@ class _MethodRun:
         return Curve(
             length=self._length,
             method=self._method.name,
-            lr=self._config.lr,
+            lr=self._config.learner.lr,
             seed=self._config.seed,
             steps=tuple(links),
             accuracy=tuple(links.values()),

@@ -86,7 +86,7 @@ def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path)
 
 def test_an_engine_that_records_nothing_says_so(tmp_path: Path) -> None:
     dense = tiny_model_dir(tmp_path, seed=1)
-    with refuses(ConfigError, "routing_replay"):
+    with refuses(ConfigError, "learner.routing_replay"):
         start(dense)
     engine = EmbeddedEngine(model_path=dense, device="cpu", threads=1)
     with refuses(DataError, "GenerateRequest.experts"):

@@ -278,7 +278,7 @@ class Adapted:
 
     def __init__(self, base: str, targets: str | None, out: Path) -> None:
         lora = LoraSettings(rank=4, targets=targets)
-        config = LearnerConfig(model=base, lora=lora, total_steps=1, device="cpu")
+        config = LearnerConfig.of(model=base, lora=lora, total_steps=1, device="cpu")
         self._base, self._out = base, out
         self.learner = Learner(config, str(out))
 

@@ -101,7 +101,7 @@ def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: 
     with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
         check_rollout(opd(student=str(tmp_path / "lfm2"), packing=True))
     for config in (opd(packing=True), sft(packing=True)):
-        assert config.learner("start", "cpu").packing
+        assert config.learner_config("start", "cpu").learner.packing
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:

@@ -135,7 +135,7 @@ def test_an_engine_left_behind(run: Run, behind: str) -> None:
 def adapted(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Run]:
     """A learner of an adapter. Its engines, which cannot have one, hold merged weights for it."""
     lora = LoraSettings(rank=2)
-    config = LearnerConfig(model=tiny_pair.student, lora=lora, total_steps=1, device="cpu")
+    config = LearnerConfig.of(model=tiny_pair.student, lora=lora, total_steps=1, device="cpu")
     learner = Learner(config, str(tmp_path))
     engine = LocalActor(Engine, model_path=tiny_pair.student, device="cpu", threads=1)
     check = PushCheck(

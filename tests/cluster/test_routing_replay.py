@@ -30,9 +30,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settled(config: OpdConfig) -> tuple[bool | None, str]:
     made, line = with_routing_replay(config)
     assert made.policy_engine("m", "cpu", "log").routed_experts == made.replays_routing()
-    assert made.learner("m", "cpu").replays_routing == made.replays_routing()
+    assert made.learner_config("m", "cpu").replays_routing == made.replays_routing()
     assert not made.teacher_engine("", "cpu", "log").routed_experts
-    return made.routing_replay, line
+    return made.learner.routing_replay, line
 
 
 def test_mixtures_are_replayed_unless_it_is_said_otherwise(opd: NewOpd, mixture: str) -> None:
@@ -44,7 +44,7 @@ def test_mixtures_are_replayed_unless_it_is_said_otherwise(opd: NewOpd, mixture:
 
 def test_a_dense_student_has_nothing_to_replay(opd: NewOpd) -> None:
     assert settled(opd()) == (False, "")
-    with refuses(ConfigError, "routing_replay"):
+    with refuses(ConfigError, "learner.routing_replay"):
         settled(opd(routing_replay=True))
 
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_is_left_out_or_refused(
         patch.delitem(WEIGH, "Qwen3MoeTopKRouter")
         replayed, line = settled(opd(student=mixture))
         assert replayed is False and "does not know how Qwen3MoeForCausalLM weighs" in line
-        with refuses(ConfigError, "routing_replay"):
+        with refuses(ConfigError, "learner.routing_replay"):
             settled(opd(student=mixture, routing_replay=True))
     with pytest.raises(ConfigError):
         settled(opd(student=mixture, routing_replay=True, compile=True))
@@ -64,7 +64,10 @@ def test_what_cannot_be_is_left_out_or_refused(
     monkeypatch.setattr(routing, "knows_flag", lambda _: False)
     with pytest.raises(ConfigError):
         with_routing_replay(opd(student=mixture, routing_replay=True, engine="sglang"))
-    assert with_routing_replay(opd(student=mixture, engine="sglang"))[0].routing_replay is False
+    assert (
+        with_routing_replay(opd(student=mixture, engine="sglang"))[0].learner.routing_replay
+        is False
+    )
 
 
 def test_servers_are_told_to_record() -> None:

@@ -186,9 +186,9 @@ def test_the_rate_that_is_meant_by_default_is_written_down(
     """So giving it is the same run, and giving the other model's is another."""
     directory = started(opd(**beside))
     written = json.loads((directory.path / "config.json").read_text())
-    assert written["settings"]["lr"] == default
+    assert written["settings"]["learner"]["lr"] == default
     assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
-    with refuses(ConfigError, "lr"):
+    with refuses(ConfigError, "learner.lr"):
         RunDirectory("opd", opd(**beside, lr=3e-5)).check()
 
 

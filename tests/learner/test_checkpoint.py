@@ -390,8 +390,8 @@ def with_unused_layer(learner: Learner) -> Learner:
     worker = learner.worker
     torch.manual_seed(0)
     worker.model.model.register_module("tower", torch.nn.Linear(3, 2))
-    worker.optimizer = build_optimizer(worker.model, worker._config)
-    worker.set_schedule(build_schedule(worker.optimizer, worker._config, 6).state_dict())
+    worker.optimizer = build_optimizer(worker.model, worker._config.learner)
+    worker.set_schedule(build_schedule(worker.optimizer, worker._config.learner, 6).state_dict())
     return learner
 
 

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import chz
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from distill.gpu import headroom
 from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
+from distill.settings import changed
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner
 from learner.memory import TRAINED, WorkerMemory, estimate_memory
@@ -314,5 +314,5 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     ours, theirs = (made.step(Part(rows_D=rows, loss=loss)) for made in (short, plenty))
     for name in ("train/loss", "train/grad_norm"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
-    with refuses(ConfigError, "token_budget"):
-        Learner(chz.replace(config, token_budget=4096), str(tmp_path))
+    with refuses(ConfigError, "learner.token_budget"):
+        Learner(changed(config, token_budget=4096), str(tmp_path))

@@ -212,7 +212,7 @@ def test_pairs_are_packed_too(new_learner: NewLearner, tmp_path: Path) -> None:
 def test_layers_that_run_along_the_sequence_are_refused_by_name(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(STATEFUL[family])
-    with refuses(ConfigError, "packing"):
+    with refuses(ConfigError, "learner.packing"):
         check_packs(model)
 
 
@@ -222,6 +222,6 @@ def test_attention_that_cannot_be_replaced_is_refused_once_it_is_known(
     """Its config does not say so: gpt-oss has a sink beside every key."""
     config = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
     model = checkpoint(config, tmp_path / "sinks")
-    with refuses(ConfigError, "packing"):
+    with refuses(ConfigError, "learner.packing"):
         new_learner(model=model, packing=True)
     new_learner(model=model)

@@ -23,7 +23,7 @@ import learner.memory
 from distill.errors import ConfigError
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.settings import changed
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig, LearnerSettings
 from learner.forward import Forward
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
@@ -202,7 +202,7 @@ def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
     """torch's meta device stands for the GPUs of a mesh: what is shown is that nothing moves a
     share there from main memory, not that CUDA copies it."""
     model = fully_shard(nn.Linear(4, 3), mesh=mesh)
-    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer = build_optimizer(model, LearnerSettings(lr=1e-5))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     monkeypatch.setattr(mesh, "_device_type", "meta")
@@ -221,7 +221,7 @@ def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(
     def train(offload: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(4, 3), mesh=mesh)
-        optimizer = build_optimizer(model, OptimizerConfig())
+        optimizer = build_optimizer(model, LearnerSettings(lr=1e-5))
         if offload:
             offload_moments(optimizer)
         for step in range(3):

@@ -20,7 +20,7 @@ from transformers import (
 
 import distill.models.attention_probe
 from distill.models.attention_probe import shares_prefixes
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig, LearnerSettings
 from learner.learner import Learner
 from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
 from learner.plan import Part
@@ -123,7 +123,7 @@ def small_model() -> nn.Sequential:
 
 def test_an_optimizer_of_other_tensors_is_not_stepped() -> None:
     model = small_model()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     assert_optimizes(optimizer, model)
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     with pytest.raises(AssertionError):
@@ -132,7 +132,7 @@ def test_an_optimizer_of_other_tensors_is_not_stepped() -> None:
     with pytest.raises(AssertionError):
         assert_optimizes(optimizer, model)
     model = small_model()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     optimizer.param_groups[0]["params"].append(model[0].weight)
     with pytest.raises(AssertionError):
         assert_optimizes(optimizer, model)
@@ -140,7 +140,7 @@ def test_an_optimizer_of_other_tensors_is_not_stepped() -> None:
 
 def test_a_first_update_that_moves_nothing_is_noticed() -> None:
     model, check = small_model(), UpdateCheck()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     model(torch.randn(5, 4)).square().sum().backward()
     unmoved = pytest.raises(AssertionError)
     with unmoved, check(optimizer, model):
@@ -153,7 +153,7 @@ def test_a_first_update_that_moves_nothing_is_noticed() -> None:
 @pytest.mark.parametrize("gradient", [0.0, 1e-30, 1.0])
 def test_an_update_may_be_lost_to_rounding_or_have_no_gradient(lr: float, gradient: float) -> None:
     model = small_model()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     for group in optimizer.param_groups:
         group["lr"] = lr
     for parameter in model.parameters():

@@ -121,5 +121,5 @@ def test_a_router_that_prefers_one_expert_is_told_so(
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_what_has_no_such_loss_is_refused(name: str, tmp_path: Path) -> None:
-    with refuses(ConfigError, "router_aux_coef"):
+    with refuses(ConfigError, "learner.router_aux_coef"):
         check_balances(meta_causal_lm(family_dir(tmp_path, name)))

@@ -242,10 +242,10 @@ def test_experts_of_another_model_are_refused(mixture: str, new_learner: NewLear
 def test_dense_models_and_unknown_routers_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with refuses(ConfigError, "routing_replay"):
+    with refuses(ConfigError, "learner.routing_replay"):
         check_replays(meta_causal_lm(family_dir(tmp_path, "llama")))
     monkeypatch.delitem(WEIGH, "MixtralTopKRouter")
-    with refuses(ConfigError, "routing_replay"):
+    with refuses(ConfigError, "learner.routing_replay"):
         check_replays(meta_causal_lm(family_dir(tmp_path, "mixtral")))
 
 

@@ -164,7 +164,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "temperature": at_path(settings, "sampling.temperature"),
         "prompts": settings.get("prompts") or settings.get("data"),
         "a step": _step_size(settings),
-        "learning rate": settings.get("lr"),
+        "learning rate": at_path(settings, "learner.lr"),
         "trained tokens": run.summary.get("train_tokens"),
         "best": _best_sentence(run),
         "forked from": _origin(run.forked_from),
