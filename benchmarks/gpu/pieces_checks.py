@@ -39,13 +39,14 @@ def plugin_cost(setting: Setting) -> Numbers:
     logits_NV = torch.randn(rows, vocab, device=setting.device)
     tokens_N = torch.randint(0, vocab, (rows,), device=setting.device)
     listed_NK = torch.randint(0, vocab, (rows - 1, 32), dtype=torch.int32)
+    hidden_NH = torch.randn(rows, setting.choose(16, 4096), device=setting.device)
 
     def take(unscaled: bool, top: bool) -> None:
         scaled = ScaledRows(
             [RequestRows(0, rows, rows - 1, 0)], [TEMPERATURE], unscaled=[0] if unscaled else [],
             vocab_size=vocab, device=logits_NV.device, listed={0: (listed_NK, 1)} if top else None,
         )  # fmt: skip
-        scaled.take(logits_NV, tokens_N[:-1])
+        scaled.take(logits_NV, tokens_N[:-1], hidden_NH)
 
     made: Numbers = {"log_softmax_ms": 1e3 * seconds(setting, lambda: logits_NV.log_softmax(1))}
     cases = {"scaled": (False, False), "unscaled": (True, False), "listed": (True, True)}

@@ -787,7 +787,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         for name in ("kl_clip", "advantage", "hint_bonus_coef", "loss"):
             value = getattr(self.objective, name)
             if is_own(value) if name == "loss" else value:
-                return f"{name}={value}"
+                return f"objective.{name}={value}"
         return ""
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:

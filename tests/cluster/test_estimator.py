@@ -129,7 +129,7 @@ def test_a_run_keeps_what_it_began_with(opd: NewOpd) -> None:
 def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str, Any]) -> None:
     """It takes no room beside the learner, and no copy is loaded."""
     config, line = with_estimator(opd(estimator="auto", teacher="policy", **rule))
-    assert config.estimator == "full" and "the learner's own model" in line
+    assert config.objective.estimator == "full" and "the learner's own model" in line
     assert config.teaches_itself and not config.copied_teachers
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import ConfigError
-from distill.objective.settings import ObjectiveConfig, require_advantages
+from distill.objective.settings import ObjectiveConfig, OpdObjective
 from tests.enumeration import (
     ESTIMATORS,
     KL_CLIP,
@@ -73,10 +73,9 @@ def test_what_is_refused_without_advantages_would_change_no_bit(
     world: World, whole: dict[str, Any], weighing: dict[str, Any]
 ) -> None:
     world.move_learner(0.4)
-    refused = ObjectiveConfig(**whole, **weighing)
     with pytest.raises(ConfigError):
-        require_advantages(refused)
-    made = world.expected_gradient(refused, T)
+        OpdObjective(**whole, **weighing)
+    made = world.expected_gradient(ObjectiveConfig(**whole, **weighing), T)
     assert torch.equal(made, world.expected_gradient(ObjectiveConfig(**whole), T))
 
 
@@ -86,8 +85,7 @@ def test_the_price_of_leaving_the_sampler_needs_no_advantage(
 ) -> None:
     """So dro is not refused there."""
     world.move_learner(0.4)
-    objective = ObjectiveConfig(**whole, loss="dro")
-    require_advantages(objective)
+    objective = OpdObjective(**whole, loss="dro")
     made = world.expected_gradient(objective, T)
     assert error(made, world.expected_gradient(ObjectiveConfig(**whole), T)) > 1e-3
 
