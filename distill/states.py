@@ -1,8 +1,8 @@
 """Hidden states that a model's vocabulary projection turns into distributions, as plain bytes.
 
 A teacher's engine gives those of the trained positions, and the learner applies the teacher's head
-to them (`learner.teacher_head`): log q_T at every token of the vocabulary, at any T, for the bytes
-of one state per trained token.
+to them (`learner.frozen.TeacherHead`): log q_T at every token of the vocabulary, at any T, for the
+bytes of one state per trained token.
 
 numpy has no bfloat16, so values of 16 bits are kept as uint16 beside the name of their dtype.
 Rollout workers pass states on, so nothing here imports torch before a tensor is asked for.

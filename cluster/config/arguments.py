@@ -35,14 +35,32 @@ _NAMES = {
     bool: "True or False",
     str: "a text",
 }
-# Names of settings of other systems, and what they are here.
+# Names of settings of other systems, and what they are here: the first that the recipe has.
 _ELSEWHERE = {
-    "prompt_key": "columns.prompt",
-    "answer_key": "columns.answer",
-    "clip_ratio_low": "clip",
-    "clip_ratio_high": "clip",
-    "epsilon_high": "clip",
-    "learning_rate": "lr",
+    "prompt_key": ("columns.prompt",),
+    "answer_key": ("columns.answer",),
+    "clip_ratio_low": ("clip",),
+    "clip_ratio_high": ("clip",),
+    "epsilon_high": ("clip",),
+    "learning_rate": ("lr",),
+    "lr_scheduler_type": ("lr_schedule",),
+    "max_steps": ("steps",),
+    "num_train_epochs": ("epochs", "steps"),
+    "num_generations": ("group_size",),
+    "max_completion_length": ("max_new_tokens",),
+    "per_device_train_batch_size": ("prompts_per_step", "batch_size"),
+    "train_batch_size": ("prompts_per_step", "batch_size"),
+    "gradient_accumulation_steps": ("token_budget",),
+    "bf16": ("learner.dtype",),
+    "model_name_or_path": ("student", "model"),
+    "output_dir": ("out",),
+    "save_steps": ("checkpoint.every",),
+    "save_total_limit": ("checkpoint.keep_last",),
+    "load_best_model_at_end": ("checkpoint.keep_best",),
+    "eval_steps": ("eval.every",),
+    "report_to": ("tracking.track",),
+    "run_name": ("out",),
+    "lora_r": ("lora.rank",),
 }
 
 
@@ -179,8 +197,8 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
-    fields, ours = fields_of(kind), _ELSEWHERE.get(key, "")
-    near = [ours] if meant_by(kind, ours.partition(".")[0]) else []
+    fields = fields_of(kind)
+    near = [name for name in _ELSEWHERE.get(key, ()) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     if not near:  # search the docs for a name that other libraries use: learning_rate

@@ -431,6 +431,9 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["lr.x=3"], "lr.x=3: lr has no settings of its own"),
         (["learning_rate=1"], "learning_rate=1: no such setting; did you mean 'lr'"),
         (["grad_norm=1"], "grad_norm=1: no such setting; did you mean 'max_grad_norm'"),
+        (["max_steps=1"], "max_steps=1: no such setting; did you mean 'steps'"),
+        (["eval_steps=1"], "eval_steps=1: no such setting; did you mean 'eval.every'"),
+        (["train_batch_size=8"], "no such setting; did you mean 'prompts_per_step'"),
         (
             ["env=ToolUze"],
             "env=ToolUze is unknown, and not package.module:Class; did you mean",
