@@ -59,7 +59,7 @@ class ScoreItem:
             return
         states, states_N = None, self.request.states_N
         if states_N is not None:
-            states = HiddenStates.of(hidden_NH[torch.from_numpy(states_N).to(hidden_NH.device)])
+            states = HiddenStates.of(hidden_NH[torch.tensor(states_N, device=hidden_NH.device)])
         self.found = Score(
             logprobs_by_temperature=tuple(logprobs_KN.copy()),
             top=TopLogprobs(**top._asdict()) if self.request.listed else None,

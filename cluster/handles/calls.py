@@ -6,6 +6,7 @@ Ray is imported lazily, by the functions that receive Ray objects.
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,9 @@ from typing import Any, TypeVar
 
 from cluster.handles import errors
 from cluster.handles.local_actor import LocalActor, LocalReference
+
+# Our asyncio actors wait for objects in threads, where Ray warns of a blocked event loop.
+os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
 Value = TypeVar("Value")
 
