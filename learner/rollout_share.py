@@ -46,6 +46,8 @@ from distill.records import (
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
 
+logger = logging.getLogger(__name__)
+
 # Returns log p_T of each row's trained tokens. Collective: each worker calls it with its own rows.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
@@ -325,8 +327,6 @@ class RolloutShare:
     def _segment(self, place: RowPlace) -> Segment:
         return self._trajectories[place.trajectory].segments[place.segment]
 
-
-logger = logging.getLogger(__name__)
 
 # Groups that the step after weights would take as things are: waits a moment for some besides those
 # that are known by id, and, if asked to, for the whole step. None: it was taken, or never will be.

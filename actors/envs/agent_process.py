@@ -300,7 +300,7 @@ def _kept(program: AgentProgram) -> Iterator[_KeptProcess]:
     child = child or _KeptProcess(program)
     try:
         yield child
-    except BaseException:
+    except BaseException:  # of a cancelled episode, too: what it would answer is no one's
         child.end()
         raise
     if len(idle) < _MOST_IDLE:

@@ -190,7 +190,7 @@ async def play_group(
     Raises:
         EngineError: the engine aborted a sample.
         DataError: the builder did not reward every member; a reward or a metric is not finite, or
-            too large for means; an episode failed before its first turn.
+            too large for means.
     """
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
@@ -229,8 +229,6 @@ async def _close(envs_G: Sequence[Env]) -> None:
 
 
 def _checked(episode: Episode) -> Episode:
-    if episode.failure and not episode.turns:
-        raise DataError(episode.failure)
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
     for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
         if not abs(value) <= largest:

@@ -106,7 +106,11 @@ class Evaluator:
 
         Args:
             models: what environments may ask besides the engine, by name.
+
+        Raises:
+            EpisodesFailed: all episodes of all problems did.
         """
+        failures: list[str] = []
 
         async def one(p: int) -> list[EvaluatedResponse]:
             builder = self._problems.builder(p, sampling.num_samples)
@@ -119,14 +123,18 @@ class Evaluator:
                 models=models,
                 user_code=self._user_code(p),
             )
+            failures.extend(episode.failure for episode in episodes if episode.failure)
             return [
                 self._response(p, number, episode, builder)
                 for number, episode in enumerate(episodes)
-                if episode.turns
+                if episode.turns or episode.failure
             ]
 
         made_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
-        return [response for made in made_P for response in made]
+        responses = [response for made in made_P for response in made]
+        if failures and len(failures) == len(responses):
+            raise EpisodesFailed(failures[0])
+        return responses
 
     def _user_code(self, problem: int) -> UserCode:
         """Around the code of an environment or a reward: its errors say of which problem and where.
@@ -158,14 +166,18 @@ class Evaluator:
     def _response(
         self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
     ) -> EvaluatedResponse:
-        first, last = episode.turns[0], episode.turns[-1]
-        response = read_response(self._tokenizer, last.observation_T, last.sample)
+        prompt = text = said = ""
+        if episode.turns:  # else it failed before its first one
+            first, last = episode.turns[0], episode.turns[-1]
+            prompt = decode(self._tokenizer, first.observation_T)
+            response = read_response(self._tokenizer, last.observation_T, last.sample)
+            text, said = response.text, response.answer
         return EvaluatedResponse(
             line=self._problems.line(problem),
-            prompt=decode(self._tokenizer, first.observation_T),
+            prompt=prompt,
             sample=number,
-            text=response.text,
-            said=response.answer,
+            text=text,
+            said=said,
             stop_reason=episode.stop_reason,
             num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
             num_turns=len(episode.turns),

@@ -189,12 +189,11 @@ class CommonConfig(
 
     @chz.validate
     def _libraries_are_here(self) -> None:
-        if (
-            self.learner.compile
-            and self.device != "cuda"
-            and which(os.environ.get("CXX", "g++")) is None
-        ):
-            raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
+        compiler = os.environ.get("CXX", "g++")
+        if self.learner.compile and self.device != "cuda" and which(compiler) is None:
+            raise ConfigError(
+                "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
+            )
         if self.learner.liger:
             require_library("liger_kernel", "liger=True", "liger-kernel")
 

@@ -124,7 +124,6 @@ class TeacherSettings(EnginePoolSettings):
         "from its engines, which give a hidden state for each trained token, and the learner loads "
         "this head alone, not the teacher. A running server without isotherm's plugin is started "
         "with --enable-return-hidden-states",
-        metadata=ESSENTIAL,
     )
 
     @property

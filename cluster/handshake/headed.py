@@ -7,6 +7,7 @@ temperature law; whatever the engine itself makes of T.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ class HeadedTeacher:
         for request, score in zip(asked, await self._engine.score(asked), strict=True):
             states = score.states
             if calls.in_store(states):
-                states = calls.get(states, _FETCH_S)
+                states = await asyncio.to_thread(calls.get, states, _FETCH_S)
             rows_D.append(
                 replace(probe_row(request.tokens_T, request.start, UNSCALED), teacher_states=states)
             )

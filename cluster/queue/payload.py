@@ -117,9 +117,8 @@ def offered(
     if isinstance(queue, LocalActor):
         return delivery(parts)
     members = len(meta.rewards_G)
-    refers = any(
-        map(calls.in_store, _states_of(parts))
-    )  # which Ray counts in its own objects alone
+    # Ray counts a reference inside an object of its own, and none inside bytes.
+    refers = any(map(calls.in_store, _states_of(parts)))
     if not refers and nbytes + _META_BYTES * members <= _ARGUMENT_BYTES:
         return delivery([pickle.dumps(part, protocol=5) for part in parts])
     holder = calls.this_actor()

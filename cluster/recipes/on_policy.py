@@ -236,7 +236,7 @@ def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
         step = readable(each * tokens * config.sampling.max_new_tokens)
         alone = ""
         if inputs.states[name] == "only":
-            alone = "; its server has no plugin, and sends them as text, about ten times the size"
+            alone = "; its server has no plugin, and sends them as text, many times the size"
         lines += (
             f"  states    of {name or 'the teacher'}, {each:,} bytes a trained token, at most "
             f"{step} a step; the learner has the head of {path}{alone}\n"

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.agent import Agent, AgentResult
 from actors.envs.agent_process import AgentFailed
-from actors.rollout.episode import play_group, rollout_group
+from actors.rollout.episode import EpisodesFailed, play_group, rollout_group
 from actors.rollout.evaluator import Evaluator
 from distill.envs.base import EnvDataset
 from distill.envs.tool_use import ToolUse
@@ -183,14 +183,34 @@ def test_an_agent_that_a_limit_ends_is_trained(
     assert len(trajectory.segments) == 2
 
 
-def test_an_agent_that_asks_nothing_fails_before_its_first_turn(
+def test_failures_before_a_first_request_are_failures_like_others(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """The first agent to start asks nothing."""
+    code = (
+        'import os\ntry: os.mkdir("begun")\nexcept FileExistsError: pass\nelse: print(1); exit()\n'
+    )
+    code += f"{ASKS_ONCE}\nonce(json.load(sys.stdin))\nprint(1)\n"
+    (folder / "shy.py").write_text(code)
+    problems = dataset(tokenizer, "python shy.py")
+    group = rolled_out(problems, Scripted(tokenizer, ["a", "b"]), 2)
+    assert len(group.trajectories_G) == 1 and group.metrics["rollout/failed_episodes"] == 0.5
+    (folder / "begun").rmdir()
+    sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
+    policy: Any = Scripted(tokenizer, ["a", "b"])
+    evaluation = asyncio.run(Evaluator(problems, tokenizer).evaluate(policy, sampling))
+    assert evaluation.metrics["eval/accuracy"] == 0.5
+
+
+def test_an_evaluation_in_which_all_failed_says_why(
     tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     (folder / "mute.py").write_text("print(1)\n")
-    builder = dataset(tokenizer, "python mute.py").builder(0, 1)
-    with pytest.raises(DataError, match="asked the model nothing"):
-        policy = Scripted(tokenizer, ["a"])
-        asyncio.run(play_group(policy, builder, SAMPLING, group_id=0, seed=0))
+    sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
+    evaluator = Evaluator(dataset(tokenizer, "python mute.py"), tokenizer)
+    policy: Any = Scripted(tokenizer, ["a"])
+    with pytest.raises(EpisodesFailed, match="asked the model nothing"):
+        asyncio.run(evaluator.evaluate(policy, sampling))
 
 
 @pytest.mark.parametrize("ends", ["answers", "is cancelled"])
