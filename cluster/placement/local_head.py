@@ -20,7 +20,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 from cluster.placement.forked_workers import forked_workers, parent_of_workers
 from distill.errors import ConfigError
@@ -115,6 +116,8 @@ def run_head(cpus: int) -> None:
     of standard input."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Ray prints
+    abandoned = Thread(target=_until_abandoned, daemon=True)
+    abandoned.start()
     import ray
 
     signal.alarm(START_S)
@@ -122,14 +125,25 @@ def run_head(cpus: int) -> None:
         reply = {"address": _start(cpus)}
     except Exception as error:  # Ray raises bare ones, too
         reply = {"error": f"{error}. {_remedy(error)}"}
-    print(json.dumps(reply), file=told, flush=True)
-    told.close()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or a shell would wait for this process, too
-    os.dup2(1, 2)
+    with suppress(BrokenPipeError):  # the driver has ended
+        print(json.dumps(reply), file=told, flush=True)
+        told.close()
+    _print_nothing()  # or a shell would wait for this process, too
     signal.alarm(0)
-    sys.stdin.read()
+    abandoned.join()
     signal.alarm(END_S)
     ray.shutdown()
+
+
+def _until_abandoned() -> None:
+    """Wait for the end of standard input; what Ray says of a start after that concerns nobody."""
+    sys.stdin.read()
+    _print_nothing()
+
+
+def _print_nothing() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
 
 
 def _start(cpus: int) -> str:

@@ -41,3 +41,15 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
         assert process.wait(60) == -signal.SIGALRM
     _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive
+
+
+def test_a_head_whose_driver_ends_first_says_nothing_and_ends_ray() -> None:
+    program = [sys.executable, "-c", HEAD, "180", "60"]
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.close()
+        process.stdout.close()
+        assert process.wait(120) == 0
+        assert process.stderr.read() == b""
