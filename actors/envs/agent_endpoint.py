@@ -17,6 +17,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any, TypeVar
@@ -155,6 +156,8 @@ class AgentEndpoint:
             return _refused(400, str(error), field=error.field)
         except web.HTTPException as error:
             return _refused(error.status, error.reason)
+        except ConnectionError:  # the client has gone before its request was whole
+            return _refused(400, "the request is not whole")
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response(models_body(["policy"]))
@@ -174,11 +177,12 @@ class AgentEndpoint:
         if not asked.stream:
             return web.json_response(answer.body())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for part in answer.parts():
-            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        with suppress(ConnectionError):  # the client has gone
+            await response.prepare(request)
+            for part in answer.parts():
+                await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         return response
 
     def _task(

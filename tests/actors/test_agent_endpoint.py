@@ -190,6 +190,23 @@ def test_bad_requests_are_refused(
     served(client, Scripted(tokenizer, ["a"]), tokenizer)
 
 
+def test_a_client_that_leaves_within_its_request_is_no_error(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        port = int(endpoint.base_url.split(":")[2].partition("/")[0])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n"
+        writer.write(f"{head}Authorization: Bearer {endpoint.key}\r\n\r\n{{".encode())
+        await writer.drain()
+        await asyncio.sleep(0.1)  # its handler waits for the rest
+        writer.transport.abort()
+        await complete(endpoint, ASKED)
+
+    served(client, Scripted(tokenizer, ["a"]), tokenizer)
+    assert not caplog.records
+
+
 def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenizerBase) -> None:
     ended: list[AgentEndpoint] = []
 
