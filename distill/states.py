@@ -84,13 +84,6 @@ class HiddenStates:
         states_NH = torch.from_numpy(np.ascontiguousarray(values_NH, np.float32))
         return cls.of(states_NH.to(getattr(torch, dtype)))
 
-    def __len__(self) -> int:
-        return len(self.values_NH)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values_NH.nbytes
-
     @property
     def hidden_size(self) -> int:
         return self.values_NH.shape[1]

@@ -42,7 +42,7 @@ def with_states(model: PreTrainedModel, row: TrainingRow) -> TrainingRow:
 def expect_states(model: PreTrainedModel, request: ScoreRequest, score: Score) -> None:
     """The model's head makes of the states what the model itself makes of the tokens."""
     assert request.states_N is not None and score.states is not None
-    assert len(score.states) == request.states_N.sum()
+    assert len(score.states.values_NH) == request.states_N.sum()
     ids_1T = torch.from_numpy(request.tokens_T.astype(np.int64))[None]
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
     expected_NV = logits_TV[request.start - 1 : -1][torch.from_numpy(request.states_N)]
