@@ -43,9 +43,7 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     """
     if choice != "auto":
         return choice
-    from distill.models.loading import resolve_device  # torch, which settings do without
-
-    return "bfloat16" if resolve_device(device).startswith("cuda") else "float32"
+    return "bfloat16" if _is_cuda(device) else "float32"
 
 
 def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
@@ -59,10 +57,16 @@ def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
         require_sglang()
     if choice != "auto":
         return choice
-    from distill.models.loading import resolve_device  # torch, which settings do without
+    return "sglang" if sglang_installed() and _is_cuda(device) else "embedded"
 
-    served = sglang_installed() and resolve_device(device).startswith("cuda")
-    return "sglang" if served else "embedded"
+
+def _is_cuda(device: str) -> bool:
+    """Without torch, unless `device` is auto: Ray is started before torch is imported."""
+    if device == "auto":
+        from distill.models.loading import resolve_device
+
+        device = resolve_device(device)
+    return device.startswith("cuda")
 
 
 def engine_note(choice: EngineChoice, kind: EngineKind) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -279,6 +280,22 @@ for name, arguments, code in {answered}:
     assert not loaded, (name, arguments, loaded)
 """
 
+# Runs that start Ray themselves, up to that point.
+STARTING_RAY = (
+    f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT eval.every=1 eval.engines=1",
+    f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT engine=embedded",
+    f"recipe=rl student=a/b {ROWS} temperature=1 out=OUT reward=exact_match",
+    "recipe=sft model=a/b data=README.md out=OUT",
+)
+_START = """
+import sys
+import cluster.train
+def start(cpus):
+    sys.exit(7 if not {{"torch", "transformers", "ray"}} & set(sys.modules) else "too late")
+cluster.train.local_head = start
+cluster.train.main({arguments}.split())
+"""
+
 
 def test_processes_without_tensors_start_without_torch() -> None:
     """It is most of the seconds and of the memory that such a process takes; they are many."""
@@ -297,6 +314,21 @@ def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) 
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", STARTING_RAY)
+def test_ray_comes_up_beside_the_imports_of_torch(arguments: str, tmp_path: Path) -> None:
+    code = _START.format(arguments=repr(arguments.replace("OUT", str(tmp_path / "out"))))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 7, ended.stderr
 
 
 @pytest.mark.parametrize(
