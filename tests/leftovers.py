@@ -88,11 +88,10 @@ def marked(mark: str) -> set[psutil.Process]:
 
 def _is_kept(process: psutil.Process) -> bool:
     """True if this process keeps it for the next call, and it dies with us: a child of
-    distill/sandbox/bounded_calls.py, or a service of wandb."""
+    distill/sandbox/bounded_calls.py with its guard, or a service of wandb with its processes."""
     command = " ".join(process.cmdline())
-    if "wandb" in command:  # its service has processes of its own
-        return os.getpid() in (parent.pid for parent in process.parents())
-    return process.ppid() == os.getpid() and bounded_calls.__name__ in command
+    ours = os.getpid() in (parent.pid for parent in process.parents())
+    return ours and ("wandb" in command or bounded_calls.__name__ in command)
 
 
 def living_actors() -> dict[str, str]:

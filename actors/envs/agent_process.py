@@ -4,8 +4,8 @@ children.
     a command          started for the episode; the problem on stdin, its result on stdout
     module:function    called in a process that is kept for later episodes (`agent_child`)
 
-A command's process, and what it has started in its process group, is ended when it has answered,
-is late, or this process dies. What deliberately leaves the process group is not.
+A guard (`distill.sandbox.guard`) ends a command's process with all that it has started when it has
+answered, is late, or this process dies; and so with a kept process, but for its answers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import asyncio
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from distill.errors import ConfigError
 from distill.json_values import loads
 from distill.lookup import resolve_function
 from distill.sandbox.bounded_calls import child_command
+from distill.sandbox.guard import guarded, lifeline
 
 _LARGEST_OUTPUT = 4 << 20
 _SHOWN = 300
@@ -37,17 +37,8 @@ _SHOWN = 300
 _LOOK_S = 1.0
 # Kept processes that wait for an episode.
 _MOST_IDLE = 64
-# Sets what the agent inherits, and becomes it. Exits with 127 where there is no such program.
-_LAUNCH = """
-import ctypes, os, resource, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2)
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    sys.exit(f"{sys.argv[2]}: {error.strerror}")
-"""
+# Limits memory, in KiB, of a command and what it starts.
+_LIMITED = ("/bin/sh", "-c", 'ulimit -d "$0" && exec "$@"')
 
 
 T = TypeVar("T")
@@ -83,6 +74,10 @@ class AgentProgram:
         """True if the command is `module:function`."""
         module, colon, name = self.command.partition(":")
         return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+    def guarded(self, command: Sequence[str]) -> list[str]:
+        """The command with the limit on memory, under a guard."""
+        return guarded([*_LIMITED, str(self.memory_mb << 10), *command])
 
     def check(self) -> None:
         """Check that the program can be found.
@@ -123,25 +118,25 @@ class AgentProgram:
             return await self._started(problem, variables)
 
     async def _started(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
-        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(self.memory_mb << 20)]
         # Files, not pipes: what the agent starts may hold a pipe open.
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
             given.write(_written(problem) + b"\n")
             given.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *launch,
-                *shlex.split(self.command),
+                *self.guarded(shlex.split(self.command)),
                 stdin=given,
                 stdout=printed,
                 stderr=complaints,
                 env=_environment(variables, self.working_directory),
                 cwd=self.working_directory,
                 start_new_session=True,
+                pass_fds=(lifeline(),),
             )
             try:
                 await _until(process.wait(), self.time_s, printed, complaints)
             finally:
-                _kill(process.pid)
+                with suppress(ProcessLookupError):  # it has ended, and been waited for
+                    process.terminate()
                 await process.wait()
             if process.returncode:
                 words = _last_line(complaints) or _last_line(printed)
@@ -188,11 +183,6 @@ def _ending(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
 
 
-def _kill(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # all of it has ended
-        os.killpg(group, signal.SIGKILL)
-
-
 async def _until(ended: Coroutine[Any, Any, T], time_s: float, *outputs: IO[bytes]) -> T:
     """Wait for the agent's end, looking at its outputs from time to time.
 
@@ -231,19 +221,20 @@ class _KeptProcess:
     """A process that calls the agent's function, for one episode at a time."""
 
     def __init__(self, program: AgentProgram) -> None:
-        command = child_command("actors.envs.agent_child", program.command, str(program.memory_mb))
+        command = child_command("actors.envs.agent_child", program.command)
         self._calls, calls = socket.socketpair()
         # Appended to, because it is emptied for each episode; `end` closes it.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
         with calls:
             self.process = subprocess.Popen(
-                command,
+                program.guarded(command),
                 stdin=calls.fileno(),
                 stdout=calls.fileno(),
                 stderr=self._complaints,
                 env=_environment({}, program.working_directory),
                 cwd=program.working_directory,
                 start_new_session=True,
+                pass_fds=(lifeline(),),
             )
 
     async def call(self, asked: bytes, time_s: float) -> bytes:
@@ -275,8 +266,7 @@ class _KeptProcess:
 
     def end(self) -> None:
         """End the process and its children. May be called again."""
-        if self.process.poll() is None:
-            _kill(self.process.pid)
+        self.process.terminate()
         self.process.wait()
         self._calls.close()
         self._complaints.close()

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any
@@ -36,7 +35,8 @@ from distill.envs.base import Env, EnvGroupBuilder, Episode
 from distill.errors import DataError, IsothermError, described
 from distill.rewards.registry import RewardFunction, judge
 from distill.sampling import EvalSampling
-from distill.sandbox.bounded_calls import child_command, die_with_parent
+from distill.sandbox.bounded_calls import child_command
+from distill.sandbox.guard import guarded, lifeline
 from distill.types import StopReason, TokenArray
 
 # Characters of a crashed child's output that an error message shows.
@@ -170,11 +170,12 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         given.seek(0)
         # Files, not pipes: processes that user code starts may hold a pipe open indefinitely.
         child = subprocess.Popen(
-            child_command(__name__),
+            guarded(child_command(__name__)),
             stdin=given,
             stdout=answer,
             stderr=printed,
             start_new_session=True,
+            pass_fds=(lifeline(),),
             # Breakpoints are skipped: the child has no terminal.
             env={**os.environ, "PYTHONBREAKPOINT": "0"},
         )
@@ -183,8 +184,7 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
         finally:
-            with suppress(ProcessLookupError):  # the child has exited and left no processes
-                os.killpg(child.pid, signal.SIGKILL)
+            child.terminate()
             child.wait()
         answer.seek(0)
         printed.seek(0)
@@ -208,7 +208,6 @@ def _last_words(printed: bytes) -> str:
 
 def main() -> None:
     """Entry point of the child: writes the result to stdout; output of user code goes to stderr."""
-    die_with_parent()
     answer = os.dup(1)
     os.dup2(2, 1)
     lost = wrong = None

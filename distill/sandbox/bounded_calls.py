@@ -12,14 +12,12 @@ queues leave named semaphores in /dev/shm when Ray kills the process group.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
 import pickle
 import queue
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -29,10 +27,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distill.errors import described
+from distill.sandbox.guard import guarded, lifeline
 from distill.sandbox.seccomp import filter_program, install
 
 _MEMORY_BYTES = 4 << 30
-_PR_SET_PDEATHSIG = 1
 # Importing what calls need: sympy on a machine whose cores are all busy.
 _START_S = 300.0
 # Threads that were given up and still run: each may hold a core.
@@ -106,7 +104,13 @@ class _Child:
         self._end()
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
-            self._process = _started(child_command(__name__, str(theirs.fileno())), theirs.fileno())
+            # In a session of its own: Ctrl-C is for this process, which ends the child.
+            self._process = subprocess.Popen(
+                guarded(child_command(__name__, str(theirs.fileno()))),
+                pass_fds=(theirs.fileno(), lifeline()),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         try:
             _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
         except OverLimit as late:  # of no call: nothing may be judged by it
@@ -135,7 +139,7 @@ class _Child:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            self._process.terminate()
             self._process.wait()
         if self._connection is not None:
             self._connection.close()
@@ -146,34 +150,8 @@ def _over_limit(timeout_s: float, why: str) -> OverLimit:
     return OverLimit(f"over {timeout_s:g} s or {_MEMORY_BYTES >> 30} GiB: {why}")
 
 
-def _started(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Starts a child from a thread that lives as long as the child (see `die_with_parent`)."""
-    outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
-
-    def keep() -> None:
-        try:
-            # In a session of its own: Ctrl-C is for this process, which ends the child.
-            process = subprocess.Popen(
-                command,
-                pass_fds=(descriptor,),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            outcome.put(error)
-            return
-        outcome.put(process)
-        process.wait()
-
-    threading.Thread(target=keep, name="bounded-child", daemon=True).start()
-    if isinstance(started := outcome.get(), OSError):
-        raise started
-    return started
-
-
 def main(descriptor: str) -> None:
     """The child: calls until the other end of its pipe is closed. What it prints goes to stderr."""
-    die_with_parent()
     os.dup2(2, 1)
     connection = Connection(int(descriptor))
     while True:
@@ -195,12 +173,6 @@ def _answer(asked: bytes) -> bytes:
             return answer
         except Exception:  # of several types; pickling runs the error's own code
             return pickle.dumps((None, RuntimeError(described(error))))
-
-
-def die_with_parent() -> None:
-    """Has this process killed when the thread that started it ends (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _confine(prepare: Callable[[], None]) -> None:

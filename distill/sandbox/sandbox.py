@@ -46,6 +46,7 @@ from typing import Any, Literal
 
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.sandbox.guard import guarded, lifeline
 from distill.sandbox.seccomp import filter_program
 
 Isolation = Literal["namespaces", "process"]
@@ -133,11 +134,11 @@ async def run_python(
     with _prepared(source, limits) as (spec, report, report_end):
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            *_command(spec, report_end),
+            *_command(spec, report_end, limits),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            **_surroundings(report_end),
+            **_surroundings(report_end, limits),
         )
         run = _SandboxedProgram(process, limits)
         try:
@@ -164,11 +165,11 @@ def _failure(isolation: Isolation) -> str | None:
     limits = SandboxLimits(isolation=isolation)
     with _prepared("", limits) as (spec, report, report_end):
         done = subprocess.run(
-            _command(spec, report_end),
+            _command(spec, report_end, limits),
             input=spec,
             capture_output=True,
             timeout=60,
-            **_surroundings(report_end),
+            **_surroundings(report_end, limits),
         )
         os.set_blocking(report, False)
         try:
@@ -214,12 +215,14 @@ def _interpreter_directories() -> list[str]:
         path = os.path.join(os.path.dirname(path), os.readlink(path))
 
 
-def _command(spec: bytes, report_end: int) -> list[str]:
-    return [sys.executable, "-I", "-S", "-B", _LAUNCHER, str(len(spec)), str(report_end)]
+def _command(spec: bytes, report_end: int, limits: SandboxLimits) -> list[str]:
+    launcher = [sys.executable, "-I", "-S", "-B", _LAUNCHER, str(len(spec)), str(report_end)]
+    return guarded(launcher) if limits.isolation == "process" else launcher
 
 
-def _surroundings(report_end: int) -> dict[str, Any]:
-    return {"env": {}, "cwd": "/", "start_new_session": True, "pass_fds": (report_end,)}
+def _surroundings(report_end: int, limits: SandboxLimits) -> dict[str, Any]:
+    descriptors = (report_end, lifeline()) if limits.isolation == "process" else (report_end,)
+    return {"env": {}, "cwd": "/", "start_new_session": True, "pass_fds": descriptors}
 
 
 def _told(report: int) -> dict[str, Any]:
@@ -290,7 +293,7 @@ class _SandboxedProgram:
         return stream
 
     def _signal(self, strongest: bool = False) -> None:
-        """End the program and its descendants: by SIGKILL to the group, or through the launcher."""
+        """End the program and its descendants: by SIGKILL to the group, or through the guard."""
         with suppress(ProcessLookupError):
             if strongest or self._limits.isolation == "namespaces":
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -28,7 +28,7 @@ NOBODY = 65534
 OLD = "/.old"
 PROGRAM = "/program.py"
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -229,57 +229,15 @@ def _read_only(path: str) -> None:
 
 def _as_a_process(spec: dict[str, Any], report: int) -> None:
     """Run the program with limits alone; `sandbox.py` lists what is missing."""
-    _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _die_with_parent()
-    signal.signal(signal.SIGTERM, _stop)
     path, work = spec["directory"] + PROGRAM, spec["directory"] + "/work"
     with open(path, "wb") as file:
         file.write(spec["source"].encode("utf-8", "replace"))
     os.mkdir(work)
     program = os.fork()
     if program == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _reporting(report, lambda: _become_program(spec, path, work, 0))
-    try:
-        while True:
-            pid, status, usage = os.wait3(0)
-            if pid == program:
-                return _tell(report, status, usage)
-    except _Stopped:
-        return
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _end_children()
-
-
-class _Stopped(Exception):
-    pass
-
-
-def _stop(signum: int, frame: object) -> NoReturn:
-    raise _Stopped
-
-
-def _end_children() -> None:
-    """Kill all descendants. A process whose parent ends becomes a child of this process."""
-    while True:
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and _parent(entry) == os.getpid():
-                os.kill(int(entry), signal.SIGKILL)
-        try:
-            os.wait()
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-        except ChildProcessError:
-            return
-
-
-def _parent(pid: str) -> int | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:  # the process has ended
-        return None
+    _, status, usage = os.wait4(program, 0)
+    _tell(report, status, usage)
 
 
 def _become_program(spec: dict[str, Any], path: str, directory: str, others: int) -> None:

@@ -6,10 +6,16 @@ import asyncio
 import json
 import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -17,6 +23,7 @@ from actors.envs.agent import Agent, AgentResult
 from actors.envs.agent_process import AgentFailed
 from actors.rollout.episode import EpisodesFailed, play_group, rollout_group
 from actors.rollout.evaluator import Evaluator
+from distill.engine import GenerateRequest, Sample
 from distill.envs.base import EnvDataset
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
@@ -213,24 +220,51 @@ def test_an_evaluation_in_which_all_failed_says_why(
         asyncio.run(evaluator.evaluate(policy, sampling))
 
 
+# Starts a process that leaves its group, notes both, and asks.
+PARENT = f"""{ASKS_ONCE}
+import subprocess
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open("pids.new", "w").write(f"{{child.pid}} {{os.getpid()}}")
+os.rename("pids.new", "pids")
+"""
+
+
+def pids(folder: Path) -> list[int]:
+    """The agent and its child, once they are noted."""
+    deadline = time.monotonic() + 60
+    while not (folder / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(map(runs, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def runs(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 @pytest.mark.parametrize("ends", ["answers", "is cancelled"])
 def test_an_agent_s_children_end_with_it(
     tokenizer: PreTrainedTokenizerBase, folder: Path, ends: str
 ) -> None:
-    (folder / "parent.py").write_text(
-        f"{ASKS_ONCE}\nimport subprocess\nonce(json.load(sys.stdin))\n"
-        'child = subprocess.Popen(["sleep", "600"])\n'
-        'open("pid", "w").write(str(child.pid))\nos.rename("pid", "child")\n'
-        + ("print(1)\n" if ends == "answers" else "time.sleep(600)\n")
-    )
+    ending = "print(1)" if ends == "answers" else "time.sleep(600)"
+    (folder / "parent.py").write_text(f"{PARENT}\nonce(json.load(sys.stdin))\n{ending}\n")
     builder = dataset(tokenizer, "python parent.py").builder(0, 1)
 
     async def play() -> None:
         episode = play_group(Scripted(tokenizer, ["a"]), builder, SAMPLING, group_id=0, seed=0)
         playing = asyncio.ensure_future(episode)
-        while not (folder / "child").exists():
-            assert not playing.done() or playing.result()
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(pids, folder)
         if ends == "answers":
             await playing
         else:
@@ -238,15 +272,65 @@ def test_an_agent_s_children_end_with_it(
             await asyncio.wait({playing})
 
     asyncio.run(play())
-    child = int((folder / "child").read_text())
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{child}").exists() and "Z" not in state(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    end(pids(folder))
 
 
-def state(process: int) -> str:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+WORKER = """
+import asyncio, sys
+from actors.envs.agent_process import AgentProgram
+
+program = AgentProgram(command=sys.argv[1], directory=".", time_s=600, memory_mb=4096)
+print(asyncio.run(program.run({}, {})), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("moment", ["in an episode", "between episodes"])
+@pytest.mark.parametrize("command", ["python parent.py", "parent:solve"])
+def test_a_worker_that_is_killed_leaves_no_process(folder: Path, command: str, moment: str) -> None:
+    """Neither its agents nor their children, of which one has left the process group."""
+    ending = "time.sleep(600)" if moment == "in an episode" else "pass"
+    (folder / "parent.py").write_text(
+        f"def solve(problem):\n{textwrap.indent(PARENT, '    ')}\n    {ending}\n    return 1\n"
+        'if __name__ == "__main__":\n    print(solve({}))\n'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as worker:  # fmt: skip
+        started = [*pids(folder), *(each.pid for each in psutil.Process(worker.pid).children())]
+        if moment == "between episodes":
+            assert worker.stdout is not None and worker.stdout.readline() == b"1\n"
+        worker.kill()
+        end(started)
+
+
+def test_an_agent_that_is_killed_within_its_request_fails_alone(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """One of two members is killed while its answer is sampled; the other is trained whole."""
+    (folder / "victim.py").write_text(
+        f"{ASKS_ONCE}\nonce({{'messages': [{{'role': 'user', 'content': str(os.getpid())}}]}})\n"
+        "print(1)\n"
+    )
+    policy = Scripted(tokenizer, ["a", "b"])
+
+    class Killer:
+        killed = False
+
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            if not self.killed:
+                self.killed = True
+                seen = str(tokenizer.decode(request.prompt_tokens_T.tolist()))
+                [agent] = re.findall(r"\d+", seen)
+                os.kill(int(agent), signal.SIGKILL)
+            return await policy.generate(request)
+
+    builder = dataset(tokenizer, "python victim.py").builder(0, 2)
+    group = asyncio.run(rollout_group(Killer(), builder, SAMPLING, group_id=0, seed=0))
+    [trajectory] = group.trajectories_G
+    assert trajectory.reward == 1 and group.metrics["rollout/failed_episodes"] == 0.5
 
 
 def test_results_in_every_form() -> None:

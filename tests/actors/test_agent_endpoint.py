@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,6 +206,31 @@ def test_a_client_that_leaves_within_its_request_is_no_error(
 
     served(client, Scripted(tokenizer, ["a"]), tokenizer)
     assert not caplog.records
+
+
+def test_a_client_that_never_reads_its_answer_keeps_nothing(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Its request is sampled and trained, and its episode ends while its handler still writes."""
+    words = "words " * 20
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        port = int(endpoint.base_url.split(":")[2].partition("/")[0])
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        deaf.connect(("127.0.0.1", port))
+        body = json.dumps({"messages": ASKED, "n": 128, "logprobs": True, "stream": True})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}"
+        deaf.sendall(f"{head}\r\nAuthorization: Bearer {endpoint.key}\r\n\r\n{body}".encode())
+        clients.append(deaf)
+        while len(endpoint.turns) < 128:
+            await asyncio.sleep(0.02)
+
+    clients: list[socket.socket] = []
+    policy = Scripted(tokenizer, [words] * 128)
+    [trajectory] = served(client, policy, tokenizer, max_turns=128).trajectories_G
+    assert len(trajectory.segments) == 128
+    clients[0].close()
 
 
 def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenizerBase) -> None:

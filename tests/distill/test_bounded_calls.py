@@ -82,11 +82,13 @@ def test_a_caller_that_is_killed_leaves_neither_child_nor_semaphore(
 ) -> None:
     assert caller.stdout is not None
     assert caller.stdout.readline() == "(3, 1)\n"
-    [child] = psutil.Process(caller.pid).children()
-    shared = mapped_inodes(caller.pid) | mapped_inodes(child.pid)
+    started = {psutil.Process(caller.pid), *psutil.Process(caller.pid).children(recursive=True)}
+    shared = set().union(*(mapped_inodes(process.pid) for process in started))
     assert not [entry for entry in os.scandir("/dev/shm") if entry.inode() in shared]
     os.killpg(caller.pid, signal.SIGKILL)
-    assert not gone(lambda: {child} if child.is_running() else set())
+    caller.wait()
+    assert len(started) > 1
+    assert not gone(lambda: {process for process in started if process.is_running()})
 
 
 def fail_to_prepare() -> None:
@@ -108,12 +110,12 @@ def test_a_child_that_ends_at_its_start_is_no_call_over_its_limit() -> None:
 
 
 def test_a_fork_has_a_child_of_its_own() -> None:
-    assert in_child(nothing, os.getppid, timeout_s=60) == os.getpid()
+    child = in_child(nothing, os.getpid, timeout_s=60)
     forked = os.fork()
     if forked == 0:
-        os._exit(in_child(nothing, os.getppid, timeout_s=60) != os.getpid())
+        os._exit(in_child(nothing, os.getpid, timeout_s=60) == child)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
-    assert in_child(nothing, os.getppid, timeout_s=60) == os.getpid()
+    assert in_child(nothing, os.getpid, timeout_s=60) == child
 
 
 @pytest.mark.skipif(not filter_program(), reason="no filter for this machine")

@@ -1,0 +1,154 @@
+"""Guard of a program: a process that ends everything that the program has started.
+
+    starter ── guard ── the program ── whatever it starts
+    (holds one end of the lifeline, a pipe; the guard waits at the other)
+
+The guard ends all of them when the program has ended, on SIGTERM, and when the starter has died,
+however it died. Then it ends as the program did, or with exit code 1. On Linux those that left
+the program's process group are ended too: orphans become children of the guard.
+
+Run as a script it needs only the standard library: `python -I -S guard.py LIFELINE PROGRAM ...`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ON_LINUX = sys.platform == "linux"
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command under a guard. Start it in a new session, with `pass_fds=(lifeline(),)`."""
+    return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), *command]
+
+
+def lifeline() -> int:
+    """The guards' end of this process's lifeline, a file descriptor."""
+    return _lifeline()[0]
+
+
+@lru_cache
+def _lifeline() -> tuple[int, int]:
+    return os.pipe()
+
+
+def _forget() -> None:
+    """Closes a forked process's copy of the lifeline: it would keep the guards from the end."""
+    if _lifeline.cache_info().currsize:
+        for descriptor in _lifeline():
+            os.close(descriptor)
+        _lifeline.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def main() -> None:
+    """The guard."""
+    starter = int(sys.argv[1])
+    os.set_inheritable(starter, False)
+    noted, note = os.pipe()
+    os.set_blocking(note, False)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, _noted)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    program = os.fork()
+    if program == 0:
+        _become(sys.argv[2:])
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):  # else nobody would see that the program closes them
+        os.dup2(null, standard)
+    status = _until_the_end(program, starter, noted)
+    _end_all(program)
+    _end_as(status)
+
+
+def _noted(signum: int, frame: object) -> None:
+    """The signal is in the pipe."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if _ON_LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become(command: Sequence[str]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _until_the_end(program: int, starter: int, noted: int) -> int | None:
+    """The program's wait status; None if it is to be ended."""
+    while True:
+        ready = select.select([starter, noted], [], [])[0]
+        if starter in ready or signal.SIGTERM in os.read(noted, 4096):
+            return None
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if ended[0] == program:
+                return ended[1]
+
+
+def _end_all(program: int) -> None:
+    """Kill what is left. A process whose parent has ended becomes a child of the guard."""
+    if not _ON_LINUX:
+        with suppress(ProcessLookupError, PermissionError):  # all of it has ended
+            os.killpg(program, signal.SIGKILL)
+        return
+    while _has_children():
+        for pid in _children():
+            os.kill(pid, signal.SIGKILL)
+        os.wait()
+
+
+def _has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    names = filter(str.isdigit, os.listdir("/proc"))
+    return [int(name) for name in names if _parent(name) == os.getpid()]
+
+
+def _parent(pid: str) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:  # the process has ended
+        return None
+
+
+def _end_as(status: int | None) -> None:
+    """End this process as the program did."""
+    code = 1 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # of signals that cannot be handled
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
