@@ -192,6 +192,8 @@ class StepGroups:
         replaced: reward of each group of constant reward that the step skips, by id.
         start_max: weight versions since the first lease of the group that was leased first; None:
             unknown.
+        queued: number of groups beside the step's that had arrived when the step was taken; None:
+            no queue.
         epoch: epoch of the queue in which the step was taken (see `Lease`).
     """
 
@@ -202,6 +204,7 @@ class StepGroups:
     begun_again: int = 0
     replaced: Mapping[int, float] = field(default_factory=dict)
     start_max: int | None = None
+    queued: int | None = field(default=None, compare=False)
     epoch: int = 0
 
     def after(self, trained: TrainedGroups) -> TrainedGroups:
@@ -222,6 +225,8 @@ class StepGroups:
         }
         if self.start_max is not None:
             metrics["staleness/start_max"] = self.start_max
+        if self.queued is not None:
+            metrics["groups/queued"] = self.queued
         if self.replaced:
             rewards_P = [fmean(group.rewards_G) for group in self.groups_P]
             metrics["reward/mean_of_all"] = fmean([*rewards_P, *self.replaced.values()])

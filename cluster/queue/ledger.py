@@ -554,6 +554,7 @@ class Ledger:
             overdue=sum(age > self._settings.max_staleness for age in ages),
             begun_again=sum(self._begun_again[group_id] for group_id in choice.ids),
             start_max=max(ages),
+            queued=len(self._delivered) - len(choice.ids),
             replaced={group_id: self._constant[group_id] for group_id in replaced},
             epoch=self.epoch,
         )

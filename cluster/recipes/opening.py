@@ -74,7 +74,12 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
             console.print(f"starting from {plan.fork.described}", markup=False, highlight=False)
         progress = Progression(console, first_step, config.steps, bar=not config.local)
         trackers = Trackers(
-            config.tracking, directory, chz.asdict(config), first_step, progress.note
+            config.tracking,
+            directory,
+            chz.asdict(config),
+            first_step,
+            progress.note,
+            on_ray=not config.local,
         )
         notifier = Notifier(receiver, directory.path, progress.note)
         context = RunContext(

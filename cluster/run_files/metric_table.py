@@ -207,6 +207,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("groups/first", "", "id of the step's first group"),
         Metric("groups/last", "", "id of the step's last group"),
         Metric("groups/watermark", "", "id below which all groups are trained or set aside"),
+        Metric(
+            "groups/queued",
+            "groups",
+            "groups that had arrived in the queue beside the step's, when the step took its own",
+        ),
         Metric("groups/overdue", "groups", "trained groups older than `max_staleness`"),
         Metric(
             "groups/begun_again", "groups", "restarts of the step's groups (`on_stale=restart`)"
@@ -416,6 +421,27 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/teacher_rollout", "s", "sampling of a group by the teacher, mean"),
     ),
 }
+
+# What shows at a glance how a run goes: exported to Prometheus, and in the summaries of trackers.
+HEADLINES = (
+    "opd/reverse_kl",
+    "opd/divergence",
+    "reward/mean",
+    "eval/accuracy",
+    "eval/reverse_kl",
+    "validation/nll",
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/logprob_gap",
+    "rollout/response_length",
+    "staleness/max",
+    "groups/queued",
+    "groups/set_aside",
+    "tokens_per_s",
+    "time/step",
+    "time/wait",
+)
 
 _BY_NAME = {metric.name: metric for section in METRICS.values() for metric in section}
 _CAPITALS = re.compile(r"[A-Z]+")

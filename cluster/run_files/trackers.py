@@ -1,10 +1,11 @@
-"""Trackers that receive a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow.
+"""Trackers that receive a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow, and
+Ray's exporter for Prometheus, without being named, where the run is on Ray.
 
 Each uses its library's own writer and receives the same data: metrics of steps and evaluations with
-pool sizes and the number of restarts, kept rollouts as text, deaths as alerts, and the run's end. A
-resumed run continues the same run of the tracker. Each tracker is created and called in a thread of
-its own, since a library may wait for its server for minutes. A tracker that fails or is late is
-reported once and dropped; `out/` has all of its data.
+pool sizes and the numbers of restarts and findings, kept rollouts as text, deaths as alerts, and
+the run's end. A resumed run continues the same run of the tracker. Each tracker is created and
+called in a thread of its own, since a library may wait for its server for minutes. A tracker that
+fails or is late is reported once and dropped; `out/` has all of its data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.run_files.background import WorkThread
+from cluster.run_files.prometheus import RayExporter
 from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
 from distill.chat.token_text import decode
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 # A tracker is late if this many messages wait for it, or if it takes this many seconds for one
 # message, or for all remaining messages at the run's end.
 _WAITING, _CALL_S, _END_S = 1000, 300.0, 60.0
+_EXPORTER = "prometheus"
 # Most kept rollouts that are shown at a time.
 _SHOWN = 64
 # Events that are sent as alerts, with the text of the alert.
@@ -75,6 +78,7 @@ class Trackers:
         first_step: number of steps that are done.
         say: prints a warning when a tracker fails or is late.
         end_s: longest wait for the trackers at the run's end.
+        on_ray: True if this process is connected to Ray.
     """
 
     def __init__(
@@ -85,15 +89,19 @@ class Trackers:
         first_step: int,
         say: Callable[[str], None],
         end_s: float = _END_S,
+        *,
+        on_ray: bool = False,
     ) -> None:
         self._say, self._step, self._end_s = say, first_step, end_s
-        self._beside: dict[str, float] = {"restarts": 0.0}
+        self._beside: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
         told = without_secrets(settings)
         started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
+        self._shows = bool(chosen.trackers)
         self._trackers = [
-            _Threaded(name, partial(KINDS[name], started), say) for name in chosen.trackers
+            _Threaded(name, partial(KINDS[name], started), say)
+            for name in [*chosen.trackers, *([_EXPORTER] if on_ray else [])]
         ]
         run.on_event = self.event
 
@@ -112,13 +120,14 @@ class Trackers:
         if event == "size":
             self._beside[f"pool/{given['pool']}"] = float(given["ready"])
         self._beside["restarts"] += event == "restart"
+        self._beside["findings"] += event == "finding"
         if event in _ALERTS:
             text, step = redacted(_ALERTS[event].format_map(given)), self._step
             self._each(lambda tracker: tracker.alert(text, step))
 
     def show_rollouts(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Shows the rollouts that were kept since the last call."""
-        if not self._trackers:
+        if not self._shows:
             return
         try:
             groups, self._rollouts_at = read_rollouts_from(self._rollouts, self._rollouts_at)
@@ -365,6 +374,7 @@ KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
     "wandb": _Wandb,
     "tensorboard": _TensorBoard,
     "mlflow": _Mlflow,
+    _EXPORTER: lambda started: RayExporter(started.name, started.run_id),
 }
 
 

@@ -32,6 +32,7 @@ class Head:
 
     gcs_port: int
     dashboard_port: int
+    metrics_port: int
     pid: int
     log: Path
     environment: Mapping[str, str]
@@ -72,7 +73,7 @@ def ray_head(
         }
         for start in range(1, _STARTS + 1):
             ports = _free_ports(8)
-            gcs_port, dashboard_port = ports[:2]
+            gcs_port, dashboard_port, metrics_port = ports[:3]
             process = subprocess.Popen(
                 _command(root, ports, cpus, dashboard, arguments),
                 env=complete,
@@ -92,6 +93,7 @@ def ray_head(
         yield Head(
             gcs_port=gcs_port,
             dashboard_port=dashboard_port,
+            metrics_port=metrics_port,
             pid=process.pid,
             log=log,
             environment=complete,
@@ -134,8 +136,8 @@ def _command(
     root: Path, ports: Sequence[int], cpus: int, dashboard: bool, arguments: Sequence[str]
 ) -> list[str]:
     names = (
-        "port", "dashboard-port", "ray-client-server-port", "node-manager-port",
-        "object-manager-port", "dashboard-agent-listen-port", "metrics-export-port",
+        "port", "dashboard-port", "metrics-export-port", "ray-client-server-port",
+        "node-manager-port", "object-manager-port", "dashboard-agent-listen-port",
         "runtime-env-agent-port",
     )  # fmt: skip
     return [
