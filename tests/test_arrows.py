@@ -282,7 +282,7 @@ for name, arguments, code in {answered}:
 
 # Runs that start Ray themselves, up to that point.
 STARTING_RAY = (
-    f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT eval.every=1 eval.engines=1",
+    f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT eval.every=1",
     f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT engine=embedded",
     f"recipe=rl student=a/b {ROWS} temperature=1 out=OUT reward=exact_match",
     "recipe=sft model=a/b data=README.md out=OUT",

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ from actors.sglang.client import SglangClient
 from actors.sglang.first_requests import FirstRequests
 from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY
 from actors.sglang.requests import (
+    Chunks,
     bounded,
     forced_body,
     in_pass,
@@ -102,6 +103,13 @@ class _Plugin(NamedTuple):
     states: bool
 
 
+class _OwnStates(NamedTuple):
+    """Whether a server without the plugin returns hidden states, and of how much at once."""
+
+    returned: bool
+    chunks: Chunks
+
+
 class SglangEngine:
     """An `Engine` (distill/engine.py) over HTTP.
 
@@ -152,6 +160,8 @@ class SglangEngine:
         self._beats = 0
         self._first = FirstRequests(first_request_s)
         self._plugin: asyncio.Task[_Plugin] | None = None
+        self._states: _OwnStates | None = None
+        self._in_chunks = asyncio.Lock()  # of a server without the plugin, by its prefill chunks
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
     @contextmanager
@@ -299,12 +309,37 @@ class SglangEngine:
 
         The passes are split into several HTTP requests so that each answer has a bounded size.
         """
+        states = any(request.states_N is not None for request, _ in passes)
+        if states and not (await self._known_plugin()).states:
+            return await self._prefill_in_chunks(passes, use)
         parts = [passes[part] for part in bounded(passes, self._event)]
-        plugin = True
-        if any(request.states_N is not None for request, _ in passes):
-            plugin = (await self._known_plugin()).states
+        return await self._prefill_parts(parts, use)
+
+    async def _prefill_in_chunks(
+        self, passes: Sequence[tuple[ScoreRequest, float]], use: Use
+    ) -> list[_Prefilled]:
+        """`_prefill` with hidden states, on a server without the plugin.
+
+        It returns those of a prompt's last prefill chunk alone. So the prompts of one HTTP request
+        fit into one chunk, and the next is sent when it has been answered.
+        """
+        chunks = (await self._own_states()).chunks
+        made = []
+        for part in bounded(passes, self._event, chunks):
+            async with self._in_chunks if chunks.tokens > 0 else nullcontext():
+                made += await self._prefill_parts([passes[part]], use, plugin=False)
+        return made
+
+    async def _prefill_parts(
+        self,
+        parts: Sequence[Sequence[tuple[ScoreRequest, float]]],
+        use: Use,
+        *,
+        plugin: bool = True,
+    ) -> list[_Prefilled]:
+        """Sends each part as one HTTP request, all at once."""
         began = time.monotonic()
-        tokens = sum(len(request.tokens_T) for request, _ in passes)
+        tokens = sum(len(request.tokens_T) for part in parts for request, _ in part)
         with self._first.sending("scoring"):
             made = await together(
                 *(
@@ -454,7 +489,7 @@ class SglangEngine:
                 else "not announced by the server"
             ),
             scores_given=plugin.lists,
-            returns_states=plugin.states or await self._returns_own_states(),
+            returns_states=plugin.states or (await self._own_states()).returned,
             scores_at_t=plugin.scores_at_t,
         )
 
@@ -499,13 +534,16 @@ class SglangEngine:
             return _Plugin(False, False, False)
         return _Plugin(True, LISTED_KEY in answer["meta_info"], STATES_KEY in answer["meta_info"])
 
-    async def _returns_own_states(self) -> bool:
-        """True if the server was started with --enable-return-hidden-states."""
-        info = await self._client.get("/server_info")
-        return isinstance(info, dict) and (
-            bool(info.get("enable_return_hidden_states"))
-            or info.get("return_hidden_states_mode") == "full"
-        )
+    async def _own_states(self) -> _OwnStates:
+        """Flags of the server's start that decide over hidden states, asked once."""
+        if self._states is None:
+            info = await self._client.get("/server_info")
+            info = info if isinstance(info, dict) else {}
+            returned = bool(info.get("enable_return_hidden_states"))
+            returned |= info.get("return_hidden_states_mode") == "full"
+            chunk = int(info.get("chunked_prefill_size") or 0)
+            self._states = _OwnStates(returned, Chunks(chunk, int(info.get("page_size") or 1)))
+        return self._states
 
     async def health(self) -> int:
         """See `Engine.health`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,22 +97,44 @@ def merged(event: tuple[int, ...]) -> int:
 _ROW_BYTES, _LISTED_BYTES, _STATE_BYTES, ANSWER_BYTES = 40, 11, 22_000, 16 << 20
 
 
-def bounded(
-    passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
-) -> list[slice]:
-    """Split a list of passes into slices whose answers have up to `ANSWER_BYTES` bytes.
+class Chunks(NamedTuple):
+    """Prefill chunks of a server: `tokens` at most in one, of prompts in whole pages of `page`.
 
-    The answer to a slice of one pass may be larger.
+    `tokens` of 0: prompts are not cut.
     """
-    cuts, filled = [0], 0
+
+    tokens: int
+    page: int
+
+    def share(self, length: int) -> float:
+        """Share of a chunk that a prompt takes."""
+        return -(-length // self.page) * self.page / self.tokens if self.tokens > 0 else 0.0
+
+
+_WHOLE = Chunks(0, 1)
+
+
+def bounded(
+    passes: Sequence[tuple[ScoreRequest, float]],
+    event: tuple[int, ...] = (),
+    chunks: Chunks = _WHOLE,
+) -> list[slice]:
+    """Split a list of passes into slices whose answers have up to `ANSWER_BYTES` bytes, and whose
+    prompts fit into one prefill chunk.
+
+    A slice of one pass may be larger.
+    """
+    cuts, filled, of_chunk = [0], 0, 0.0
     for i, (request, _) in enumerate(passes):
+        share = chunks.share(len(request.tokens_T))
         listed = request.listed + (len(event) if request.listed else 0)
         each = _ROW_BYTES + listed * _LISTED_BYTES + (request.states_N is not None) * _STATE_BYTES
         size = (len(request.tokens_T) - request.start) * each
-        if i > cuts[-1] and filled + size > ANSWER_BYTES:
+        if i > cuts[-1] and (filled + size > ANSWER_BYTES or of_chunk + share > 1):
             cuts.append(i)
-            filled = 0
+            filled, of_chunk = 0, 0.0
         filled += size
+        of_chunk += share
     return [slice(a, b) for a, b in pairwise([*cuts, len(passes)])]
 
 

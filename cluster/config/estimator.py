@@ -10,7 +10,7 @@ import torch
 from actors.config import choose_dtype
 from actors.sglang.address import is_url
 from cluster.config.model_checks import ask_server
-from cluster.config.on_policy import OpdConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.models.loading import load_config, resolve_device, vocab_size
@@ -36,8 +36,26 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
     if config.objective.estimator != AUTO:
         return config, ""
     chosen, why = _begun(config) or _chosen(config)
+    if (states := _by_states(config, chosen)) is not None:
+        why += f"; teacher.head=DIR has full from hidden states, at most {states} a step"
     line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
     return changed(config, estimator=chosen), line
+
+
+def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
+    """Bytes of the teacher's hidden state at a trained token, and of a step's at most."""
+    width = load_config(model).get_text_config().hidden_size
+    each = width * DTYPE_BYTES[choose_dtype(config.dtype, config.device)]
+    samples = config.prompts_per_step * config.sampling.group_size
+    return each, each * samples * config.sampling.max_new_tokens
+
+
+def _by_states(config: OpdConfig, chosen: str) -> str | None:
+    """Size of a step's hidden states, if they could have what was not chosen."""
+    models = [teacher.model for teacher in config.teacher_models().values()]
+    if chosen != "top_k" or any(is_url(model) for model in models):
+        return None
+    return readable(max(state_bytes(config, model)[1] for model in models))
 
 
 def _begun(config: OpdConfig) -> tuple[str, str] | None:

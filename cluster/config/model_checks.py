@@ -118,11 +118,11 @@ async def _ask(url: str) -> EngineInfo:
         await engine.close()
 
 
-def served_hidden_size(role: str, scorer: CheckedScorer) -> int:
+def served_hidden_size(role: str, scorer: CheckedScorer, longest_row: int) -> int:
     """Size of the hidden states that a teacher's engine gives.
 
     Raises:
-        ConfigError: it is a running server that gives none.
+        ConfigError: it is a running server that gives none, or not of rows of so many tokens.
     """
     if not is_url(scorer.model):
         return load_config(scorer.model).get_text_config().hidden_size
@@ -133,20 +133,22 @@ def served_hidden_size(role: str, scorer: CheckedScorer) -> int:
             field=f"{role}.head",
         )
     try:
-        return asyncio.run(_one_state(scorer.model)).hidden_size
+        length = max(2, min(longest_row, scorer.context_length))
+        return asyncio.run(_states(scorer.model, length)).hidden_size
     except EngineError as error:
         raise ConfigError(f"{role}={scorer.model}: {error}", field=f"{role}.head") from error
 
 
-async def _one_state(url: str) -> HiddenStates:
+async def _states(url: str, length: int) -> HiddenStates:
+    """Hidden states of a row of `length` tokens."""
     from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
 
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     request = ScoreRequest(
-        tokens_T=np.zeros(2, np.int32),
+        tokens_T=np.zeros(length, np.int32),
         start=1,
         temperatures=(UNSCALED,),
-        states_N=np.ones(1, np.bool_),
+        states_N=np.ones(length - 1, np.bool_),
     )
     try:
         [score] = await engine.score([request])

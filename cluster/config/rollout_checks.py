@@ -151,10 +151,6 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             )
         if role != "reference":
             _check_top(config.objective, role, scorer, vocab_size(student), stops.event)
-    states: dict[str, States] = {
-        name: _check_states(config, f"teachers.{name}" if name else "teacher", head, scorers)
-        for name, head in config.teacher_heads.items()
-    }
     teacher_tokenizers = {
         name: _for_teacher_messages(
             config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
@@ -188,6 +184,13 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 read=read_sft,
             ),
         )
+    longest_row = max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)])
+    states: dict[str, States] = {
+        name: _check_states(
+            config, f"teachers.{name}" if name else "teacher", head, scorers, longest_row
+        )
+        for name, head in config.teacher_heads.items()
+    }
     readers = {"prompts": read, "eval.source": read, "sft_data": read_sft}
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
@@ -199,7 +202,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         tokenizer=tokenizer,
         train=train,
         held_out=held_out,
-        longest_row=max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)]),
+        longest_row=longest_row,
         judged=any(train.builder(p, config.sampling.group_size).judged for p in range(len(train))),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
@@ -228,17 +231,21 @@ def _check_stops(
 
 
 def _check_states(
-    config: RolloutConfig, role: str, head: str, scorers: Mapping[str, CheckedScorer]
+    config: RolloutConfig,
+    role: str,
+    head: str,
+    scorers: Mapping[str, CheckedScorer],
+    longest_row: int,
 ) -> States:
     """The hidden states that a teacher's engines are asked for, for its head in the learner.
 
     Raises:
-        ConfigError: the engine gives none, or the head is another model's.
+        ConfigError: the engine gives none, or not of rows so long, or the head is another model's.
     """
     scorer, setting = scorers[role], f"{role}.head"
     check_model(head)
     vocabulary, hidden_size = check_head(head, setting)
-    served = served_hidden_size(role, scorer)
+    served = served_hidden_size(role, scorer, longest_row)
     if (vocabulary, hidden_size) != (scorer.vocab_size, served):
         raise ConfigError(
             f"{setting}={head} has a head of {vocabulary} tokens and hidden states of "

@@ -8,9 +8,8 @@ from functools import partial
 
 from rich.console import Console
 
-from actors.config import choose_dtype
 from cluster.config.adapter_push import adapter_push
-from cluster.config.estimator import with_estimator
+from cluster.config.estimator import state_bytes, with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.config.routing import with_routing_replay
@@ -37,8 +36,6 @@ from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.single_turn import SingleTurn
-from distill.gpu import DTYPE_BYTES
-from distill.models.loading import load_config
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
@@ -228,18 +225,13 @@ def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
     """Lines of the plan on teachers whose head alone is in the learner: bytes of their states."""
     lines = ""
     for name, path in config.teacher_heads.items():
-        each = (
-            load_config(path).get_text_config().hidden_size
-            * DTYPE_BYTES[choose_dtype(config.dtype, config.device)]
-        )
-        tokens = config.prompts_per_step * config.sampling.group_size
-        step = readable(each * tokens * config.sampling.max_new_tokens)
+        each, step = state_bytes(config, path)
         alone = ""
         if inputs.states[name] == "only":
             alone = "; its server has no plugin, and sends them as text, many times the size"
         lines += (
             f"  states    of {name or 'the teacher'}, {each:,} bytes a trained token, at most "
-            f"{step} a step; the learner has the head of {path}{alone}\n"
+            f"{readable(step)} a step; the learner has the head of {path}{alone}\n"
         )
     return lines
 

@@ -16,6 +16,7 @@ import pytest
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
 from actors.sglang.external import ExternalSglangEngine
+from actors.sglang.requests import Chunks, bounded
 from distill.engine import GenerateRequest, Score, ScoreRequest
 from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import TrainSampling
@@ -311,6 +312,16 @@ def test_many_rows_are_scored_in_requests_of_bounded_answers(
     found = ask(Counting(), lambda engine: engine.score(likeliest))
     assert asked == [1] * 5
     assert all(score.top.ids_NK.tolist() == [[20, 21]] * 5 for score in found)
+
+
+def test_prompts_that_must_not_be_cut_are_sent_a_prefill_chunk_at_a_time() -> None:
+    """A prompt takes whole pages of a chunk."""
+    requests = [(replace(SCORE, temperatures=(0.5,)), 0.5)] * 5
+    assert len(SCORE.tokens_T) == 8
+    assert bounded(requests, (), Chunks(24, 3)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert bounded(requests, (), Chunks(24, 1)) == [slice(0, 3), slice(3, 5)]
+    assert bounded(requests, (), Chunks(5, 1)) == [slice(i, i + 1) for i in range(5)]
+    assert bounded(requests, (), Chunks(-1, 1)) == [slice(0, 5)]
 
 
 def test_one_of_several_requests_that_fails_is_the_error_of_all(

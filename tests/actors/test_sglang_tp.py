@@ -34,6 +34,7 @@ from distill.weights.lending import OwnWeights
 from distill.weights.model_weights import HeldWeights, layout_digest, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_recipes
 from learner.process_group import LOOPBACK
+from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared
 
@@ -172,6 +173,13 @@ def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
         expected_digests(recipes, server.weights(1), 2)
     )
     assert server.run(server.engine.info()).weight_version == 7
+
+
+def test_each_rank_has_the_hidden_states_and_one_returns_them(server: Served) -> None:
+    server.push(0, 9)
+    requests = [states_request(60, 20, (0.7, 1.5)), states_request(33, 32)]
+    for request, score in zip(requests, server.run(server.engine.score(requests)), strict=True):
+        expect_states(server.models[0], request, score)
 
 
 def test_samples_have_their_own_log_probs(server: Served) -> None:

@@ -18,6 +18,8 @@ from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
+from distill.models.loading import load_config
+from learner.memory import readable
 from tests.conftest import TinyPair
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
@@ -101,6 +103,15 @@ def test_one_running_server_among_several_teachers(
     monkeypatch.setattr(estimator, "ask_server", lambda url: server())
     teachers = {"a": {"model": URL}, "b": {"model": str(opd().teacher.model)}}
     assert chosen(opd(estimator="auto", teacher=None, teachers=teachers))[0] == "top_k"
+
+
+@pytest.mark.usefixtures("no_room")
+def test_the_plan_names_the_head_and_its_bytes_where_a_teacher_does_not_fit(opd: NewOpd) -> None:
+    config = opd(estimator="auto", prompts_per_step=4, group_size=2)
+    width, most = load_config(config.teacher.model).hidden_size, config.sampling.max_new_tokens
+    states = readable(width * 4 * 8 * most)
+    assert f"teacher.head=DIR has full from hidden states, at most {states}" in chosen(config)[1]
+    assert "hidden states" not in chosen(opd(estimator="auto", kl_discount_factor=0.5))[1]
 
 
 @pytest.mark.usefixtures("no_room")

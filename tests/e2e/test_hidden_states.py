@@ -161,7 +161,12 @@ def stock(tiny_pair: TinyPair, tmp_path: Path, request: pytest.FixtureRequest) -
 
 @pytest.mark.slow
 @needs_sglang
-@pytest.mark.parametrize("stock", ["--enable-return-hidden-states"], indirect=True)
+@pytest.mark.parametrize(
+    "stock",
+    ["--enable-return-hidden-states", "--enable-return-hidden-states --chunked-prefill-size 48"],
+    ids=["", "rows of one chunk each"],
+    indirect=True,
+)
 def test_a_stock_server_teaches_at_any_temperature(
     tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float], stock: str
 ) -> None:
@@ -181,16 +186,24 @@ def test_a_stock_server_teaches_at_any_temperature(
 
 @pytest.mark.slow
 @needs_sglang
-@pytest.mark.parametrize("stock", [""], indirect=True)
-def test_a_server_without_the_flag_is_refused(
-    tiny_pair: TinyPair, tmp_path: Path, stock: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stock", "remedy"),
+    [
+        ("", "--enable-return-hidden-states"),
+        ("--enable-return-hidden-states --chunked-prefill-size 8", "--chunked-prefill-size -1"),
+    ],
+    ids=["no flag", "short chunks"],
+    indirect=["stock"],
+)
+def test_a_server_that_returns_no_states_of_whole_rows_is_refused(
+    tiny_pair: TinyPair, tmp_path: Path, stock: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, **SETTINGS | {"teacher": stock}, **{"teacher.head": tiny_pair.teacher}
     )
     assert main(["recipe=opd", *arguments]) == 2
-    assert "--enable-return-hidden-states" in capsys.readouterr().err
+    assert remedy in capsys.readouterr().err
     assert not out.exists()
 
 
