@@ -54,16 +54,23 @@ def check_model_path(path: str) -> None:
                 f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
                 + run_remedy(path)
             )
+    elif directory.is_symlink() and not directory.exists():
+        raise CheckpointError(
+            f"cannot read a model config from {path!r}: the link leads to {directory.readlink()}, "
+            "which does not exist"
+        )
     elif not directory.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise CheckpointError(
             f"cannot read a model config from {path!r}: there is no such directory"
-            + _meant(directory)
+            + directory_meant(path)
         )
 
 
-def _meant(missing: Path) -> str:
-    if missing.is_symlink():
-        return f": the link leads to {missing.readlink()}, which does not exist"
+def directory_meant(path: str) -> str:
+    """Question after the directory of nearly this name, if there is one; else nothing."""
+    missing = Path(path)
+    if missing.exists():
+        return ""
     beside = missing.parent
     near = get_close_matches(missing.name, [each.name for each in beside.glob("*/")], n=1)
     return f"; did you mean {str(beside / near[0])!r}?" if near else ""

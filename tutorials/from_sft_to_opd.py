@@ -34,7 +34,8 @@ def _(mo):
 
     T = 1.0
     MOST_STEPS = mo.cli_args().get("steps")
-    ROOT = Path(tempfile.mkdtemp(prefix="isotherm-tutorial-"))
+    SCRATCH = tempfile.TemporaryDirectory(prefix="isotherm-tutorial-")  # removed at the end
+    ROOT = Path(SCRATCH.name)
 
     def steps(full):
         return full if MOST_STEPS is None else min(full, int(MOST_STEPS))

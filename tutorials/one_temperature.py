@@ -38,7 +38,8 @@ def _(mo):
     from distill.models.loading import new_qwen3
 
     T = 0.5
-    ROOT = Path(tempfile.mkdtemp(prefix="isotherm-tutorial-"))
+    SCRATCH = tempfile.TemporaryDirectory(prefix="isotherm-tutorial-")  # removed at the end
+    ROOT = Path(SCRATCH.name)
     PROBLEMS = Problems.split(held_out=16, seed=0)
     PROMPTS = [problem.prompt for problem in PROBLEMS.held_out]
     MOST_STEPS = mo.cli_args().get("steps")

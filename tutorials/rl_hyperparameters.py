@@ -32,7 +32,8 @@ def _():
     from cluster.demos.arithmetic import Problems, train_tokenizer
     from distill.models.loading import new_qwen3
 
-    ROOT = Path(tempfile.mkdtemp(prefix="isotherm-tutorial-"))
+    SCRATCH = tempfile.TemporaryDirectory(prefix="isotherm-tutorial-")  # removed at the end
+    ROOT = Path(SCRATCH.name)
     _rows = [{"prompt": f"{digit}+1=", "answer": str(digit + 1)} for digit in range(9)]
     (ROOT / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows))
 

@@ -31,7 +31,8 @@ def _():
 
     import isotherm
 
-    ROOT = Path(tempfile.mkdtemp(prefix="isotherm-tutorial-"))
+    SCRATCH = tempfile.TemporaryDirectory(prefix="isotherm-tutorial-")  # removed at the end
+    ROOT = Path(SCRATCH.name)
     return ROOT, isotherm, np, plt, sys
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -18,7 +19,7 @@ from chz.field import Field
 from chz.tiepin import CastError, is_subtype_instance, type_repr
 from chz.util import MISSING
 
-from cluster.config.files import CONFIG, by_name, read_settings, text_of
+from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings, text_of
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -89,6 +90,8 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
         meant = value.strip() or (following.removeprefix("=") if loose else "VALUE")
         if argument == "-h":
             raise ConfigError(f"-h is not key=value; {HELP} lists settings")
+        if not equals and Path(argument).suffix in SETTINGS_FILES:
+            raise ConfigError(f"{argument!r} is not key=value; write {CONFIG}={argument}")
         if not equals or key != name:
             raise ConfigError(f"{argument!r} is not key=value; write {name}={meant}")
         if not value and loose and "=" not in following:

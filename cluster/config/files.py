@@ -38,10 +38,15 @@ def read_settings(path: str) -> dict[str, Any]:
     file = Path(path)
     if os.path.isdir(path):
         file /= "config.json"
+        if not file.exists():
+            raise ConfigError(
+                f"config={path} is a directory without a config.json, so no run's; give a run's "
+                f"directory, or a file named {', '.join(SETTINGS_FILES)}"
+            )
     read = _READERS.get(file.suffix)
     if read is None:
         raise ConfigError(
-            f"config={path} is not named {', '.join(_READERS)}, nor a run's directory"
+            f"config={path} is not named {', '.join(SETTINGS_FILES)}, nor a run's directory"
         )
     try:
         tree = _settings_of(read(file.read_text(encoding="utf-8-sig")))
@@ -262,3 +267,4 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".json": _json,
 }
+SETTINGS_FILES = tuple(_READERS)  # by their ends

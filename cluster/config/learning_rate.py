@@ -31,13 +31,13 @@ _AT_WIDTH: dict[Stage, float] = {
 }
 _ADAPTER = 10.0
 # Past it AdamW tends to diverge, whatever the width.
-_LARGEST = 1e-3
+LARGEST = 1e-3
 
 
 def suggested_lr(stage: Stage, hidden_size: int, *, adapter: bool) -> float:
     """The peak rate for a model of this width; two digits of it, for it claims no more."""
     rate = _AT_WIDTH[stage] * (hidden_size / _WIDTH) ** _POWER * (_ADAPTER if adapter else 1.0)
-    return float(f"{min(rate, _LARGEST):.1e}")
+    return float(f"{min(rate, LARGEST):.1e}")
 
 
 def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Any], str]:

@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
+from cluster.config.learning_rate import LARGEST
 from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.run_files.fork import Fork
@@ -19,6 +20,9 @@ from cluster.run_files.run_directory import RunDirectory
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
 from learner.memory import estimate_memory
+
+# A learning rate is remarked on if it is larger than lr=auto ever is by more than this.
+_LR_TIMES = 10
 
 if TYPE_CHECKING:
     from cluster.recipes.context import RunContext
@@ -92,6 +96,9 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
     if config.learner.workers > 1:
         estimate = f"{config.learner.workers} workers share {estimate}"
     rate = f"lr {config.learner.lr:g}"
+    if config.learner.lr > _LR_TIMES * LARGEST:
+        times = config.learner.lr / LARGEST
+        rate += f", {times:.0f} times the rate past which AdamW tends to diverge"
     if (updates := config.steps * updates_per_step) < config.learner.warmup_steps:
         rate += f", never reached: warmup_steps={config.learner.warmup_steps} of {updates} updates"
     if not config.lora.trains_adapter:

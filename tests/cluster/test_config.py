@@ -362,8 +362,10 @@ def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
 
 def test_the_plan_says_what_cannot_be_meant(opd: NewOpd, capsys) -> None:
     more = ["dry_run=True", "steps=3", "warmup_steps=9", "num_substeps=2", "prompts_per_step=1000"]
+    more += ["lr=0.5"]
     assert main(arguments(opd(), *more)) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "lr 0.5, 500 times the rate" in shown
     assert "never reached: warmup_steps=9 of 6 updates" in shown
     assert "1000 prompts, some of them more than once" in shown
 
@@ -418,6 +420,9 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["steps", "=5"], "'steps' is not key=value; write steps=5"),
         (["steps", "lr=1"], "'steps' is not key=value; write steps=VALUE"),
         (["-h"], "-h is not key=value; --help lists settings"),
+        (["run.yaml"], "'run.yaml' is not key=value; write config=run.yaml"),
+        (["runs/a/config.json"], "write config=runs/a/config.json"),
+        (["config=/"], "config=/ is a directory without a config.json"),
         (["temperature=", "0.7"], "temperature= has no value; write temperature=0.7, without a sp"),
         (["temperature="], "temperature= is not a number"),
         (["lr=abc"], "lr=abc is not a number"),
