@@ -10,6 +10,7 @@ import chz
 import pytest
 
 from actors.envs.agent import Agent
+from actors.envs.verifiers_env import Verifiers
 from cluster.config.recipes import CONFIGS
 from distill.envs.reading import Reading
 from distill.envs.tool_use import ToolUse
@@ -22,7 +23,9 @@ PATHS = {path for config in CONFIGS.values() for path in fields_of(config)}
 SETTINGS = PATHS | {
     name for path in PATHS for name in (path.replace(".", "_"), path.split(".")[-1])
 }
-OWN = {f"env.{name}" for env in (ToolUse, Reading, Agent) for name in chz.chz_fields(env)}
+OWN = {
+    f"env.{name}" for env in (ToolUse, Reading, Agent, Verifiers) for name in chz.chz_fields(env)
+}
 OWN |= {"columns.prompt", "columns.answer"}
 
 

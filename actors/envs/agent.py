@@ -85,6 +85,17 @@ class AgentSetting:
     max_tokens: int
     max_turns: int
 
+    @classmethod
+    def of(cls, limits: AgentLimits, program: AgentProgram, setting: EnvContext) -> AgentSetting:
+        """The settings of a run."""
+        return cls(
+            program=program,
+            tokenizer=setting.tokenizer,
+            reward=setting.reward_function(),
+            max_tokens=setting.context_length,
+            max_turns=limits.max_turns,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
@@ -245,14 +256,9 @@ class AgentDataset(EnvDataset):
 
 
 @chz.chz
-class Agent(EnvConfig):
-    """env=Agent: a program that owns its loop, and asks the policy through OpenAI's API."""
+class AgentLimits(EnvConfig):
+    """Settings of all environments whose episodes an agent plays."""
 
-    command: str = chz.field(
-        doc="the agent: a command line, such as 'python my_agent.py', or module:function; it gets "
-        "the problem's row as JSON on stdin (or as its argument), OPENAI_BASE_URL and "
-        "OPENAI_API_KEY, and gives its reward or its answer as JSON (docs/recipes/agents.md)"
-    )
     max_turns: int = setting(at_least(1), default=64, doc="most answers of the model in an episode")
     time_s: float = setting(
         above(0), default=600.0, doc="seconds after which an agent is ended and its episode fails"
@@ -261,13 +267,28 @@ class Agent(EnvConfig):
         at_least(64), default=4096, doc="memory in MB that each process of an agent may use"
     )
 
-    def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
+    def refuse_feedback(self, setting: EnvContext) -> None:
+        """Raises ConfigError if the teacher's context has feedback on the episode."""
         if setting.feedback is not None:
             raise ConfigError(
-                "teacher.feedback with env=Agent: the agent makes its prompts itself, so there is "
-                "none to put feedback into; leave it out",
+                f"teacher.feedback with env={type(self).__name__}: the agent makes its prompts "
+                "itself, so there is none to put feedback into; leave it out",
                 field="teacher.feedback",
             )
+
+
+@chz.chz
+class Agent(AgentLimits):
+    """env=Agent: a program that owns its loop, and asks the policy through OpenAI's API."""
+
+    command: str = chz.field(
+        doc="the agent: a command line, such as 'python my_agent.py', or module:function; it gets "
+        "the problem's row as JSON on stdin (or as its argument), OPENAI_BASE_URL and "
+        "OPENAI_API_KEY, and gives its reward or its answer as JSON (docs/recipes/agents.md)"
+    )
+
+    def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
+        self.refuse_feedback(setting)
         program = AgentProgram(
             command=self.command,
             directory=os.getcwd(),
@@ -281,16 +302,7 @@ class Agent(EnvConfig):
             with located(f"{source}:{number}"):
                 problems_P.append(_problem(row, number, setting))
         setting.check_answers(source, ((each.line, each.answer) for each in problems_P))
-        return AgentDataset(
-            problems_P,
-            AgentSetting(
-                program=program,
-                tokenizer=setting.tokenizer,
-                reward=setting.reward_function(),
-                max_tokens=setting.context_length,
-                max_turns=self.max_turns,
-            ),
-        )
+        return AgentDataset(problems_P, AgentSetting.of(self, program, setting))
 
 
 def _problem(row: Mapping[str, Any], number: int, setting: EnvContext) -> AgentProblem:

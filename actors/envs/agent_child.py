@@ -1,4 +1,7 @@
-"""The process that calls an agent's function, episode by episode (see `agent_process`)."""
+"""The process that calls an agent's function, episode by episode (see `agent_process`).
+
+`serve` is run by other interpreters too, which have the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,48 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from distill.errors import described
-from distill.lookup import resolve_function
+# Of {"problem": ..., "environment": {...}}: {"result": ...}, or {"error": text}. Must not raise.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def main(function: str) -> None:
-    """Entry point: a line of JSON for each call on stdin, and one for its result on stdout.
+def serve(answer: Answer) -> None:
+    """A line of JSON for each call on stdin, and one for its result on stdout.
 
-    What the function prints goes to stderr. Ends when stdin is closed.
+    What is printed meanwhile goes to stderr. Ends the process when stdin is closed.
     """
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in calls:
-        asked = json.loads(line)
-        os.environ.update(asked["environment"])
-        answer = json.dumps(_answer(function, asked["problem"])).encode() + b"\n"
+        written = json.dumps(answer(json.loads(line))).encode() + b"\n"
         sys.stdout.flush()
-        while answer:
-            answer = answer[os.write(answers, answer) :]
+        while written:
+            written = written[os.write(answers, written) :]
     os._exit(0)  # threads of the agent's must not keep the process alive
 
 
-def _answer(function: str, problem: Any) -> dict[str, Any]:
-    try:
-        result = _called(function, problem)
-        json.dumps(result)
-    except BaseException as error:  # the user's code may raise anything, an exit too
-        return {"error": described(error)}
-    return {"result": result}
+def main(function: str) -> None:
+    """Entry point for an agent that is `module:function`."""
+    from distill.errors import described
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        os.environ.update(asked["environment"])
+        try:
+            result = _called(function, asked["problem"])
+            json.dumps(result)
+        except BaseException as error:  # the user's code may raise anything, an exit too
+            return {"error": described(error)}
+        return {"result": result}
+
+    serve(answer)
 
 
 def _called(function: str, problem: Any) -> Any:
+    from distill.lookup import resolve_function
+
     result = resolve_function("env.command", function, ())(problem)
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 

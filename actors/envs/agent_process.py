@@ -75,6 +75,18 @@ class AgentProgram:
         module, colon, name = self.command.partition(":")
         return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
 
+    def kept_command(self) -> Sequence[str] | None:
+        """Command of the process that is kept for later episodes; None: each has its own."""
+        if not self.is_function:
+            return None
+        return child_command("actors.envs.agent_child", self.command)
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, with `python` as the interpreter of the run."""
+        folder = str(Path(sys.executable).parent)
+        path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+        return {**os.environ, "PATH": path}
+
     def guarded(self, command: Sequence[str]) -> list[str]:
         """The command with the limit on memory, under a guard."""
         return guarded([*_LIMITED, str(self.memory_mb << 10), *command])
@@ -94,8 +106,8 @@ class AgentProgram:
             raise ConfigError(
                 f"env.command={self.command!r} is no command line: {error}", field="env.command"
             ) from error
-        environment = _environment({}, self.working_directory)
-        if not words or not _found(words[0], environment["PATH"], self.working_directory):
+        path = self.environment()["PATH"]
+        if not words or not _found(words[0], path, self.working_directory):
             raise ConfigError(
                 f"env.command={self.command!r} names no program that can be started; give a "
                 "command line, such as 'python my_agent.py', or module:function",
@@ -113,7 +125,7 @@ class AgentProgram:
         """
         with TemporaryDirectory(prefix="isotherm-agent-", ignore_cleanup_errors=True) as scratch:
             variables = {**given, "TMPDIR": scratch}
-            if self.is_function:
+            if self.kept_command() is not None:
                 return await self._called(problem, variables)
             return await self._started(problem, variables)
 
@@ -127,7 +139,7 @@ class AgentProgram:
                 stdin=given,
                 stdout=printed,
                 stderr=complaints,
-                env=_environment(variables, self.working_directory),
+                env=_environment(self, variables),
                 cwd=self.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),
@@ -165,14 +177,15 @@ def _found(program: str, path: str, directory: str) -> bool:
     return any(os.access(Path(folder, program), os.X_OK) for folder in path.split(os.pathsep))
 
 
-def _environment(variables: Mapping[str, str], directory: str) -> dict[str, str]:
-    """This process's environment with the episode's, and `python` as the interpreter of the run."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+def _environment(program: AgentProgram, variables: Mapping[str, str]) -> dict[str, str]:
     direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
-        **os.environ, "PATH": path, "NO_PROXY": direct, "no_proxy": direct, "PWD": directory,
+        **program.environment(),
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+        "PWD": program.working_directory,
         **variables,
-    }  # fmt: skip
+    }
 
 
 def _written(value: object) -> bytes:
@@ -221,7 +234,8 @@ class _KeptProcess:
     """A process that calls the agent's function, for one episode at a time."""
 
     def __init__(self, program: AgentProgram) -> None:
-        command = child_command("actors.envs.agent_child", program.command)
+        command = program.kept_command()
+        assert command is not None
         self._calls, calls = socket.socketpair()
         # Appended to, because it is emptied for each episode; `end` closes it.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
@@ -231,7 +245,7 @@ class _KeptProcess:
                 stdin=calls.fileno(),
                 stdout=calls.fileno(),
                 stderr=self._complaints,
-                env=_environment({}, program.working_directory),
+                env=_environment(program, {}),
                 cwd=program.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),

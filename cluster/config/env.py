@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import chz
 
 from actors.envs.agent import Agent
+from actors.envs.verifiers_env import Verifiers
 from distill.envs.base import EnvConfig
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
@@ -27,7 +28,14 @@ from distill.rewards.registry import (
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
 # chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
-BUILT_IN: tuple[type[EnvConfig], ...] = (SingleTurn, ToolUse, Reading, TicTacToeGames, Agent)
+BUILT_IN: tuple[type[EnvConfig], ...] = (
+    SingleTurn,
+    ToolUse,
+    Reading,
+    TicTacToeGames,
+    Agent,
+    Verifiers,
+)
 
 
 class _EnvFactory(chz.factories.subclass):

@@ -79,9 +79,12 @@ class DoctorConfig:
     sglang: bool = chz.field(
         default=True, doc="also check the installed SGLang with the plugin: 10 s"
     )
+    env_python: str | None = chz.field(
+        default=None, doc="also check the interpreter of env=Verifiers: its env.python"
+    )
 
 
-def examine(*, sglang: bool) -> Iterator[CheckResult]:
+def examine(*, sglang: bool, env_python: str | None = None) -> Iterator[CheckResult]:
     """All checks, in the order in which a run needs the items."""
     yield CheckResult("isotherm", _version("isotherm") or "not installed")
     yield python(sys.version_info[:3], platform.platform())
@@ -109,6 +112,8 @@ def examine(*, sglang: bool) -> Iterator[CheckResult]:
     usage = psutil.disk_usage(directory)
     yield disk(directory, usage.used / (usage.used + usage.free), usage.free)
     yield sandbox()
+    if env_python is not None:
+        yield verifiers(env_python)
 
 
 def python(version: Sequence[int], where: str) -> CheckResult:
@@ -344,6 +349,16 @@ def sandbox() -> CheckResult:
     return CheckResult("sandbox", "env.tools=python and reward=unit_tests run")
 
 
+def verifiers(python: str) -> CheckResult:
+    """Check of an interpreter for environments of the `verifiers` library."""
+    from actors.envs.verifiers_env import verifiers_version  # environments: not for --help
+
+    try:
+        return CheckResult("verifiers", f"{verifiers_version(python)} in {python}")
+    except ConfigError as error:
+        return CheckResult("verifiers", "cannot be used", CheckState.PROBLEM, str(error))
+
+
 def _version(package: str) -> str | None:
     if package == "sglang" and not sglang_installed():
         return None
@@ -364,7 +379,7 @@ def print_checks(config: DoctorConfig, console: Console) -> None:
     """Prints every check; raises MachineError with the number of problems, if there are any."""
     table = Table(show_header=False, box=None)
     problems = 0
-    for check in examine(sglang=config.sglang):
+    for check in examine(sglang=config.sglang, env_python=config.env_python):
         problems += check.state is CheckState.PROBLEM
         state = Text(check.state.value, style=_STYLES[check.state])
         table.add_row(state, Text(check.what), Text(check.found))

@@ -18,6 +18,7 @@ import pytest
 
 from actors.config import EngineConfig
 from actors.envs.agent import Agent
+from actors.envs.verifiers_env import Verifiers
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
@@ -719,13 +720,16 @@ def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
 
 @pytest.mark.parametrize("env", BUILT_IN)
 def test_built_in_environments_are_named_by_their_class_alone(env: type[EnvConfig]) -> None:
-    needed = [*_NEEDS[env.reads_prompts], *(["env.command=m:f"] if env is Agent else [])]
+    needed = [*([] if not env.reads_prompts else ["prompts=p"]), *_NEEDS.get(env, [])]
     config = parse(EvaluateConfig, ["model=m", f"env={env.__name__}", *needed])
     assert type(config.env) is env
     assert type(came(config).env) is env
 
 
-_NEEDS = {True: ["prompts=p"], False: []}
+_NEEDS: dict[type[EnvConfig], list[str]] = {
+    Agent: ["env.command=m:f"],
+    Verifiers: ["env.name=n", "env.python=p"],
+}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "reward_model": _SUPERVISED,
     **{env.__name__: {} for env in BUILT_IN},
     "Agent": {"command": "m:f"},
+    "Verifiers": {"name": "n", "python": "p"},
     "Judged": {"reward_model": "m"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
     "ForecastConfig": {"student": "s", "teacher": "t", "prompts": "p", "temperature": 0.7},

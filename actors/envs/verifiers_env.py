@@ -1,0 +1,161 @@
+"""Environments of the `verifiers` library, in an interpreter of their own.
+
+    env=Verifiers env.name=NAME env.python=/path/to/venv/bin/python
+
+`verifiers` and SGLang need different versions of `openai`, so they cannot share an interpreter.
+An environment is an agent like any other (`agent`): it asks the policy through the endpoint of its
+episode, in a process that is kept for later episodes. Its data set is the run's problems.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from actors.envs.agent import AgentDataset, AgentLimits, AgentProblem, AgentSetting
+from actors.envs.agent_process import AgentProgram
+from distill.data.prompts import teacher_named
+from distill.envs.base import EnvContext
+from distill.errors import ConfigError
+from distill.rules import at_least, setting
+from distill.sandbox.guard import guarded, lifeline
+
+# What this was written for, and run with.
+_OLDEST = (0, 4)
+_CHILD = str(Path(__file__).with_name("verifiers_child.py"))
+_VERSION = "import importlib.metadata as m; print(m.version('verifiers'))"
+_VERSION_TIMEOUT_S = 120.0
+# Loading a data set may download it.
+_PROBLEMS_TIMEOUT_S = 1800.0
+
+
+def verifiers_version(python: str) -> str:
+    """The version of `verifiers` that an interpreter has.
+
+    Raises:
+        ConfigError: there is no such interpreter, or it has no `verifiers` that fits.
+    """
+    if shutil.which(python) is None:
+        raise ConfigError(
+            f"env.python={python} is no program; give the interpreter that has verifiers, such as "
+            "venv/bin/python",
+            field="env.python",
+        )
+    told = subprocess.run(
+        [python, "-P", "-c", _VERSION],
+        capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, env=_environment(),
+    )  # fmt: skip
+    version = told.stdout.strip()
+    oldest = ".".join(map(str, _OLDEST))
+    if told.returncode or tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        found = f"verifiers {version}" if version else "no verifiers"
+        raise ConfigError(
+            f"env.python={python} has {found}; {python} -m pip install 'verifiers>={oldest}' uv",
+            field="env.python",
+        )
+    return version
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without what is of its interpreter."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersProgram(AgentProgram):
+    """The program of an environment; `command` is its name.
+
+    Attributes:
+        settings: of `verifiers_child`.
+    """
+
+    python: str
+    settings: str
+
+    def kept_command(self) -> Sequence[str]:
+        return [self.python, "-P", _CHILD, self.settings]
+
+    def environment(self) -> dict[str, str]:
+        inherited = _environment()
+        folder = str(Path(self.python).parent)
+        return {**inherited, "PATH": os.pathsep.join([folder, inherited.get("PATH", os.defpath)])}
+
+    def problems(self) -> list[dict[str, Any]]:
+        """The environment's problems, each the data of a task.
+
+        Raises:
+            ConfigError: it cannot be loaded, or has none.
+        """
+        told = subprocess.run(
+            guarded([*self.kept_command(), "problems"]),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.environment(),
+            timeout=_PROBLEMS_TIMEOUT_S, start_new_session=True, pass_fds=(lifeline(),),
+        )  # fmt: skip
+        if told.returncode:
+            last = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+            raise ConfigError(f"env.name={self.command} cannot be loaded: {last}", field="env.name")
+        rows = json.loads(told.stdout)
+        if not rows:
+            raise ConfigError(f"env.name={self.command} has no problems", field="env.name")
+        return rows
+
+
+@chz.chz
+class Verifiers(AgentLimits):
+    """env=Verifiers: an environment of the `verifiers` library, in an interpreter of its own."""
+
+    reads_prompts = False
+    judges = False
+
+    name: str = chz.field(
+        doc="the environment, a taskset that is installed in env.python (docs/recipes/agents.md)"
+    )
+    python: str = chz.field(
+        doc="interpreter that has verifiers, uv and the environment, on each node of a worker"
+    )
+    args: str = chz.field(
+        default="{}",
+        doc='the environment\'s own settings, as JSON: {"taskset": {"num_tasks": 100}}, '
+        '{"agent": {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}}',
+    )
+    problems: int | None = setting(
+        at_least(1), default=None, doc="its first problems alone; needed where they have no end"
+    )
+
+    def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
+        self.refuse_feedback(setting)
+        verifiers_version(self.python)
+        settings = {"name": self.name, "args": self._args(), "most": self.problems}
+        program = VerifiersProgram(
+            command=self.name,
+            directory=os.getcwd(),
+            time_s=self.time_s,
+            memory_mb=self.memory_mb,
+            python=str(Path(shutil.which(self.python) or self.python).absolute()),
+            settings=json.dumps(settings, sort_keys=True),
+        )
+        teacher = teacher_named({}, setting.teachers)
+        problems_P = [
+            AgentProblem(row=row, line=number, answer=None, teacher=teacher, tag=None)
+            for number, row in enumerate(program.problems(), start=1)
+        ]
+        return AgentDataset(problems_P, AgentSetting.of(self, program, setting))
+
+    def _args(self) -> dict[str, Any]:
+        try:
+            args = json.loads(self.args)
+        except ValueError as error:
+            raise ConfigError(
+                f"env.args={self.args!r} is not JSON: {error}", field="env.args"
+            ) from error
+        if not isinstance(args, dict):
+            raise ConfigError(f"env.args={self.args!r} must be a JSON object", field="env.args")
+        return args
