@@ -14,6 +14,7 @@ from typing import Any
 import chz
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -38,6 +39,42 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(package): version for package, version in pinned}
 
 
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+
+def _object(required: str = "", **properties: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema of an object that has these properties and no others."""
+    return {
+        "type": "object", "properties": properties, "required": required.split(),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+# Fields that the manifests use, with their types: as in the CRDs of KubeRay 1.5.1, 1.6.2 and 1.7.
+_TEXT, _WHOLE, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_GROUP = {
+    "rayStartParams": {"type": "object", "additionalProperties": _TEXT},
+    "template": _object("spec", spec={"type": "object"}),
+}
+RAY_CLUSTER = _object(
+    "headGroupSpec",
+    rayVersion=_TEXT,
+    authOptions=_object(mode={"enum": ["disabled", "token"]}),
+    enableInTreeAutoscaling=_FLAG,
+    autoscalerOptions=_object(version={"enum": ["v1", "v2"]}, idleTimeoutSeconds=_WHOLE),
+    headGroupSpec=_object("template", serviceType=_TEXT, **_GROUP),
+    workerGroupSpecs={
+        "type": "array",
+        "items": _object(
+            "groupName maxReplicas minReplicas template",
+            groupName=_TEXT, replicas=_WHOLE, minReplicas=_WHOLE, maxReplicas=_WHOLE, **_GROUP,
+        ),
+    },
+)  # fmt: skip
+RAY_JOB = _object(
+    entrypoint=_TEXT, runtimeEnvYAML=_TEXT, shutdownAfterJobFinishes=_FLAG,
+    ttlSecondsAfterFinished=_WHOLE, backoffLimit=_WHOLE, rayClusterSpec=RAY_CLUSTER,
+)  # fmt: skip
 PINS, CUDA_PINS = pins("constraints.txt"), pins("constraints-cuda.txt")
 
 
@@ -48,6 +85,10 @@ def manifest(name: str) -> dict[str, Any]:
 def cluster_spec(name: str) -> dict[str, Any]:
     spec = manifest(name)["spec"]
     return spec.get("rayClusterSpec", spec)
+
+
+def written_environment() -> dict[str, str]:
+    return yaml.safe_load((REPOSITORY / "runtime-env.yaml").read_text())["env_vars"]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -86,6 +127,9 @@ def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str)
     for group in (spec["headGroupSpec"], worker):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
+        stop_s = int(written_environment()["RAY_JOB_STOP_WAIT_TIME_S"])
+        (drain,) = (e for e in container["env"] if e["name"] == DRAIN)
+        assert int(drain["value"]) < pod["terminationGracePeriodSeconds"] == stop_s
         assert container["image"] and pod["securityContext"]["runAsNonRoot"]
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         volumes = {volume["name"] for volume in pod["volumes"]}
@@ -95,6 +139,14 @@ def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str)
         limit, shared = (int(size.removesuffix("Gi")) for size in memory)
         assert 16 <= shared <= limit / 2, "Ray's object store, and the rest for processes"
     assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_kuberay_manifests_have_fields_of_its_schema() -> None:
+    """Names and types as in KubeRay's CRDs; what is below a pod template is Kubernetes' own."""
+    Draft202012Validator({"properties": {"spec": RAY_CLUSTER}}).validate(
+        manifest("kuberay-cluster.yaml")
+    )
+    Draft202012Validator({"properties": {"spec": RAY_JOB}}).validate(manifest("kuberay-job.yaml"))
 
 
 def test_a_job_has_the_standing_clusters_cluster() -> None:
@@ -159,10 +211,9 @@ def test_the_commands_are_the_command_lines_own() -> None:
 
 
 def test_the_runtime_environment_gives_a_stopped_job_its_time() -> None:
-    written = yaml.safe_load((REPOSITORY / "runtime-env.yaml").read_text())
-    assert int(written["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+    assert int(written_environment()["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
     job = yaml.safe_load(manifest("kuberay-job.yaml")["spec"]["runtimeEnvYAML"])
-    assert job["env_vars"].items() <= written["env_vars"].items()
+    assert job["env_vars"].items() <= written_environment().items()
 
 
 def test_nothing_is_open_and_nothing_is_secret() -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.run_files.background import WorkThread
+from cluster.run_files.metric_table import HEADLINES
 from cluster.run_files.prometheus import RayExporter
 from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
@@ -247,6 +248,10 @@ class _Wandb:
             config=dict(started.settings),
         )
         self._newest = started.first_step
+        # In the summary, which has all metrics otherwise, the first ten by the alphabet on top.
+        self._run.define_metric("*", summary="none")
+        for name in HEADLINES:
+            self._run.define_metric(name, summary="last")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if "eval/version" not in metrics:
@@ -313,6 +318,7 @@ class _Mlflow:
         from mlflow.entities import Metric
 
         self._metric = Metric
+        self._headlines: dict[str, float] = {}
         self._out = started.run.path
         local = f"sqlite:///{self._out / 'mlflow.db'}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
@@ -337,6 +343,12 @@ class _Mlflow:
         return self._client.create_experiment(name, f"file://{self._out / 'mlflow'}")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._headlines |= {
+            f"summary/{name}": metrics[name] for name in HEADLINES if name in metrics
+        }
+        self._log(metrics, step)
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._id,
@@ -357,6 +369,7 @@ class _Mlflow:
         self._client.set_tag(self._id, f"alert.step_{step}", text[:5000])
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._log(self._headlines, 0)
         self._client.log_dict(self._id, dict(summary), "summary.json")
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
 

@@ -17,6 +17,7 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.on_policy import OpdConfig
+from cluster.run_files.metric_table import HEADLINES
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
@@ -133,6 +134,8 @@ def test_mlflow_goes_on_in_the_same_run(
     history = client.get_metric_history(run.info.run_id, "eval/pass_4")
     assert [(each.step, each.value) for each in history] == [(s, 0.25) for s in (1, 2, 3, 4)]
     assert run.data.metrics["reward/mean/source_a.jsonl"] == 1.0
+    summary = {name for name in run.data.metrics if name.startswith("summary/")}
+    assert summary == {"summary/opd/reverse_kl"}
     assert run.data.params["temperature"] == "0.7"
     assert run.data.tags["alert.step_2"] == "policy 0 died: killed"
     shown = client.list_artifacts(run.info.run_id, "rollouts")[-1]
@@ -160,6 +163,9 @@ def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
     assert any(name.startswith("rollouts") for name in names)
     summary = [each.summary for each in records if each.WhichOneof("record_type") == "summary"]
     assert any("eval after" in str(each) for each in summary)
+    defined = [each.metric for each in records if each.WhichOneof("record_type") == "metric"]
+    assert [each.summary.none for each in defined if each.glob_name == "*"] == [True]
+    assert {each.name for each in defined if each.summary.last} == set(HEADLINES)
     alerts = [each.alert for each in records if each.WhichOneof("record_type") == "alert"]
     assert [each.text for each in alerts] == ["policy 0 died: killed"]
 
