@@ -1,0 +1,33 @@
+"""An agent of the OpenAI Agents SDK, unchanged: it is told to use chat completions, and no more.
+
+It has an interpreter of its own (docs/recipes/agents.md).
+"""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+
+import json
+import math
+import re
+import sys
+
+from agents import (
+    Agent,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_tracing_disabled,
+)
+
+set_default_openai_api("chat_completions")
+set_tracing_disabled(True)
+
+
+@function_tool
+def calculator(expression: str) -> str:
+    """Multiplies."""
+    return str(math.prod(map(int, re.findall(r"\d+", expression))))
+
+
+if __name__ == "__main__":
+    problem = json.load(sys.stdin)
+    agent = Agent(name="assistant", model="policy", tools=[calculator])
+    print(json.dumps({"answer": Runner.run_sync(agent, problem["messages"]).final_output}))
