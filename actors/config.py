@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import chz
 
 from actors.sglang.address import check_url, is_url
-from actors.sglang.flags import OnWeightUpdate, parse_flags
+from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
-from distill.pace import LOADED_A_S, loading_s
+from distill.pace import loading_s
 from distill.rules import above, at_least, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
+from distill.settings import ESSENTIAL, Section
 from distill.stops import StopTokens
 
 if TYPE_CHECKING:
@@ -90,12 +90,14 @@ def checkpoint_bytes(model: str) -> int:
 
 
 @chz.chz
-class EngineChoices:
+class EngineSettings:
     """Kind and precision of the engines."""
 
     section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str] = "engine."
+    main: ClassVar[str] = "kind"
 
-    engine: EngineChoice = chz.field(
+    kind: EngineChoice = chz.field(
         default="auto",
         doc="sglang: SGLang servers that the run starts; embedded: transformers in the engine's "
         "own process; auto: sglang if it is installed and there are GPUs, else embedded",
@@ -106,23 +108,23 @@ class EngineChoices:
         doc="precision of the engines; auto: float32 on a CPU, bfloat16 on CUDA",
     )
 
+    def kind_on(self, device: str) -> EngineKind:
+        """Kind of the engines. Raises as `choose_engine`."""
+        return choose_engine(self.kind, device)
+
+    def dtype_on(self, device: str) -> Dtype:
+        """Precision of the engines, as `choose_dtype` has it."""
+        return choose_dtype(self.dtype, device)
+
+    def config(self, model: str, device: str, **facts: Any) -> EngineConfig:
+        """Settings of an engine of `model`; `facts` are the other fields of an `EngineConfig`."""
+        kind, dtype = self.kind_on(device), self.dtype_on(device)
+        return EngineConfig(kind=kind, model=model, dtype=dtype, device=device, **facts)
+
 
 @chz.chz
-class ServerFlags:
-    """SGLang command-line flags, if all engines use the same ones."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
-    server_flags: str = chz.field(default="", doc="further flags of SGLang")
-
-    @chz.validate
-    def _flags_are_known(self) -> None:
-        parse_flags(self.server_flags)
-
-
-@chz.chz
-class ServerSettings:
-    """Effect of a weight push on servers."""
+class PolicyEngineSettings(EngineSettings):
+    """Engines that weights are pushed to."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -135,30 +137,19 @@ class ServerSettings:
     )
 
 
-@chz.chz
-class StartSettings:
-    """Deadline of everything that starts."""
+def start_deadline(asked_s: float | None, model: str | None) -> float:
+    """Deadline in seconds for the start of an actor that loads `model` (None: no model).
 
-    section: ClassVar[Section] = Section.SUPERVISION
-
-    start_deadline_s: float | None = setting(
-        above(0),
-        default=None,
-        doc="seconds that the run waits for free resources in the cluster, and that an actor may "
-        "take to start: an engine with its model, an SGLang server, a rollout worker; default: "
-        f"{START_S:.0f}, and one more for each {LOADED_A_S // 10**6} MB of the model's checkpoint",
-        metadata=MAY_CHANGE,
-    )
-
-    def start_deadline_of(self, model: str | None) -> float:
-        """Deadline in seconds for the start of an actor that loads `model` (None: no model)."""
-        if self.start_deadline_s is not None:
-            return self.start_deadline_s
-        return START_S + (0 if model is None else loading_s(checkpoint_bytes(model)))
+    Args:
+        asked_s: deadline that a user gives; None: by the size of the model.
+    """
+    if asked_s is not None:
+        return asked_s
+    return START_S + (0 if model is None else loading_s(checkpoint_bytes(model)))
 
 
 @chz.chz
-class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
+class EngineConfig:
     """Settings of one engine. They contain no temperature: it is a field of every request."""
 
     kind: EngineKind = chz.field(
@@ -170,6 +161,11 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
     )
     dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
+    threads: int = setting(at_least(1), default=1, doc="torch threads on a CPU")
+    server_flags: str = chz.field(default="", doc="further flags of SGLang")
+    on_weight_update: OnWeightUpdate = chz.field(
+        default="continue", doc="samples in progress when weights are pushed, as in EngineSettings"
+    )
     max_running_requests: int = setting(
         at_least(1),
         default=256,
@@ -189,6 +185,9 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
         default=False, doc="it records the experts of a mixture that tokens are routed to"
     )
     log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
+    start_deadline_s: float | None = setting(
+        above(0), default=None, doc="sglang: longest start, seconds; None: by the model's size"
+    )
     request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
     stops: StopTokens | None = chz.field(
         default=None, doc="where samples end; None: as the checkpoint, or the server, has it"
@@ -269,7 +268,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings, StartSettings):
             "gpu_beside": self.gpu_beside,
             "sleeps": self.sleeps,
             "log_path": self.log_path,
-            "start_deadline_s": self.start_deadline_of(self.model),
+            "start_deadline_s": start_deadline(self.start_deadline_s, self.model),
         }
 
     @property

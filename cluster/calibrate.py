@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import chz
 from rich.console import Console
 
-from actors.config import choose_engine, running_engines
+from actors.config import running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
@@ -81,7 +81,7 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
     stops = config.stops(student, ends)
     report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
     console.print(f"stops at {stops.described(student)}", highlight=False, markup=False)
-    console.print(f"engine: {choose_engine(config.engine, config.device)}", highlight=False)
+    console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)
     console.print(agreement_table(report))
     console.print(report.verdict(), highlight=False, markup=False)
     if config.out is not None:
@@ -100,8 +100,8 @@ async def _handshake(
         learner_config = LearnerConfig.of(
             model=config.student,
             total_steps=1,
-            device=config.device,
-            threads=config.threads,
+            device=config.cluster.device,
+            threads=config.cluster.threads,
             stops=stops,
         )
         learner = Learner(learner_config, dump_dir=scratch)

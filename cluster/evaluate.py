@@ -13,7 +13,7 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import choose_dtype, choose_engine, running_engines
+from actors.config import running_engines
 from actors.rollout.evaluator import EvaluatedResponse, Evaluator
 from actors.sglang.address import is_url
 from cluster.command import run_command
@@ -151,7 +151,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     read.require_columns()
     results = asyncio.run(_measure(config, evaluators, stops))
     console.print(f"stops at {stops.described(tokenizer)}", highlight=False, markup=False)
-    console.print(f"engine: {choose_engine(config.engine, config.device)}", highlight=False)
+    console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)
     console.print(_table(config, results))
     if config.out is not None:
         report = {
@@ -201,10 +201,10 @@ def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
         return {}
     from actors.embedded.reward_model import EmbeddedRewardModel
 
-    dtype = choose_dtype(config.dtype, config.device)
+    dtype = config.engine.dtype_on(config.cluster.device)
     return {
         REWARD_MODEL: EmbeddedRewardModel(
-            model_path=config.reward_model, dtype=dtype, device=config.device
+            model_path=config.reward_model, dtype=dtype, device=config.cluster.device
         )
     }
 

@@ -153,7 +153,7 @@ class StepReplay:
                 "computed again: they are not kept. With another estimator= it can",
                 field="teacher.head",
             )
-        device = resolve_device(config.device)
+        device = resolve_device(config.cluster.device)
         learner_config = config.policy_learner(device, start, self._inputs.stops)
         return policy_loop(
             config=config,

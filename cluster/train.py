@@ -105,7 +105,7 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
     for note in filter(None, (said, missing)):
         console.print(note, markup=False, highlight=False)
-    if not (config.local or config.only_plans):
+    if not (config.cluster.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]")
     check_early(config, elsewhere=gpus_elsewhere(config))
     out = Path(config.out).resolve()
@@ -135,7 +135,7 @@ def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
 
     A rehearsal starts its own, for the actors of its small run.
     """
-    if config.local or config.only_plans or config.rehearses or not starts_here():
+    if config.cluster.local or config.only_plans or config.rehearses or not starts_here():
         return nullcontext()
     return local_head(cpus_here(config))
 

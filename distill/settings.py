@@ -20,13 +20,12 @@ from copy import copy
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import chz
 from chz.field import Field
 
 from distill.errors import ConfigError
-from distill.rules import at_least, setting
 
 Settings = TypeVar("Settings")
 
@@ -38,6 +37,7 @@ ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
 _SECTION = "section"
 # Names of settings that are no last names of their paths, and last names of several.
 _SHORT: Final[Mapping[str, str]] = {
+    "dtype": "engine.dtype",
     "temperature": "sampling.temperature",
     "max_new_tokens": "sampling.max_new_tokens",
 }
@@ -54,20 +54,6 @@ class Section(StrEnum):
     SUPERVISION = "supervision"
     EVALUATION = "evaluation"
     OUTPUT = "output and tracking"
-
-
-@chz.chz
-class ThreadSettings:
-    """CPU threads of engines and learner."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
-    threads: int = setting(
-        at_least(1),
-        default=1,
-        doc="torch threads of each engine and of the learner on a CPU",
-        metadata=MAY_CHANGE,
-    )
 
 
 def with_default(part: type, name: str, default: Any) -> Any:

@@ -10,7 +10,7 @@ from chz.mungers import default_munger
 
 from distill.errors import ConfigError
 from distill.rules import above, at_least, needs, not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings, by_names, section_field
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, by_names, section_field
 from distill.stops import StopTokens
 
 if TYPE_CHECKING:  # settings must not import torch
@@ -210,7 +210,7 @@ def learner_section(kind: type[LearnerSettings]) -> Any:
 
 
 @chz.chz
-class LearnerConfig(ThreadSettings):
+class LearnerConfig:
     """Configuration of a learner: its settings, with a model and a device."""
 
     lora: LoraSettings = section_field(LoraSettings)
@@ -225,6 +225,7 @@ class LearnerConfig(ThreadSettings):
         at_least(1), doc="optimizer steps of the whole run; the schedule ends here"
     )
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
+    threads: int = setting(at_least(1), default=1, doc="torch threads on a CPU")
     dtype: Precision = chz.field(
         default="float32",
         doc="precision of the computation; weights, gradients and moments stay float32",

@@ -6,7 +6,6 @@ of the two models that were measured decoded slower with it (docs/weights.md).
 
 from __future__ import annotations
 
-from actors.config import choose_engine
 from actors.sglang.flags import parse_flags
 from actors.sglang.installed import checks_adapters
 from actors.sglang.parallelism import parallelism
@@ -45,7 +44,7 @@ def _served(config: RolloutConfig) -> AdapterForm:
     parallel = parallelism(given)
     if not (config.lora.trains_adapter and config.pushes):
         raise ConfigError("no adapter is trained, and pushed; set lora.rank, or use weights=auto")
-    if choose_engine(config.engine, config.device) != "sglang":
+    if config.engine.kind_on(config.cluster.device) != "sglang":
         raise ConfigError("the embedded engine computes no adapter")
     if not checks_adapters():
         raise ConfigError("the SGLang that is installed here compares no checksums of an adapter")
@@ -55,9 +54,9 @@ def _served(config: RolloutConfig) -> AdapterForm:
         raise ConfigError("a draft model would not have the adapter")
     if config.engines_sleep:
         raise ConfigError("engines that sleep give their base up (colocate=sleep)")
-    if config.on_weight_update != "continue":
+    if config.engine.on_weight_update != "continue":
         raise ConfigError(
-            f"on_weight_update={config.on_weight_update} is about merged weights; samples keep the "
-            "adapter that they began with"
+            f"on_weight_update={config.engine.on_weight_update} is about merged weights; samples "
+            "keep the adapter that they began with"
         )
     return served_adapter(config.lora, config.student)

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import chz
 
 from actors.config import (
+    START_S,
     DtypeChoice,
-    EngineChoices,
     EngineConfig,
-    ServerFlags,
-    StartSettings,
+    EngineSettings,
     choose_dtype,
-    choose_engine,
+    start_deadline,
 )
+from actors.sglang.flags import parse_flags
 from actors.sglang.installed import require_sglang
 from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
+from distill.pace import LOADED_A_S
 from distill.rules import WithSections, above, at_least, at_most, not_with, setting
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
     Section,
-    ThreadSettings,
     section_field,
     with_default,
 )
@@ -45,44 +45,28 @@ if TYPE_CHECKING:
 
 
 @chz.chz
-class DeviceSettings:
-    """Device on which the models run."""
+class MachineSettings:
+    """Device on which the models run, and its CPU threads."""
 
     section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str] = "cluster."
 
     device: Literal["auto", "cpu", "cuda"] = chz.field(
         default="auto",
         doc="device of the models; auto: cuda if there are GPUs (for a run: in the Ray cluster)",
         metadata=MAY_CHANGE,
     )
+    threads: int = setting(
+        at_least(1),
+        default=1,
+        doc="torch threads of each engine and of the learner on a CPU",
+        metadata=MAY_CHANGE,
+    )
 
 
 @chz.chz
-class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettings, WithSections):
-    """Settings of a command that runs its engines in its own process."""
-
-    threads: int = with_default(ThreadSettings, "threads", 2)
-
-    @chz.validate
-    def _engine_is_installed(self) -> None:
-        if self.engine == "sglang":
-            require_sglang()
-
-    def engine_config(self, model: str, stops: StopTokens | None = None) -> EngineConfig:
-        return EngineConfig(
-            kind=choose_engine(self.engine, self.device),
-            model=model,
-            dtype=choose_dtype(self.dtype, self.device),
-            device=self.device,
-            threads=self.threads,
-            server_flags=self.server_flags,
-            stops=stops,
-        )
-
-
-@chz.chz
-class PlacementSettings(DeviceSettings, StartSettings):
-    """Placement of a run's actors on the cluster, and their resources."""
+class ClusterSettings(MachineSettings):
+    """Placement of a run's actors on the cluster, their resources, and their deadlines."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -104,20 +88,65 @@ class PlacementSettings(DeviceSettings, StartSettings):
         doc="run everything in this process, without Ray: for a notebook, a debugger, small models",
         metadata=MAY_CHANGE,
     )
-
-
-@chz.chz
-class SupervisionSettings:
-    """Deadline of every wait."""
-
-    section: ClassVar[Section] = Section.SUPERVISION
-
+    start_deadline_s: float | None = setting(
+        above(0),
+        default=None,
+        doc="seconds that the run waits for free resources in the cluster, and that an actor may "
+        "take to start: an engine with its model, an SGLang server, a rollout worker; default: "
+        f"{START_S:.0f}, and one more for each {LOADED_A_S // 10**6} MB of the model's checkpoint",
+        metadata=MAY_CHANGE,
+    )
     no_progress_s: float = setting(
         above(0),
         default=1800.0,
         doc="seconds without progress that any part waits for another before the run fails",
         metadata=MAY_CHANGE,
     )
+
+    def start_deadline_of(self, model: str | None) -> float:
+        """Deadline in seconds for the start of an actor that loads `model` (None: no model)."""
+        return start_deadline(self.start_deadline_s, model)
+
+
+@chz.chz
+class LocalEngineSettings(EngineSettings):
+    """Engines of a command, all of one kind and with the same flags."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    server_flags: str = chz.field(default="", doc="further flags of SGLang")
+
+    @chz.validate
+    def _engine_is_installed(self) -> None:
+        parse_flags(self.server_flags)
+        if self.kind == "sglang":
+            require_sglang()
+
+
+@chz.chz
+class LocalMachineSettings(MachineSettings):
+    """Device on which a command's models run, and its CPU threads."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    threads: int = with_default(MachineSettings, "threads", 2)
+
+
+@chz.chz
+class LocalEngineConfig(WithSections):
+    """Settings of a command that runs its engines in its own process."""
+
+    engine: LocalEngineSettings = section_field(LocalEngineSettings)
+    cluster: LocalMachineSettings = section_field(LocalMachineSettings)
+
+    def engine_config(self, model: str, stops: StopTokens | None = None) -> EngineConfig:
+        return self.engine.config(
+            model,
+            self.cluster.device,
+            threads=self.cluster.threads,
+            server_flags=self.engine.server_flags,
+            stops=stops,
+        )
 
 
 @chz.chz
@@ -145,7 +174,7 @@ class RunLearnerSettings(LearnerSettings):
 
     workers: int = setting(
         at_least(1),
-        not_with("local", why="one process holds one learner"),
+        not_with("cluster.local", why="one process holds one learner"),
         default=1,
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
         "or CPU of its own; a resumed run may have another number of them",
@@ -170,9 +199,6 @@ class RunLearnerSettings(LearnerSettings):
 @chz.chz
 class CommonConfig(
     ForkSettings,
-    ThreadSettings,
-    PlacementSettings,
-    SupervisionSettings,
     OutputSettings,
     WithSections,
 ):
@@ -180,6 +206,7 @@ class CommonConfig(
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
+    cluster: ClusterSettings = section_field(ClusterSettings)
     lora: LoraSettings = section_field(LoraSettings)
     learner: RunLearnerSettings = learner_section(RunLearnerSettings)
     seed: int = setting(at_least(0), default=0, doc="seed of the prompt order, sampling and torch")
@@ -190,7 +217,7 @@ class CommonConfig(
     @chz.validate
     def _libraries_are_here(self) -> None:
         compiler = os.environ.get("CXX", "g++")
-        if self.learner.compile and self.device != "cuda" and which(compiler) is None:
+        if self.learner.compile and self.cluster.device != "cuda" and which(compiler) is None:
             raise ConfigError(
                 "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
             )
@@ -244,7 +271,7 @@ class CommonConfig(
             learner=self.learner,
             lora=self.lora,
             seed=self.seed,
-            threads=self.threads,
+            threads=self.cluster.threads,
             model=start,
             total_steps=self.steps * updates_per_step,
             device=device,

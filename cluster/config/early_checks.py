@@ -21,6 +21,7 @@ from distill.data.sources import parse_sources, require_source
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import no_gpu_here
 from distill.model_paths import check_model_path, trained_model
+from distill.rules import get
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
@@ -55,7 +56,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
         _check_model("reward_model", reward_model)
     if (template := getattr(config, "chat_template", None)) is not None:
         template_text(template)
-    if not elsewhere and getattr(config, "device", None) == "cuda" and no_gpu_here():
+    if not elsewhere and get(config, "cluster.device") == "cuda" and no_gpu_here():
         raise ConfigError("device=cuda but this machine has no GPU; use device=cpu or add one")
 
 

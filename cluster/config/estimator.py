@@ -100,8 +100,8 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
 
 def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
-    device = resolve_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    device = resolve_device(config.cluster.device)
+    dtype = config.engine.dtype_on(device)
     student = estimate_memory(config.student, config.learner_holding)
     copied = frozen_bytes(teachers, dtype)
     passes = estimate_pass(
@@ -135,6 +135,6 @@ def _memory(config: OpdConfig, device: str) -> int | None:
     """Bytes to be had; None of a GPU that this machine, from which the run is planned, lacks."""
     if device == "cpu":
         return free_bytes(device)
-    if config.gpu_memory_gib is not None:
-        return int(config.gpu_memory_gib * (1 << 30))
+    if config.cluster.gpu_memory_gib is not None:
+        return int(config.cluster.gpu_memory_gib * (1 << 30))
     return free_bytes(device) if torch.cuda.is_available() else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
-from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.config import EngineConfig
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.flags import adapter_flags
@@ -244,7 +244,7 @@ class RolloutConfig(
 
     @chz.validate
     def _in_range(self) -> None:
-        if self.local:
+        if self.cluster.local:
             self._require_what_is_here()
         self.require_work_for_all(
             self.prompts_per_step * self.sampling.group_size,
@@ -298,58 +298,59 @@ class RolloutConfig(
             if flags is ABSENT:
                 continue
             nodes = parallelism(flags).nodes
-            if nodes > 1 and self.local:
+            if nodes > 1 and self.cluster.local:
                 raise ConfigError(
                     f"{name}={flags} with local=True: this process is on one node; leave --nnodes "
                     "or local out"
                 )
-            if nodes > 1 and self.colocate != "no" and name == "policy.server_flags":
+            if nodes > 1 and self.cluster.colocate != "no" and name == "policy.server_flags":
                 raise ConfigError(
-                    f"{name}={flags} with colocate={self.colocate}: an engine over {nodes} nodes "
-                    "has no place beside a learner worker; leave colocate out"
+                    f"{name}={flags} with colocate={self.cluster.colocate}: an engine over {nodes} "
+                    "nodes has no place beside a learner worker; leave colocate out"
                 )
 
     def _check_shared_gpus(self) -> None:
         """Raises ConfigError if engines of several GPUs do not match the GPUs of the workers."""
         gpus, workers = parallelism(self.policy.server_flags).gpus, self.learner.workers
-        if gpus == 1 or not self.shares_gpus("cpu" if self.device == "cpu" else "cuda"):
+        if gpus == 1 or not self.shares_gpus("cpu" if self.cluster.device == "cpu" else "cuda"):
             return
         if workers % gpus:
             raise ConfigError(
-                f"learner_workers={workers} with colocate={self.colocate} policy.server_flags="
-                f"{self.policy.server_flags}: each engine shares the GPUs of {gpus} workers; use a "
-                f"multiple of {gpus}"
+                f"learner.workers={workers} with colocate={self.cluster.colocate} "
+                f"policy.server_flags={self.policy.server_flags}: each engine shares the GPUs of "
+                f"{gpus} workers; use a multiple of {gpus}",
+                field="learner.workers",
             )
         engines = workers // gpus
-        if (self.gpus_per_actor, *self.policy.size) != (0.5, engines, engines):
+        if (self.cluster.gpus_per_actor, *self.policy.size) != (0.5, engines, engines):
             raise ConfigError(
-                f"policy.server_flags={self.policy.server_flags} with colocate={self.colocate} "
-                f"learner_workers={workers}: each engine shares the GPUs of {gpus} workers; use "
-                f"gpus_per_actor=0.5 policy.engines={engines}"
+                f"policy.server_flags={self.policy.server_flags} with "
+                f"colocate={self.cluster.colocate} learner.workers={workers}: each engine shares "
+                f"the GPUs of {gpus} workers; use gpus_per_actor=0.5 policy.engines={engines}"
             )
 
     def _check_sleep(self) -> None:
         """Raises ConfigError if engines are set to sleep and cannot."""
         if not self.engines_sleep:
             return
-        if self.engine == "embedded":
+        if self.engine.kind == "embedded":
             raise ConfigError(
                 "colocate=sleep needs engine=sglang: the embedded engine keeps its memory; use "
                 "colocate=share",
-                field="colocate",
+                field="cluster.colocate",
             )
-        if self.device == "cuda" and self.gpus_per_actor >= 1:
+        if self.cluster.device == "cuda" and self.cluster.gpus_per_actor >= 1:
             raise ConfigError(
-                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
-                "have GPUs of their own, so sleep frees no memory for the other; use "
+                f"colocate=sleep with gpus_per_actor={self.cluster.gpus_per_actor:g}: engines and "
+                "learner have GPUs of their own, so sleep frees no memory for the other; use "
                 "gpus_per_actor=0.5, or colocate=share to place them on one node",
-                field="colocate",
+                field="cluster.colocate",
             )
-        if self.on_weight_update == "in_place":
+        if self.engine.on_weight_update == "in_place":
             raise ConfigError(
                 "on_weight_update=in_place with colocate=sleep: samples under way would need the "
                 "cache that sleep releases; use on_weight_update=continue",
-                field="on_weight_update",
+                field="engine.on_weight_update",
             )
 
     def _check_whole_steps(self) -> None:
@@ -494,7 +495,7 @@ class RolloutConfig(
             return 0
         from learner.memory import frozen_bytes, head_bytes  # imports torch
 
-        dtype = choose_dtype(self.dtype, device)
+        dtype = self.engine.dtype_on(device)
         copies = frozen_bytes(self.copied_teachers.values(), dtype)
         heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
         # Workers share the copies, and each has every head.
@@ -521,7 +522,7 @@ class RolloutConfig(
         engine = self.evaluation_engine(model, device, log_path, stops)
         engine = chz.replace(engine, routed_experts=self.replays_routing())
         if self.shares_gpus(device):
-            engine = chz.replace(engine, gpu_share=self.gpus_per_actor)
+            engine = chz.replace(engine, gpu_share=self.cluster.gpus_per_actor)
         if not self.engines_sleep:
             return engine
         beside = 0
@@ -560,11 +561,15 @@ class RolloutConfig(
     @property
     def engines_sleep(self) -> bool:
         """True if policy engines release their memory while the learner computes."""
-        return self.colocate == "sleep" and not self.only_keeps
+        return self.cluster.colocate == "sleep" and not self.only_keeps
 
     def shares_gpus(self, device: str) -> bool:
         """True if policy engines are on the GPUs of the learner's workers."""
-        shares = self.colocate != "no" and not self.only_keeps and self.gpus_per_actor < 1
+        shares = (
+            self.cluster.colocate != "no"
+            and not self.only_keeps
+            and self.cluster.gpus_per_actor < 1
+        )
         return shares and device.startswith("cuda")
 
     def lends_weights(self, device: str) -> bool:
@@ -576,7 +581,7 @@ class RolloutConfig(
             return self.weights == "ipc"
         gpus = self.policy.size.smallest * parallelism(self.policy.server_flags).gpus
         shares = self.shares_gpus(device) and gpus <= self.learner.workers
-        return shares and choose_engine(self.engine, device) == "sglang"
+        return shares and self.engine.kind_on(device) == "sglang"
 
     def lent_bytes(self, device: str) -> int:
         """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
@@ -584,7 +589,7 @@ class RolloutConfig(
 
         from learner.memory import largest_bucket
 
-        dtype = getattr(torch, choose_dtype(self.dtype, device))
+        dtype = getattr(torch, self.engine.dtype_on(device))
         return largest_bucket(self.student, dtype)
 
     @property
@@ -603,7 +608,7 @@ class RolloutConfig(
         if estimate is None or frozen is None:
             missing = self.student if estimate is None else "a teacher's copy in the learner"
             raise ConfigError(
-                f"{missing} with colocate={self.colocate}: its files are not on this "
+                f"{missing} with colocate={self.cluster.colocate}: its files are not on this "
                 "machine, so it cannot be worked out what the engines leave to the learner; give a "
                 "directory"
             )
@@ -622,18 +627,16 @@ class RolloutConfig(
         stops: StopTokens | None,
     ) -> EngineConfig:
         gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
-        return EngineConfig(
-            kind=choose_engine(self.engine, device),
-            model=model,
-            dtype=choose_dtype(self.dtype, device),
-            device=device,
-            threads=self.threads,
+        return self.engine.config(
+            model,
+            device,
+            threads=self.cluster.threads,
             server_flags=server_flags,
-            on_weight_update=self.on_weight_update,
-            gpu_share=min(1.0, self.gpus_per_actor) if gpus == 1 else 1.0,
+            on_weight_update=self.engine.on_weight_update,
+            gpu_share=min(1.0, self.cluster.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
-            start_deadline_s=self.start_deadline_s,
-            request_deadline_s=self.no_progress_s,
+            start_deadline_s=self.cluster.start_deadline_s,
+            request_deadline_s=self.cluster.no_progress_s,
             stops=stops,
         )
 

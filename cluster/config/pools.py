@@ -6,8 +6,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 import chz
 
-from actors.config import EngineChoices, ServerSettings
+from actors.config import PolicyEngineSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
+from cluster.config.common import ClusterSettings
 from distill.errors import ConfigError
 from distill.records import OnStale, StepRuleName
 from distill.rules import above, at_least, needs, setting
@@ -25,24 +26,6 @@ def check_served(weights: WeightsChoice, served: bool) -> None:
             "lent, and takes an adapter merged; use weights=auto",
             field="weights",
         )
-
-
-@chz.chz
-class PolicySettings(EngineChoices, ServerSettings):
-    """The policy's engines, and how new weights get there."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
-    weights: WeightsChoice = chz.field(
-        default="auto",
-        doc="transport of new weights to the policy engines. shared_memory: engines on the "
-        "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
-        "gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
-        "portion at a time; disk: a directory in out/ that all nodes share; adapter: a LoRA "
-        "adapter's tensors alone, which SGLang servers compute beside the base; auto: by each "
-        "engine's place, an adapter merged",
-        metadata=MAY_CHANGE,
-    )
 
 
 class PoolSize(NamedTuple):
@@ -117,17 +100,37 @@ class PolicyPoolSettings(EnginePoolSettings):
 
 
 @chz.chz
-class PoolSettings(PolicySettings):
-    """The policy's pool, and its place."""
+class PolicyClusterSettings(ClusterSettings):
+    """Placement of a run's actors on the cluster, their resources, and their deadlines."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
     colocate: Colocation = chz.field(
         default="no",
         doc="place learner worker i and policy engine i together: they share memory, and with "
         "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
         "theirs while the learner computes a step (--enable-memory-saver)",
+        metadata=MAY_CHANGE,
+    )
+
+
+@chz.chz
+class PoolSettings:
+    """The policy's pool, and how new weights get there."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    cluster: PolicyClusterSettings = section_field(PolicyClusterSettings)
+    engine: PolicyEngineSettings = section_field(PolicyEngineSettings)
+    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
+    weights: WeightsChoice = chz.field(
+        default="auto",
+        doc="transport of new weights to the policy engines. shared_memory: engines on the "
+        "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
+        "gloo); ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which map one "
+        "portion at a time; disk: a directory in out/ that all nodes share; adapter: a LoRA "
+        "adapter's tensors alone, which SGLang servers compute beside the base; auto: by each "
+        "engine's place, an adapter merged",
         metadata=MAY_CHANGE,
     )
 
@@ -141,7 +144,7 @@ class PoolSettings(PolicySettings):
                 "weights=disk",
                 field="weights",
             )
-        check_served(self.weights, self.engine != "embedded")
+        check_served(self.weights, self.engine.kind != "embedded")
 
 
 @chz.chz

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.config import choose_engine
 from actors.rollout.teacher import States
 from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
@@ -115,7 +114,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     Raises:
         ConfigError, CheckpointError, DataError: names the field or file, its value and a remedy.
     """
-    choose_engine(config.engine, config.device)
+    config.engine.kind_on(config.cluster.device)
     student = check_model(config.student)
     if config.learner.packing:
         check_packs(meta_causal_lm(config.student))
@@ -133,7 +132,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     }
     if config.reference is not None:
         named["reference"] = config.reference
-    if choose_engine(config.engine, config.device) == "sglang":
+    if config.engine.kind_on(config.cluster.device) == "sglang":
         for role, model in {"student": config.student, **named}.items():
             if not is_url(model):
                 check_served_ties(role, model)
@@ -221,7 +220,7 @@ def _check_stops(
 ) -> None:
     """Raises ConfigError if an SGLang server of the student would also stop at other tokens."""
     missing = own - set(stops.ids)
-    if missing and choose_engine(config.engine, config.device) == "sglang":
+    if missing and config.engine.kind_on(config.cluster.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
         raise ConfigError(
             f"stop_tokens={config.stop_tokens} leaves out {names}, at which an SGLang server of "

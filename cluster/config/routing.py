@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from actors.config import choose_engine
 from actors.sglang.flags import ROUTED_EXPERTS
 from actors.sglang.installed import knows_flag
 from cluster.config.on_policy import RolloutConfig
@@ -49,7 +48,7 @@ def _check(config: RolloutConfig) -> None:
             "routing_replay=True with compile=True: routers inside compiled layers have not been "
             "seen to replay; leave one of them out"
         )
-    if choose_engine(config.engine, config.device) == "sglang" and not knows_flag(ROUTED_EXPERTS):
+    if config.engine.kind_on(config.cluster.device) == "sglang" and not knows_flag(ROUTED_EXPERTS):
         raise ConfigError(
             f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
             "install a newer one, or use routing_replay=False"

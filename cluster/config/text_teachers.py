@@ -39,7 +39,9 @@ def text_teachers(
         for prompt in prompts[:_TRIED]:
             _check_turn(address, encoder, prompt, config.sampling.max_new_tokens)
         asyncio.run(_ask_once(address, prompts[0], config.sampling.train()))
-        made[name] = TextTeacher(address=address, encoder=encoder, deadline_s=config.no_progress_s)
+        made[name] = TextTeacher(
+            address=address, encoder=encoder, deadline_s=config.cluster.no_progress_s
+        )
     return made
 
 

@@ -81,7 +81,7 @@ class Setup:
             prompts_per_step=config.prompts_per_step,
             teacher_engines=(config.teacher.size.smallest if isinstance(config, OpdConfig) else 0),
             rewarded=objective.reward_coef > 0,
-            local=config.local,
+            local=config.cluster.local,
             trains=not config.only_keeps,
             estimator=objective.estimator if objective.kl_coef else "",
             has_advantages=objective.has_advantages,

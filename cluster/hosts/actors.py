@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # every process that a handle arrives in imports this module
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
     """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
-    return _in_this_process if config.local else _on_ray
+    return _in_this_process if config.cluster.local else _on_ray
 
 
 def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import chz
 
-from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.config import EngineConfig, choose_dtype
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
@@ -85,7 +85,7 @@ class RolloutCast:
         self._make = maker(config)
 
     def _here(self) -> dict[str, Any]:
-        return {} if self._config.local else here()
+        return {} if self._config.cluster.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
         """The queue, on the driver's node beside `out/`; Ray restarts it from its journal."""
@@ -106,11 +106,11 @@ class RolloutCast:
             secrets.token_hex(8), self._directory.run_id, trained, settings,
             str(self._directory.ledger),
         )  # fmt: skip
-        return GroupQueue(actor, timeout_s=config.no_progress_s)
+        return GroupQueue(actor, timeout_s=config.cluster.no_progress_s)
 
     @property
     def queue_spec(self) -> ActorSpec:
-        by_ray = not self._config.local
+        by_ray = not self._config.cluster.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
     @property
@@ -177,7 +177,7 @@ class RolloutCast:
             placed = config.rollout.cpus > 0
             options = self._placement.options(ROLLOUT, index) if placed else self._here()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
-            return self._make(RolloutActor, options, build, dataset, config.no_progress_s)
+            return self._make(RolloutActor, options, build, dataset, config.cluster.no_progress_s)
 
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout.cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
@@ -202,9 +202,9 @@ class RolloutCast:
                 deferred(EmbeddedRewardModel),
                 options,
                 model_path=path,
-                dtype=choose_dtype(config.dtype, self._device),
+                dtype=config.engine.dtype_on(self._device),
                 device=self._device,
-                threads=config.threads,
+                threads=config.cluster.threads,
             )
 
         placed = partial(self._placement.ready, REWARD)
@@ -268,7 +268,7 @@ class RolloutCast:
                 start = partial(start_server, **_of_server(made))
                 arguments["server"] = early_on_all_gpus(self._placement, role, index, start)
             hosted = deferred(made.engine_class)
-            kind = hosted if self._config.local else with_mailbox(hosted)
+            kind = hosted if self._config.cluster.local else with_mailbox(hosted)
             return self._make(kind, options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
@@ -315,7 +315,7 @@ class RolloutCast:
             create=create,
             heartbeat=heartbeat,
             introduction=aside_whereabouts_call if aside else whereabouts_call,
-            start_deadline_s=self._config.start_deadline_of(model),
+            start_deadline_s=self._config.cluster.start_deadline_of(model),
             **changes,
         )
 
@@ -346,7 +346,7 @@ class RolloutCast:
         probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
             choice=config.weights,
-            served=choose_engine(config.engine, device) == "sglang",
+            served=config.engine.kind_on(device) == "sglang",
             device=device,
             directory=str(self._directory.path / "weights"),
             model=config.student,
@@ -354,7 +354,7 @@ class RolloutCast:
             learner_dtype=choose_dtype(config.learner.dtype, device),
             probe_every=probe_every,
             prove_every=prove_every,
-            timeout_s=config.no_progress_s,
+            timeout_s=config.cluster.no_progress_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )

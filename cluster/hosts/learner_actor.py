@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.config import choose_dtype
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import LearnerInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
@@ -311,7 +310,7 @@ def policy_loop(
         teacher_weights=teacher_weights(config),
         supervised=supervised,
         # The engines' dtype: rounding before the push gives the same weights in half the bytes.
-        push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
+        push_dtype=getattr(torch, config.engine.dtype_on(learner_config.device)),
         pushes_adapter=config.weights == "adapter",
         teach=teacher_publisher,
         trace=trace,
@@ -338,7 +337,7 @@ def policy_losses(
         teachers = LocalTeachers(
             config.copied_teachers,
             heads=config.teacher_heads,
-            dtype=getattr(torch, choose_dtype(config.dtype, device)),
+            dtype=getattr(torch, config.engine.dtype_on(device)),
             device=device,
             event=stops.event,
             group=group,

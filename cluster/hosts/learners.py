@@ -174,14 +174,14 @@ def make_learners(
     meeting_point, memberships = None, [None] * workers
     if workers > 1:
         address = own_address(nodes_alive() == 1)
-        meeting_point = open_store(address, config.no_progress_s)
+        meeting_point = open_store(address, config.cluster.no_progress_s)
         memberships = [
             Membership(
                 address=address,
                 port=meeting_point.port,
                 rank=rank,
                 size=workers,
-                timeout_s=config.no_progress_s,
+                timeout_s=config.cluster.no_progress_s,
             )
             for rank in range(workers)
         ]
@@ -215,7 +215,7 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
         heartbeat=progress_call,
         introduction=aside_whereabouts_call,
         critical=True,
-        start_deadline_s=max(config.no_progress_s, START_S + loading_s(read)),
+        start_deadline_s=max(config.cluster.no_progress_s, START_S + loading_s(read)),
     )
 
 

@@ -45,19 +45,19 @@ def with_device(config: Config) -> tuple[Config, str]:
 
 def gpus_elsewhere(config: CommonConfig) -> bool:
     """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
-    return _supposes_gpus(config) or joins_cluster(local=config.local)
+    return _supposes_gpus(config) or joins_cluster(local=config.cluster.local)
 
 
 def _supposes_gpus(config: CommonConfig) -> bool:
-    return config.only_plans and config.gpu_memory_gib is not None
+    return config.only_plans and config.cluster.gpu_memory_gib is not None
 
 
 def _decided(config: CommonConfig) -> tuple[str, str]:
-    if config.device == "cpu":
+    if config.cluster.device == "cpu":
         return "cpu", ""
     if _supposes_gpus(config):
         return "cuda", ""
-    if joins_cluster(local=config.local):
+    if joins_cluster(local=config.cluster.local):
         return _of_cluster(config)
     import torch  # which --help does without
 
@@ -65,7 +65,7 @@ def _decided(config: CommonConfig) -> tuple[str, str]:
 
 
 def _of_cluster(config: CommonConfig) -> tuple[str, str]:
-    if config.only_plans and config.device == "cuda":
+    if config.only_plans and config.cluster.device == "cuda":
         return "cuda", ""  # a plan of what was asked for needs no cluster
     from cluster.placement.connect import autoscales, cluster_gpus  # Ray, of no use to local runs
 
@@ -73,21 +73,21 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
     if gpus or not autoscales():
         device = _by_count(config, gpus, "the Ray cluster")
         said = f"device=auto: {device}; the Ray cluster has {gpus:g} GPUs"
-        return device, said if config.device == "auto" else ""
-    if config.device == "auto":
+        return device, said if config.cluster.device == "auto" else ""
+    if config.cluster.device == "auto":
         raise ConfigError(
             "device=auto: no node of the Ray cluster has a GPU now, and whether its autoscaler "
             "would start one that has is not known here. Say device=cuda, which waits for GPU "
-            f"nodes (start_deadline_s={config.start_deadline_of(None):g}), or device=cpu",
-            field="device",
+            f"nodes (start_deadline_s={config.cluster.start_deadline_of(None):g}), or device=cpu",
+            field="cluster.device",
         )
     return "cuda", "device=cuda: no node has a GPU yet, and the autoscaler is asked for some"
 
 
 def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
-    if config.device == "cuda" and not gpus:
+    if config.cluster.device == "cuda" and not gpus:
         raise ConfigError(
-            f"device=cuda but {where} has no GPU; use device=cpu or add one", field="device"
+            f"device=cuda but {where} has no GPU; use device=cpu or add one", field="cluster.device"
         )
     return "cuda" if gpus else "cpu"
 
@@ -106,21 +106,21 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
 
     Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
     """
-    workers, share = config.learner.workers, config.gpus_per_actor
+    workers, share = config.learner.workers, config.cluster.gpus_per_actor
     if workers == 1 or share >= 1 or config.only_keeps:
         return
-    if isinstance(config, RolloutConfig) and config.colocate != "no":
+    if isinstance(config, RolloutConfig) and config.cluster.colocate != "no":
         gpus = parallelism(config.policy.server_flags).gpus
         if share == 0.5 and config.policy.size.smallest * gpus == workers:
             return
         raise ConfigError(
-            f"colocate={config.colocate} gpus_per_actor={share} learner_workers={workers} "
+            f"colocate={config.cluster.colocate} gpus_per_actor={share} learner_workers={workers} "
             f"policy.engines={config.policy.engines}: two workers could meet on one GPU, which "
             f"NCCL refuses; use gpus_per_actor=0.5 and policy.engines={workers // gpus}",
-            field="colocate",
+            field="cluster.colocate",
         )
     raise ConfigError(
         f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
         "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines",
-        field="gpus_per_actor",
+        field="cluster.gpus_per_actor",
     )

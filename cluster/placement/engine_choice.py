@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from actors.config import choose_engine, engine_note
+from actors.config import engine_note
 from cluster.config.on_policy import RolloutConfig
 from distill.settings import changed
 
@@ -19,6 +19,6 @@ def with_engine(config: Config) -> tuple[Config, str]:
     Raises:
         ConfigError: SGLang was asked for and is not installed; or another setting needs it.
     """
-    kind = choose_engine(config.engine, config.device)
-    said = "" if config.train_from is not None else engine_note(config.engine, kind)
+    kind = config.engine.kind_on(config.cluster.device)
+    said = "" if config.train_from is not None else engine_note(config.engine.kind, kind)
     return changed(config, engine=kind), said

@@ -55,7 +55,7 @@ class GpuPlan:
     ) -> None:
         self._config, self._device, self._engines = config, device, engines
         self._longest_rows = longest_rows
-        asked = config.gpu_memory_gib
+        asked = config.cluster.gpu_memory_gib
         self._total = gpu_bytes() if asked is None else int(asked * GIB)
 
     def lines(self) -> list[str]:
@@ -131,7 +131,7 @@ class GpuPlan:
         usable = total - headroom(total)
         if sleeps:
             return usable - ASLEEP_BYTES
-        return int(usable * min(1.0, self._config.gpus_per_actor))
+        return int(usable * min(1.0, self._config.cluster.gpus_per_actor))
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:
         tokens, row = max(plan.token_budget, self._longest_rows), self._longest_rows or None

@@ -34,7 +34,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     Raises:
         ConfigError: a role does not fit onto its part of a GPU.
     """
-    device = config.device
+    device = config.cluster.device
     assert device != "auto", "the device of a run is chosen before its plan is made"
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     plans = []
@@ -77,7 +77,7 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
         note = f"{'with copies of teachers, ' if frozen != 0 else ''}and {note or 'activations'}"
         return learner_memory(estimate, frozen, workers), note
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
-        dtype = choose_dtype(config.dtype, device)
+        dtype = config.engine.dtype_on(device)
         return engine_memory(estimate_memory(config.reward_model), dtype), "and activations"
     engine = engines_of(config, device).get(role) if isinstance(config, RolloutConfig) else None
     if engine is None:

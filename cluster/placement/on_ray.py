@@ -48,7 +48,7 @@ def placed_on_ray(
         name=directory.actor_name("place"),
     )
     try:
-        placement.reserve(deadline_s=config.start_deadline_of(None), say=say, poll=poll)
+        placement.reserve(deadline_s=config.cluster.start_deadline_of(None), say=say, poll=poll)
         _require_visible(config, placement, directory, resumes)
         prefetch(_models_of_nodes(config, placement), say=say, poll=poll)
         yield placement

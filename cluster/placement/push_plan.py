@@ -6,7 +6,6 @@ location (cluster/weights/ways.py).
 
 from __future__ import annotations
 
-from actors.config import choose_dtype, choose_engine
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.placement.resource_plan import push_line
@@ -18,7 +17,7 @@ from learner.memory import estimate_memory
 
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
-    dtype, engines = choose_dtype(config.dtype, device), config.policy.size.smallest
+    dtype, engines = config.engine.dtype_on(device), config.policy.size.smallest
     if config.weights == "adapter":
         parameters = served_adapter(config.lora, config.student).parameters
         most = config.adapter_versions
@@ -55,19 +54,19 @@ def _way(config: RolloutConfig, device: str) -> str:
     if config.weights != "auto":
         return f"by {config.weights}"
     far = f"a group ({'NCCL' if on_gpu else 'gloo'})"
-    if on_gpu and choose_engine(config.engine, device) == "sglang":
+    if on_gpu and config.engine.kind_on(device) == "sglang":
         return f"by {far} to GPUs of their own, shared memory to shared ones on the learner's node"
     return f"by shared memory to engines on the learner's node, {far} elsewhere"
 
 
 def require_lenders(config: RolloutConfig) -> None:
     """Raises ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
-    if config.weights != "ipc" or config.local:
+    if config.weights != "ipc" or config.cluster.local:
         return
     gpus = parallelism(config.policy.server_flags).gpus
-    if config.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):
+    if config.cluster.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):
         what = (
-            f"gpus_per_actor={config.gpus_per_actor:g}"
+            f"gpus_per_actor={config.cluster.gpus_per_actor:g}"
             if gpus == 1
             else f"policy.server_flags={config.policy.server_flags}"
         )

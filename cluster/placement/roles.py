@@ -95,7 +95,7 @@ def colocated(config: CommonConfig) -> tuple[str, ...]:
     """Roles whose actors are placed pairwise: the i-th of one beside the i-th of the other."""
     if not isinstance(config, RolloutConfig) or config.only_keeps or config.train_from is not None:
         return ()
-    return (LEARNER, POLICY) if config.colocate != "no" else ()
+    return (LEARNER, POLICY) if config.cluster.colocate != "no" else ()
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
@@ -156,7 +156,7 @@ def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, f
 
 
 def _compute(config: CommonConfig, device: str) -> dict[str, float]:
-    return {"CPU": 1.0, "GPU": config.gpus_per_actor} if device == "cuda" else {"CPU": 1.0}
+    return {"CPU": 1.0, "GPU": config.cluster.gpus_per_actor} if device == "cuda" else {"CPU": 1.0}
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:

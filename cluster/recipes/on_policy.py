@@ -52,7 +52,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
         IsothermError: the run cannot work as it is set.
     """
     say = partial(console.print, markup=False, highlight=False)
-    device, engine = config.device, config.engine
+    device, engine = config.cluster.device, config.engine.kind
     config, said = with_device(config)
     if said:
         say(said)
@@ -197,7 +197,7 @@ def _plan(
     evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
-        f"engine    {config.engine} (dtype={config.dtype}); "
+        f"engine    {config.engine.kind} (dtype={config.engine.dtype}); "
         f"{config.policy.engines} policy, {evaluation}{config.rollout.workers} rollout workers"
     )
     if config.train_from is not None:

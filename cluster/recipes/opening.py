@@ -49,7 +49,7 @@ def opened(
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
     """Connection to Ray in a namespace of this run; none for a local run, which may lack Ray."""
-    if config.local:
+    if config.cluster.local:
         return nullcontext()
     from cluster.placement.on_ray import connected_to_ray
 
@@ -72,7 +72,7 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
         if plan.fork:
             resume_from = plan.fork.begin(directory.store, plan.untrained)
             console.print(f"starting from {plan.fork.described}", markup=False, highlight=False)
-        progress = Progression(console, first_step, config.steps, bar=not config.local)
+        progress = Progression(console, first_step, config.steps, bar=not config.cluster.local)
         trackers = Trackers(
             config.tracking,
             directory,
@@ -155,9 +155,9 @@ def placed(context: RunContext) -> Iterator[tuple[str, Places]]:
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
-    config, device = context.config, context.config.device
+    config, device = context.config, context.config.cluster.device
     assert device != "auto", "the device of a run is chosen before it is placed"
-    if config.local:
+    if config.cluster.local:
         models = {path for paths in model_paths(config).values() for path in paths.values()}
         fetch_missing(models, context.progress.note)
         yield device, LocalPlaces()

@@ -46,7 +46,7 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
         IsothermError: the run cannot work as it is set.
     """
     kind = _checked(config)
-    inputs, asked = kind.inputs, config.device
+    inputs, asked = kind.inputs, config.cluster.device
     say = partial(console.print, markup=False, highlight=False)
     config, said = with_device(config)
     if said:

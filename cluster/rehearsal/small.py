@@ -30,14 +30,13 @@ _POOLS = ("policy.engines", "teacher.engines", "rollout.workers")
 _MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
-    "gpus_per_actor", "gpu_memory_gib", "colocate", "learner.offload_optimizer", "learner.liger",
-    "learner.compile", "policy.server_flags", "teacher.server_flags", "weights", "dtype",
-    "learner.dtype",
-    "rollout.cpus",
-    "local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from", "lora.adapter",
-    "learner.trace_step",
+    "cluster.gpus_per_actor", "cluster.gpu_memory_gib", "cluster.colocate",
+    "learner.offload_optimizer", "learner.liger", "learner.compile", "learner.dtype",
+    "policy.server_flags", "teacher.server_flags", "weights", "engine.dtype", "rollout.cpus",
+    "cluster.local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from",
+    "lora.adapter", "learner.trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "learner.token_budget",
-    "queue.groups_in_flight", "start_deadline_s",
+    "queue.groups_in_flight", "cluster.start_deadline_s",
 )  # fmt: skip
 # Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
 STEPS_AT_MOST = 1000
@@ -92,7 +91,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     if config.lora.adapter is not None:
         changes["lora.rank"] = _MOST["lora.rank"]
     changes |= {
-        "out": str(out / "run"), "device": "cpu", "dry_run": False,
+        "out": str(out / "run"), "cluster.device": "cpu", "dry_run": False,
         "steps": STEPS_AT_MOST, "checkpoint.every": 1, "eval.every": 0, "keep": "all",
         "student": twins["student"].path,
     }  # fmt: skip

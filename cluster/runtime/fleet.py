@@ -112,7 +112,7 @@ class Fleet(LearnerAlone):
             self.supervisor,
             self.driver,
             say=say,
-            deadline_s=config.no_progress_s,
+            deadline_s=config.cluster.no_progress_s,
         )
         self.background: BackgroundEvaluation[Any] = BackgroundEvaluation(
             self.driver, lambda: self.supervisor.serving(EVALUATION)
@@ -146,7 +146,7 @@ class Fleet(LearnerAlone):
             examine=partial(handshake.examine, self),
             require_handshake=config.verify.handshake,
             say=say,
-            deadline_s=config.no_progress_s,
+            deadline_s=config.cluster.no_progress_s,
             following=self._following,
             join=self.canaries.join,
         )
@@ -169,7 +169,7 @@ class Fleet(LearnerAlone):
             say,
             steps_in_flight=config.steps_in_flight,
         )
-        self._watchdog = Watchdog(self, say, config.no_progress_s)
+        self._watchdog = Watchdog(self, say, config.cluster.no_progress_s)
 
     # who there is
 

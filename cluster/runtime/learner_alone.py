@@ -57,7 +57,7 @@ class LearnerAlone:
         self.driver = Driver(
             supervisor=self.supervisor,
             signals=signals,
-            deadline_s=config.no_progress_s,
+            deadline_s=config.cluster.no_progress_s,
             idle=idle,
         )
 

@@ -158,5 +158,5 @@ class RunHandshake:
             temperature=self._config.sampling.temperature,
             learner_dtype=choose_dtype(self._config.learner.dtype, self._device),
             copies=copies,
-            deadline_s=min(ENGINE_DEADLINE_S, self._config.no_progress_s / PARTS),
+            deadline_s=min(ENGINE_DEADLINE_S, self._config.cluster.no_progress_s / PARTS),
         )

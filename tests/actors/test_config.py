@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, StartSettings, choose_dtype, choose_engine, engine_note
+from actors.config import EngineConfig, choose_dtype, choose_engine, engine_note, start_deadline
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
@@ -80,9 +80,9 @@ def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> No
     for part in "ab":
         with (tmp_path / f"{part}.safetensors").open("wb") as file:
             file.truncate(2_000_000_000)  # of holes: it takes no room
-    assert StartSettings().start_deadline_of(str(tmp_path)) == 640
-    assert StartSettings().start_deadline_of(None) == 600
-    assert StartSettings(start_deadline_s=7).start_deadline_of(str(tmp_path)) == 7
+    assert start_deadline(None, str(tmp_path)) == 640
+    assert start_deadline(None, None) == 600
+    assert start_deadline(7, str(tmp_path)) == 7
     arguments = EngineConfig(kind="sglang", model=str(tmp_path)).arguments()
     assert arguments["start_deadline_s"] == 640
 

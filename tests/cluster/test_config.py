@@ -232,7 +232,7 @@ def test_a_calibration_has_no_teacher_that_moves() -> None:
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
     "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",
-    "out", "device", "dtype", "stops", "seed",
+    "out", "device", "dtype", "stops", "seed", "threads",
 }  # fmt: skip
 SETTINGS = [
     OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig,
@@ -524,7 +524,7 @@ def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None
     ("word", "there", "not_there"),
     [
         ("checkpoint", {"checkpoint.every", "checkpoint.keep_best"}, {"student", "lr"}),
-        ("supervision", {"no_progress_s"}, {"student", "lr"}),
+        ("supervision", {"verify.every"}, {"student", "lr"}),
         ("lora", {"lora.rank", "lora.targets"}, {"student", "steps"}),
     ],
 )

@@ -56,21 +56,21 @@ def test_a_cluster_that_is_joined_decides(
     cuda: str | None,
 ) -> None:
     join(gpus, grows)
-    assert with_device(opd(device="cpu"))[0].device == "cpu"
+    assert with_device(opd(device="cpu"))[0].cluster.device == "cpu"
     for asked, chosen in (("auto", auto), ("cuda", cuda)):
         if chosen is None:
-            with refuses(ConfigError, "device"):
+            with refuses(ConfigError, "cluster.device"):
                 with_device(opd(device=asked))
             continue
         config, _ = with_device(opd(device=asked))
-        assert config.device == chosen
-        assert with_engine(config)[0].engine == ("sglang" if chosen == "cuda" else "embedded")
+        assert config.cluster.device == chosen
+        assert with_engine(config)[0].engine.kind == ("sglang" if chosen == "cuda" else "embedded")
 
 
 def test_a_plan_of_named_gpus_asks_no_cluster(opd: Opd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert with_device(opd(device="cuda", dry_run=True))[0].device == "cuda"
-    assert with_device(opd(dry_run=True, gpu_memory_gib=80.0))[0].device == "cuda"
+    assert with_device(opd(device="cuda", dry_run=True))[0].cluster.device == "cuda"
+    assert with_device(opd(dry_run=True, gpu_memory_gib=80.0))[0].cluster.device == "cuda"
     with refuses(ConfigError, "RAY_ADDRESS"):
         with_device(opd(dry_run=True))
 
@@ -79,15 +79,15 @@ def test_this_machine_decides_for_a_run_that_starts_here(
     opd: Opd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, _ = with_engine(with_device(opd())[0])
-    assert (config.device, config.engine) == ("cpu", "embedded")
-    with refuses(ConfigError, "device"):
+    assert (config.cluster.device, config.engine.kind) == ("cpu", "embedded")
+    with refuses(ConfigError, "cluster.device"):
         with_device(opd(device="cuda"))
     with pytest.raises(ConfigError):
         with_device(opd(liger=True))
     with pytest.raises(ConfigError):
         with_engine(opd(weights="ipc", device="cpu"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert with_device(opd(local=True))[0].device == "cuda"
+    assert with_device(opd(local=True))[0].cluster.device == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,6 @@ def test_actors_that_cannot_share_gpus_are_refused(
         "learner_workers": 8, "policy_engines": 8, "gpus_per_actor": 0.5, "colocate": "sleep",
         "prompts_per_step": 8, "engine": "sglang",
     }  # fmt: skip
-    assert with_device(opd(**shared))[0].device == "cuda"
+    assert with_device(opd(**shared))[0].cluster.device == "cuda"
     with pytest.raises(ConfigError):
         with_device(opd(**shared | changes))

@@ -230,7 +230,7 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
     # where nothing is rehearsed.
     others = {
-        *("out", "engine", "liger", "local", "dry_run"),
+        *("out", "engine.kind", "liger", "local", "dry_run"),
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others
     assert {path_of(OpdConfig, name) for name in known} == fields_of(OpdConfig).keys()

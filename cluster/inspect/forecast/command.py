@@ -103,9 +103,8 @@ class ForecastConfig(
             out="unused",
             max_new_tokens=self.sampling.max_new_tokens,
             eval_size=0,
-            engine=self.engine,
-            dtype=self.dtype,
-            device=self.device,
+            engine={"kind": self.engine.kind, "dtype": self.engine.dtype},
+            device=self.cluster.device,
             **given,
         )
 
@@ -186,9 +185,9 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
             LearnerConfig.of(
                 model=config.student,
                 total_steps=1,
-                device=config.device,
-                dtype=choose_dtype("auto", config.device),
-                threads=config.threads,
+                device=config.cluster.device,
+                dtype=choose_dtype("auto", config.cluster.device),
+                threads=config.cluster.threads,
                 stops=inputs.stops,
             ),
             dump_dir=scratch,
@@ -197,7 +196,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
         if run.objective.estimator == "full":
             objective = run.objective
             models = {name: each.model for name, each in run.teacher_models().items()}
-            dtype = getattr(torch, choose_dtype(config.dtype, learner.device))
+            dtype = getattr(torch, config.engine.dtype_on(learner.device))
             teachers = LocalTeachers(models, dtype=dtype, device=learner.device, event=event)
         async with running_engines(*engines) as (student, teacher):
             sizes = [(await engine.info()).vocab_size for engine in (student, teacher)]
