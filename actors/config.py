@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import chz
 
 from actors.sglang.address import check_url, is_url
-from actors.sglang.flags import OnWeightUpdate
+from actors.sglang.flags import OnWeightUpdate, parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
@@ -195,6 +195,7 @@ class EngineConfig:
 
     @chz.validate
     def _model_is_served(self) -> None:
+        parse_flags(self.server_flags)
         if self.external:
             check_url(self.model)
         elif self.server_flags and self.kind == "embedded":

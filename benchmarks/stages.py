@@ -15,6 +15,7 @@ from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import score_group
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
+from cluster.placement.engines import RunEngines
 from distill.envs.base import EnvStream
 from distill.objective.rows import policy_rows
 from distill.types import TrajectoryGroup
@@ -37,8 +38,11 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
     inputs = check_rollout(config)
     dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
-    policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
-    teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
+    engines = RunEngines(config, "cpu")
+    policy = engines.policy(config.student, str(scratch / "policy.log")).build()
+    teacher = engines.teacher(
+        config.teacher_models()[""].model, str(scratch / "teacher.log")
+    ).build()
     learner = Learner(config.learner_config(config.student, "cpu"), str(scratch))
     loss = PolicyObjectiveLoss(objective=config.objective)
 

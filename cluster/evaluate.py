@@ -21,11 +21,10 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings, LengthSettings
-from cluster.config.rows import ROWS, reader_of, unweighted_sources
+from cluster.config.rows import ROWS, PromptSettings, reader_of, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.data.columns import PromptColumns
 from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
@@ -38,8 +37,22 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
+class EvaluatedSettings(PromptSettings):
+    """Prompts of an evaluation, and how their columns are read."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    source: str | None = chz.field(
+        default=None,
+        doc="rows with `prompt` or `messages`, optionally `answer`, from any source of "
+        "docs/data.md; several sources, separated by commas, are evaluated separately, each under "
+        "its name",
+        metadata=ESSENTIAL | ROWS,
+    )
+
+
+@chz.chz
 class EvaluateConfig(
-    PromptColumns,
     EnvSettings,
     ChatTemplateSettings,
     StopSettings,
@@ -54,13 +67,7 @@ class EvaluateConfig(
         "for its final/",
         metadata=ESSENTIAL,
     )
-    prompts: str | None = chz.field(
-        default=None,
-        doc="rows with `prompt` or `messages`, optionally `answer`, from any source of "
-        "docs/data.md; several sources, separated by commas, are evaluated separately, each under "
-        "its name",
-        metadata=ESSENTIAL | ROWS,
-    )
+    data: EvaluatedSettings = section_field(EvaluatedSettings)
     sampling: LengthSettings = section_field(LengthSettings)
     eval: DecoderSettings = section_field(DecoderSettings)
     limit: int | None = setting(
@@ -106,12 +113,12 @@ class EvaluateConfig(
             ConfigError: there is no source, or one is given twice or with a weight.
         """
         if not self.env.reads_prompts:
-            if self.prompts is not None:
-                raise ConfigError(f"prompts={self.prompts} changes nothing: env= reads no file")
+            if self.data.source is not None:
+                raise ConfigError(f"prompts={self.data.source} changes nothing: env= reads no file")
             return {type(self.env).__name__: None}
-        if self.prompts is None:
+        if self.data.source is None:
             raise ConfigError("prompts= is missing; give prompts=FILE.jsonl")
-        sources = unweighted_sources("prompts", self.prompts)
+        sources = unweighted_sources("prompts", self.data.source)
         return {source.name: source.place for source in sources}
 
     def train_sampling(self) -> TrainSampling:
@@ -134,7 +141,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         ends.append(ends_of(config.teacher, of_teacher))
     stops = config.stops(tokenizer, ends)
     tokenizer = config.choose_template(tokenizer)
-    read = reader_of(PromptColumns, config, config.env.row_fields)
+    read = reader_of(config.data, config.env.row_fields)
     setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),

@@ -215,7 +215,7 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
         RunFailed: no response qualifies.
     """
     reward = config.reward_function()
-    read = reader_of(PromptColumns, config, _FIELDS)
+    read = reader_of(config, _FIELDS)
     asked: list[SamplePrompt] = []
     for source in unweighted_sources("prompts", config.prompts):
         first = asked[-1].seed if asked else config.seed  # lines count on from source to source

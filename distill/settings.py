@@ -37,6 +37,8 @@ ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
 _SECTION = "section"
 # Names of settings that are no last names of their paths, and last names of several.
 _SHORT: Final[Mapping[str, str]] = {
+    "prompts": "data.source",
+    "prompts_per_step": "data.batch_size",
     "dtype": "engine.dtype",
     "temperature": "sampling.temperature",
     "max_new_tokens": "sampling.max_new_tokens",
@@ -61,11 +63,6 @@ def with_default(part: type, name: str, default: Any) -> Any:
     field = copy(chz.chz_fields(part)[name])
     field._default = default
     return field
-
-
-def values_of(part: type, settings: object) -> dict[str, Any]:
-    """The settings that `part` declares or inherits, as an object that has them all holds them."""
-    return {name: getattr(settings, name) for name in chz.chz_fields(part)}
 
 
 def section_field(kind: type, **field: Any) -> Any:

@@ -24,15 +24,15 @@ def adapter_push(config: RolloutConfig) -> str:
         ConfigError: weights=adapter, and there is no adapter, or the engines cannot.
         CheckpointError: the student has no readable config.
     """
-    if config.weights not in ("auto", "adapter"):
+    if config.weights.transport not in ("auto", "adapter"):
         return ""
     try:
         form = _served(config)
     except ConfigError as error:
-        if config.weights == "adapter":
-            raise ConfigError(f"weights=adapter: {error}", field="weights") from error
+        if config.weights.transport == "adapter":
+            raise ConfigError(f"weights=adapter: {error}", field="weights.transport") from error
         return ""
-    if config.weights == "auto":
+    if config.weights.transport == "auto":
         return "weights=auto: the adapter is pushed merged; weights=adapter would push it alone"
     size = f"{form.parameters / 1e6:.3g} M numbers"
     return f"weights=adapter: the adapter is pushed alone, {size} (docs/weights.md)"

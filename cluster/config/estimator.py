@@ -45,8 +45,8 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
 def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
     """Bytes of the teacher's hidden state at a trained token, and of a step's at most."""
     width = load_config(model).get_text_config().hidden_size
-    each = width * DTYPE_BYTES[choose_dtype(config.dtype, config.device)]
-    samples = config.prompts_per_step * config.sampling.group_size
+    each = width * DTYPE_BYTES[config.engine.dtype_on(config.cluster.device)]
+    samples = config.data.batch_size * config.sampling.group_size
     return each, each * samples * config.sampling.max_new_tokens
 
 

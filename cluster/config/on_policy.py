@@ -8,35 +8,30 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
-from actors.config import EngineConfig
+from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
-from actors.sglang.address import is_url
-from actors.sglang.flags import adapter_flags
-from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import CommonConfig, RunLearnerSettings
-from cluster.config.early_checks import OWN, model_field
+from cluster.config.early_checks import model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
 from cluster.config.pools import (
-    PoolSettings,
+    PolicyClusterSettings,
+    PolicyPoolSettings,
     QueueSettings,
     RolloutSettings,
     VerifySettings,
+    WeightsSettings,
 )
-from cluster.config.rows import ROWS
+from cluster.config.rows import SftMixSettings, StepPromptSettings
 from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
 )
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.data.columns import PromptColumns
 from distill.data.feedback import FeedbackTemplate
-from distill.data.sources import parse_sources
 from distill.errors import ConfigError
-from distill.gpu import DTYPE_BYTES
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
-    AUTO,
     ObjectiveConfig,
     OpdObjective,
     RlObjective,
@@ -44,7 +39,7 @@ from distill.objective.settings import (
     require_comparison,
 )
 from distill.rewards.length import LengthRules
-from distill.rules import ABSENT, above, at_least, get, needs, not_with, setting
+from distill.rules import not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
@@ -63,7 +58,7 @@ Keep = int | Literal["sample", "all", "none"]
 
 
 @chz.chz
-class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings):
+class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
     """The student and its training data."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -73,49 +68,17 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         "(for its final/), RUN:STEP or RUN:best",
         metadata=ESSENTIAL,
     )
-    prompts: str | None = chz.field(
-        default=None,
-        doc="prompts: a JSONL, JSON, CSV, parquet or Arrow file, saved or hub data set, or "
-        "module:function; several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` "
-        "(string) or `messages` (chat), optionally `answer` and more (docs/data.md). Environments "
-        "that make their own problems take none",
-        metadata=ESSENTIAL | ROWS,
-    )
     reference: str | None = model_field(
         default=None,
         doc="checkpoint of the reference model, to which reference_kl_coef keeps the policy near; "
         "default with lora.rank: the student without its adapter, in the learner",
     )
-    sft_data: str | None = chz.field(
-        default=None,
-        doc="supervised rows, in the format of recipe=sft, that every update trains on too",
-        metadata=ROWS,
-    )
-    sft_coef: float | None = setting(
-        needs("sft_data"),
-        above(0, "leave sft_data out to train on rollouts alone"),
-        default=None,
-        doc="weight of the cross-entropy of sft_data, of which an update has 8 rows; default: 0.1",
-    )
+    data: StepPromptSettings = section_field(StepPromptSettings)
+    sft: SftMixSettings = section_field(SftMixSettings)
 
     @chz.validate
     def _data_in_range(self) -> None:
-        if self.prompts is not None and not self.env.reads_prompts:
-            name = type(self.env).__name__
-            raise ConfigError(f"prompts={self.prompts} changes nothing: env={name} reads no file")
-        if self.prompts is None and self.env.reads_prompts:
-            name = type(self.env).__name__
-            raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
-        if self.prompts is not None:
-            parse_sources("prompts", self.prompts)
-        if self.sft_data is not None:
-            parse_sources("sft_data", self.sft_data)
-        for name in chz.chz_fields(PromptColumns):
-            if getattr(self, name) and not self.env.reads_prompts:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} changes nothing: env="
-                    f"{type(self.env).__name__} reads no file"
-                )
+        self.data.check(self.env)
 
     def problems_title(self, prompts: str | None) -> str:
         """Settings of the environment, its file of prompts and its reward, as text."""
@@ -123,49 +86,6 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         if self.env.reads_prompts:
             title += f" prompts={prompts}"
         return title + (f" reward={self.judge}" if self.env.judges else "")
-
-
-@chz.chz
-class StepSettings:
-    """A step's prompts, and how many are under way."""
-
-    section: ClassVar[Section] = Section.SAMPLING
-
-    sampling: SamplingSettings = section_field(SamplingSettings)
-    prompts_per_step: int = setting(
-        at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
-    )
-    queue: QueueSettings = section_field(QueueSettings)
-
-    @chz.validate
-    def _check_window(self) -> None:
-        queue, most = self.queue, self.prompts_per_step * (self.queue.max_staleness + 1)
-        given = queue.groups_in_flight
-        if given is not None and given > most:
-            raise ConfigError(
-                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + 1) "
-                "* prompts_per_step: more could not all be trained in time; raise max_staleness",
-                field="queue.groups_in_flight",
-            )
-        if queue.on_stale != "wait" and self.window == self.prompts_per_step:
-            name = "groups_in_flight" if queue.max_staleness else "max_staleness"
-            raise ConfigError(
-                f"queue.on_stale={queue.on_stale} changes nothing with queue.{name}="
-                f"{getattr(queue, name)}: the next step takes all groups that are under way, and "
-                "waits for each; raise it, or leave on_stale out",
-                field="queue.on_stale",
-            )
-
-    @property
-    def window(self) -> int:
-        """Groups in flight: leased, finished, or in weights that are not yet on the engines."""
-        queue = self.queue
-        return queue.groups_in_flight or self.prompts_per_step * min(queue.max_staleness + 1, 2)
-
-    @property
-    def steps_in_flight(self) -> int:
-        """`window` in steps, rounded up."""
-        return -(-self.window // self.prompts_per_step)
 
 
 @chz.chz
@@ -186,8 +106,6 @@ class PolicyLearnerSettings(RunLearnerSettings):
 @chz.chz
 class RolloutConfig(
     DataSettings,
-    StepSettings,
-    PoolSettings,
     CommonConfig,
     ABC,
 ):
@@ -197,6 +115,12 @@ class RolloutConfig(
 
     learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
     objective: ObjectiveConfig = section_field(ObjectiveConfig)
+    sampling: SamplingSettings = section_field(SamplingSettings)
+    queue: QueueSettings = section_field(QueueSettings)
+    cluster: PolicyClusterSettings = section_field(PolicyClusterSettings)
+    engine: PolicyEngineSettings = section_field(PolicyEngineSettings)
+    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
+    weights: WeightsSettings = section_field(WeightsSettings)
     eval: EvalSettings = section_field(EvalSettings)
     rollout: RolloutSettings = section_field(RolloutSettings)
     verify: VerifySettings = section_field(VerifySettings)
@@ -224,32 +148,13 @@ class RolloutConfig(
         "Settings of the learner are left to the other run",
     )
 
-    def _require_what_is_here(self) -> None:
-        """Raises ConfigError for settings that need Ray, in a run with local=True."""
-        pools = {"policy.engines": self.policy.size, "rollout.workers": self.rollout.size}
-        if isinstance(self, OpdConfig):
-            pools["teacher.engines"] = self.teacher.size
-        for name, size in pools.items():
-            if size.largest > size.smallest:
-                raise ConfigError(
-                    f"{name}={get(self, name)} with local=True: pools grow on a Ray cluster "
-                    f"only; use {name}={size.smallest}",
-                    field=name,
-                )
-        if self.weights == "group":
-            raise ConfigError(
-                "weights=group with local=True: the engines are in the learner's own "
-                "process; use weights=auto"
-            )
-
     @chz.validate
     def _in_range(self) -> None:
-        if self.cluster.local:
-            self._require_what_is_here()
         self.require_work_for_all(
-            self.prompts_per_step * self.sampling.group_size,
-            f"prompts_per_step={self.prompts_per_step} x group_size={self.sampling.group_size}",
+            self.data.batch_size * self.sampling.group_size,
+            f"prompts_per_step={self.data.batch_size} x group_size={self.sampling.group_size}",
         )
+        self.queue.check(self.data.batch_size)
         self._check_whole_steps()
         self._check_keeping()
         self._check_env()
@@ -257,15 +162,19 @@ class RolloutConfig(
         self._check_reference()
         if (
             self.objective.baseline == "global"
-            and self.prompts_per_step * self.sampling.group_size < 2
+            and self.data.batch_size * self.sampling.group_size < 2
         ):
             raise ConfigError(
                 "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
                 "of a step of one sample is zero, and so is the gradient; raise one of them"
             )
-        self._check_nodes()
-        self._check_shared_gpus()
-        self._check_sleep()
+        self.policy.check_place(self.cluster)
+        self.rollout.size.check_place("rollout.workers", self.cluster)
+        served, local = self.engine.kind != "embedded", self.cluster.local
+        self.weights.check(self.policy, served=served, local=local)
+        if not self.only_keeps:
+            self.policy.check_shared_gpus(self.cluster, self.learner.workers)
+            self.cluster.check_sleep(self.engine)
 
     def _check_reference(self) -> None:
         """Raises ConfigError for a reference model that is missing, or that nothing uses."""
@@ -289,68 +198,6 @@ class RolloutConfig(
                 "env.opponent=reference needs a reference model; give reference=DIR, the student's "
                 "own checkpoint for example",
                 field="env.opponent",
-            )
-
-    def _check_nodes(self) -> None:
-        """Raises ConfigError for servers over several nodes that cannot be placed."""
-        for name in ("policy.server_flags", "teacher.server_flags"):
-            flags = get(self, name)
-            if flags is ABSENT:
-                continue
-            nodes = parallelism(flags).nodes
-            if nodes > 1 and self.cluster.local:
-                raise ConfigError(
-                    f"{name}={flags} with local=True: this process is on one node; leave --nnodes "
-                    "or local out"
-                )
-            if nodes > 1 and self.cluster.colocate != "no" and name == "policy.server_flags":
-                raise ConfigError(
-                    f"{name}={flags} with colocate={self.cluster.colocate}: an engine over {nodes} "
-                    "nodes has no place beside a learner worker; leave colocate out"
-                )
-
-    def _check_shared_gpus(self) -> None:
-        """Raises ConfigError if engines of several GPUs do not match the GPUs of the workers."""
-        gpus, workers = parallelism(self.policy.server_flags).gpus, self.learner.workers
-        if gpus == 1 or not self.shares_gpus("cpu" if self.cluster.device == "cpu" else "cuda"):
-            return
-        if workers % gpus:
-            raise ConfigError(
-                f"learner.workers={workers} with colocate={self.cluster.colocate} "
-                f"policy.server_flags={self.policy.server_flags}: each engine shares the GPUs of "
-                f"{gpus} workers; use a multiple of {gpus}",
-                field="learner.workers",
-            )
-        engines = workers // gpus
-        if (self.cluster.gpus_per_actor, *self.policy.size) != (0.5, engines, engines):
-            raise ConfigError(
-                f"policy.server_flags={self.policy.server_flags} with "
-                f"colocate={self.cluster.colocate} learner.workers={workers}: each engine shares "
-                f"the GPUs of {gpus} workers; use gpus_per_actor=0.5 policy.engines={engines}"
-            )
-
-    def _check_sleep(self) -> None:
-        """Raises ConfigError if engines are set to sleep and cannot."""
-        if not self.engines_sleep:
-            return
-        if self.engine.kind == "embedded":
-            raise ConfigError(
-                "colocate=sleep needs engine=sglang: the embedded engine keeps its memory; use "
-                "colocate=share",
-                field="cluster.colocate",
-            )
-        if self.cluster.device == "cuda" and self.cluster.gpus_per_actor >= 1:
-            raise ConfigError(
-                f"colocate=sleep with gpus_per_actor={self.cluster.gpus_per_actor:g}: engines and "
-                "learner have GPUs of their own, so sleep frees no memory for the other; use "
-                "gpus_per_actor=0.5, or colocate=share to place them on one node",
-                field="cluster.colocate",
-            )
-        if self.engine.on_weight_update == "in_place":
-            raise ConfigError(
-                "on_weight_update=in_place with colocate=sleep: samples under way would need the "
-                "cache that sleep releases; use on_weight_update=continue",
-                field="engine.on_weight_update",
             )
 
     def _check_whole_steps(self) -> None:
@@ -382,6 +229,16 @@ class RolloutConfig(
             raise ConfigError(
                 f"eval.source={self.eval.source} changes nothing: env={name} reads no file"
             )
+
+    @property
+    def window(self) -> int:
+        """Groups in flight: leased, finished, or in weights that are not yet on the engines."""
+        return self.queue.window(self.data.batch_size)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """`window` in steps, rounded up."""
+        return -(-self.window // self.data.batch_size)
 
     @property
     def only_keeps(self) -> bool:
@@ -444,9 +301,9 @@ class RolloutConfig(
         return False
 
     @property
-    def teacher_nodes(self) -> int:
-        """Nodes of each engine of a teacher."""
-        return 1
+    def teacher_flags(self) -> str:
+        """Further flags of SGLang for the servers of teachers."""
+        return ""
 
     @property
     def needs_teacher_logprobs(self) -> str:
@@ -510,41 +367,6 @@ class RolloutConfig(
     def _compares_all(self) -> bool:
         return self.objective.estimator == "full" and not self.only_keeps
 
-    def reference_engine(
-        self, device: str, log_path: str, stops: StopTokens | None = None
-    ) -> EngineConfig:
-        assert self.reference is not None
-        return self.engine_of(self.reference, device, log_path, self.policy.server_flags, stops)
-
-    def policy_engine(
-        self, model: str, device: str, log_path: str, stops: StopTokens | None = None
-    ) -> EngineConfig:
-        engine = self.evaluation_engine(model, device, log_path, stops)
-        engine = chz.replace(engine, routed_experts=self.replays_routing())
-        if self.shares_gpus(device):
-            engine = chz.replace(engine, gpu_share=self.cluster.gpus_per_actor)
-        if not self.engines_sleep:
-            return engine
-        beside = 0
-        if device.startswith("cuda"):
-            lent = self.lent_bytes(device) if self.lends_weights(device) else 0
-            beside = self._learner_resting(device) + lent
-        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
-
-    def evaluation_engine(
-        self, model: str, device: str, log_path: str, stops: StopTokens | None = None
-    ) -> EngineConfig:
-        """Settings of a policy engine on GPUs that it does not share with the learner."""
-        engine = self.engine_of(model, device, log_path, self.policy.server_flags, stops)
-        if self.weights != "adapter":
-            return engine
-        from learner.lora import served_adapter  # imports torch
-
-        form, versions = served_adapter(self.lora, self.student), self.adapter_versions
-        flags = f"{adapter_flags(form, versions, device)} {engine.server_flags}"
-        beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
-        return chz.replace(engine, server_flags=flags, gpu_beside=beside)
-
     def policy_learner(
         self, device: str, resume_from: Checkpoint | None, stops: StopTokens
     ) -> LearnerConfig:
@@ -565,32 +387,7 @@ class RolloutConfig(
 
     def shares_gpus(self, device: str) -> bool:
         """True if policy engines are on the GPUs of the learner's workers."""
-        shares = (
-            self.cluster.colocate != "no"
-            and not self.only_keeps
-            and self.cluster.gpus_per_actor < 1
-        )
-        return shares and device.startswith("cuda")
-
-    def lends_weights(self, device: str) -> bool:
-        """True if policy engines will read weights from the memory of the learner's workers.
-
-        With weights=auto this is a forecast from the settings: each engine shares a worker's GPU.
-        """
-        if self.weights != "auto":
-            return self.weights == "ipc"
-        gpus = self.policy.size.smallest * parallelism(self.policy.server_flags).gpus
-        shares = self.shares_gpus(device) and gpus <= self.learner.workers
-        return shares and self.engine.kind_on(device) == "sglang"
-
-    def lent_bytes(self, device: str) -> int:
-        """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
-        import torch  # here, since settings alone do not need it
-
-        from learner.memory import largest_bucket
-
-        dtype = getattr(torch, self.engine.dtype_on(device))
-        return largest_bucket(self.student, dtype)
+        return self.cluster.shares_gpus(device) and not self.only_keeps
 
     @property
     def pushes_overlap(self) -> bool:
@@ -599,46 +396,6 @@ class RolloutConfig(
         With max_staleness=0, that step has no groups before the push has ended.
         """
         return self.queue.max_staleness > 0 and not self.engines_sleep
-
-    def _learner_resting(self, device: str) -> int:
-        """Bytes that a learner worker holds on its GPU while engines generate."""
-        from learner.memory import WorkerMemory, estimate_memory  # imports torch
-
-        estimate, frozen = estimate_memory(self.student), self.frozen_in_learner(device)
-        if estimate is None or frozen is None:
-            missing = self.student if estimate is None else "a teacher's copy in the learner"
-            raise ConfigError(
-                f"{missing} with colocate={self.cluster.colocate}: its files are not on this "
-                "machine, so it cannot be worked out what the engines leave to the learner; give a "
-                "directory"
-            )
-        holding, workers = self.learner_holding, self.learner.workers
-        memory = WorkerMemory.of(
-            estimate.parameters, holding, workers=workers, offloads=True, frozen=frozen
-        )
-        return memory.resting
-
-    def engine_of(
-        self,
-        model: str,
-        device: str,
-        log_path: str,
-        server_flags: str,
-        stops: StopTokens | None,
-    ) -> EngineConfig:
-        gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
-        return self.engine.config(
-            model,
-            device,
-            threads=self.cluster.threads,
-            server_flags=server_flags,
-            on_weight_update=self.engine.on_weight_update,
-            gpu_share=min(1.0, self.cluster.gpus_per_actor) if gpus == 1 else 1.0,
-            log_path=log_path,
-            start_deadline_s=self.cluster.start_deadline_s,
-            request_deadline_s=self.cluster.no_progress_s,
-            stops=stops,
-        )
 
 
 @chz.chz
@@ -653,10 +410,13 @@ class OpdConfig(TeachersSettings, RolloutConfig):
     def _opd_in_range(self) -> None:
         self.teacher.check_share(self.steps)
         self.text_endpoints()
-        self._check_feedback()
-        if self.teacher_moves:
-            self._check_own_teacher()
-        self._check_heads()
+        self.teacher.check_place(self.cluster)
+        self.teacher.check(
+            self.teacher_models(),
+            self.objective,
+            only_keeps=self.only_keeps,
+            replays=self.train_from is not None,
+        )
 
     @property
     def recipe(self) -> str:
@@ -678,93 +438,18 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         return self.teacher.endpoints(self.teacher_models())
 
     def feedback_template(self) -> FeedbackTemplate | None:
-        if self.teacher.feedback is None:
-            return None
-        return FeedbackTemplate(
-            text=self.teacher.feedback, correct_reward_threshold=self.objective.correct_threshold
-        )
-
-    def _check_feedback(self) -> None:
-        template = self.feedback_template()
-        tells = template is not None and "outcome" in template.placeholders
-        threshold = self.objective.correct_reward_threshold
-        if threshold is not None and not (tells or self.objective.hint_bonus_coef):
-            raise ConfigError(
-                f"correct_reward_threshold={threshold} changes nothing without "
-                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out",
-                field="objective.correct_reward_threshold",
-            )
-
-    def _check_heads(self) -> None:
-        """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
-        for name, teacher in self.teacher_models().items():
-            setting = f"teachers.{name}" if name else "teacher"
-            if (
-                self.objective.estimator == "full"
-                and is_url(teacher.model)
-                and teacher.head is None
-            ):
-                raise ConfigError(
-                    f"estimator=full with {setting}={teacher.model}, a running server, needs its "
-                    f"head in the learner; give {setting}.head=DIR, the checkpoint that it serves, "
-                    "or use estimator=top_k",
-                    field=f"{setting}.head",
-                )
-        if self.teacher.head is not None and (self.teachers or self.teacher_moves):
-            raise ConfigError(
-                f"teacher.head={self.teacher.head} is of one teacher with weights of its own; give "
-                "teachers.NAME.head for several, and none with teacher=policy",
-                field="teacher.head",
-            )
-        heads = [each.head for each in self.teacher_models().values() if each.head is not None]
-        full = self.objective.estimator in ("full", AUTO)
-        if heads and (not full or self.only_keeps or self.train_from is not None):
-            raise ConfigError(
-                f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "
-                "the teacher's engines give: neither rollout_only=True nor train_from= has them; "
-                "leave one of them out",
-                field="teacher.head",
-            )
-
-    def _check_own_teacher(self) -> None:
-        """Raises ConfigError for settings that conflict with teacher=policy."""
-        for name in ("sft_steps", "sample_share"):
-            if (value := getattr(self.teacher, name)) and self.teacher.samples_from is None:
-                raise ConfigError(
-                    f"teacher.{name}={value} with teacher={OWN}: the student would learn to "
-                    "say what it says; leave one of them out, or have another model write the "
-                    "samples (teacher.samples_from=)",
-                    field=f"teacher.{name}",
-                )
-        if self.teacher_rule is not None and self.only_keeps:
-            raise ConfigError(
-                f"teacher.lag={self.teacher.lag} teacher.ema={self.teacher.ema} with "
-                "rollout_only=True: weights that stay are followed by none that move; leave the "
-                "teacher's setting out"
-            )
-        if self.teacher_rule is not None:
-            check_pushed("teacher.server_flags", self.teacher.server_flags)
-            return
-        for name in ("engines", "server_flags"):
-            value = getattr(self.teacher, name)
-            default = chz.chz_fields(self.teacher)[name]._default
-            if value != default:
-                raise ConfigError(
-                    f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy "
-                    "engines score; leave it out, and use policy.engines",
-                    field=f"teacher.{name}",
-                )
+        return self.teacher.template(self.objective.correct_threshold)
 
     @property
-    def teacher_nodes(self) -> int:
-        return parallelism(self.teacher.server_flags).nodes
+    def teacher_flags(self) -> str:
+        return self.teacher.server_flags
 
     def scored_by_teacher(self) -> GroupShare:
         if self._scores_are_trained_on:
             return EVERY_GROUP
         return GroupShare(
-            share=min(1.0, max(METERED_SHARE, METERED_GROUPS / self.prompts_per_step)),
-            groups_per_step=self.prompts_per_step,
+            share=min(1.0, max(METERED_SHARE, METERED_GROUPS / self.data.batch_size)),
+            groups_per_step=self.data.batch_size,
             seed=(self.seed, METERED_SEED),
         )
 
@@ -795,18 +480,12 @@ class OpdConfig(TeachersSettings, RolloutConfig):
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         return TeacherSamples(
-            warmup_groups=self.teacher.sft_steps * self.prompts_per_step,
+            warmup_groups=self.teacher.sft_steps * self.data.batch_size,
             share=self.teacher.sample_share,
-            groups_per_step=self.prompts_per_step,
+            groups_per_step=self.data.batch_size,
             seed=self.seed,
             vocab_size=vocab_size,
         )
-
-    def teacher_engine(
-        self, name: str, device: str, log_path: str, stops: StopTokens | None = None
-    ) -> EngineConfig:
-        model = self.teacher_models()[name].model
-        return self.engine_of(model, device, log_path, self.teacher.server_flags, stops)
 
 
 @chz.chz
@@ -822,4 +501,4 @@ class RlConfig(RolloutConfig):
     @property
     def most_replaced(self) -> int:
         replaces = self.objective.constant_groups == "replace"
-        return MOST_REPLACED * self.prompts_per_step if replaces else 0
+        return MOST_REPLACED * self.data.batch_size if replaces else 0

@@ -12,20 +12,53 @@ from cluster.config.common import ClusterSettings
 from distill.errors import ConfigError
 from distill.records import OnStale, StepRuleName
 from distill.rules import above, at_least, needs, setting
-from distill.settings import MAY_CHANGE, Section, section_field
+from distill.settings import MAY_CHANGE, Section
 
 Colocation = Literal["no", "share", "sleep"]
 WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc", "adapter"]
 
 
-def check_served(weights: WeightsChoice, served: bool) -> None:
-    """Raises ConfigError for a transport to SGLang servers, and engines that are none."""
-    if weights in ("ipc", "adapter") and not served:
-        raise ConfigError(
-            f"weights={weights} needs engine=sglang: the embedded engine opens no memory that is "
-            "lent, and takes an adapter merged; use weights=auto",
-            field="weights",
-        )
+@chz.chz
+class PolicyClusterSettings(ClusterSettings):
+    """Placement of a run's actors on the cluster, their resources, and their deadlines."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    colocate: Colocation = chz.field(
+        default="no",
+        doc="place learner worker i and policy engine i together: they share memory, and with "
+        "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
+        "theirs while the learner computes a step (--enable-memory-saver)",
+        metadata=MAY_CHANGE,
+    )
+
+    def shares_gpus(self, device: str) -> bool:
+        """True if policy engines are on the GPUs of the learner's workers."""
+        return self.colocate != "no" and self.gpus_per_actor < 1 and device.startswith("cuda")
+
+    def check_sleep(self, engine: PolicyEngineSettings) -> None:
+        """Raises ConfigError if engines are set to sleep and cannot."""
+        if self.colocate != "sleep":
+            return
+        if engine.kind == "embedded":
+            raise ConfigError(
+                "colocate=sleep needs engine=sglang: the embedded engine keeps its memory; use "
+                "colocate=share",
+                field="cluster.colocate",
+            )
+        if self.device == "cuda" and self.gpus_per_actor >= 1:
+            raise ConfigError(
+                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
+                "have GPUs of their own, so sleep frees no memory for the other; use "
+                "gpus_per_actor=0.5, or colocate=share to place them on one node",
+                field="cluster.colocate",
+            )
+        if engine.on_weight_update == "in_place":
+            raise ConfigError(
+                "on_weight_update=in_place with colocate=sleep: samples under way would need the "
+                "cache that sleep releases; use on_weight_update=continue",
+                field="engine.on_weight_update",
+            )
 
 
 class PoolSize(NamedTuple):
@@ -57,6 +90,15 @@ class PoolSize(NamedTuple):
             )
         return size
 
+    def check_place(self, name: str, cluster: ClusterSettings) -> None:
+        """Raises ConfigError for a pool that grows, in a run without a Ray cluster."""
+        if cluster.local and self.largest > self.smallest:
+            raise ConfigError(
+                f"{name}={self.smallest}..{self.largest} with local=True: pools grow on a Ray "
+                f"cluster only; use {name}={self.smallest}",
+                field=name,
+            )
+
 
 @chz.chz
 class EnginePoolSettings:
@@ -87,6 +129,16 @@ class EnginePoolSettings:
         """Number of engines. Raises as `PoolSize.parse`."""
         return PoolSize.parse(f"{self.within}engines", self.engines)
 
+    def check_place(self, cluster: PolicyClusterSettings) -> None:
+        """Raises ConfigError for engines, or servers over several nodes, that have no place."""
+        self.size.check_place(f"{self.within}engines", cluster)
+        if cluster.local and parallelism(self.server_flags).nodes > 1:
+            raise ConfigError(
+                f"{self.within}server_flags={self.server_flags} with local=True: this process is "
+                "on one node; leave --nnodes or local out",
+                field=f"{self.within}server_flags",
+            )
+
 
 @chz.chz
 class PolicyPoolSettings(EnginePoolSettings):
@@ -98,32 +150,51 @@ class PolicyPoolSettings(EnginePoolSettings):
     def _weights_reach_the_servers(self) -> None:
         check_pushed("policy.server_flags", self.server_flags)
 
+    def check_place(self, cluster: PolicyClusterSettings) -> None:
+        super().check_place(cluster)
+        if (nodes := parallelism(self.server_flags).nodes) > 1 and cluster.colocate != "no":
+            raise ConfigError(
+                f"policy.server_flags={self.server_flags} with colocate={cluster.colocate}: an "
+                f"engine over {nodes} nodes has no place beside a learner worker; leave colocate "
+                "out",
+                field="cluster.colocate",
+            )
+
+    def check_shared_gpus(self, cluster: PolicyClusterSettings, workers: int) -> None:
+        """Raises ConfigError if engines of several GPUs do not match those of so many workers."""
+        gpus = parallelism(self.server_flags).gpus
+        if gpus == 1 or not cluster.shares_gpus("cpu" if cluster.device == "cpu" else "cuda"):
+            return
+        engines, rest = divmod(workers, gpus)
+        if rest or (cluster.gpus_per_actor, *self.size) != (0.5, engines, engines):
+            remedy = f"gpus_per_actor=0.5 policy.engines={engines}"
+            raise ConfigError(
+                f"policy.server_flags={self.server_flags} with colocate={cluster.colocate} "
+                f"learner.workers={workers}: each engine shares the GPUs of {gpus} workers; use "
+                f"{f'a multiple of {gpus} workers' if rest else remedy}",
+                field="policy.server_flags",
+            )
+
+
+def check_served(weights: WeightsChoice, served: bool) -> None:
+    """Raises ConfigError for a transport to SGLang servers, and engines that are none."""
+    if weights in ("ipc", "adapter") and not served:
+        raise ConfigError(
+            f"weights={weights} needs engine=sglang: the embedded engine opens no memory that is "
+            "lent, and takes an adapter merged; use weights=auto",
+            field="weights.transport",
+        )
+
 
 @chz.chz
-class PolicyClusterSettings(ClusterSettings):
-    """Placement of a run's actors on the cluster, their resources, and their deadlines."""
+class WeightsSettings:
+    """Transport of new weights to the policy engines."""
 
     section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str] = "weights."
+    main: ClassVar[str] = "transport"
 
-    colocate: Colocation = chz.field(
-        default="no",
-        doc="place learner worker i and policy engine i together: they share memory, and with "
-        "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
-        "theirs while the learner computes a step (--enable-memory-saver)",
-        metadata=MAY_CHANGE,
-    )
-
-
-@chz.chz
-class PoolSettings:
-    """The policy's pool, and how new weights get there."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
-    cluster: PolicyClusterSettings = section_field(PolicyClusterSettings)
-    engine: PolicyEngineSettings = section_field(PolicyEngineSettings)
-    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
-    weights: WeightsChoice = chz.field(
+    transport: WeightsChoice = chz.field(
         default="auto",
         doc="transport of new weights to the policy engines. shared_memory: engines on the "
         "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
@@ -134,17 +205,28 @@ class PoolSettings:
         metadata=MAY_CHANGE,
     )
 
-    @chz.validate
-    def _weights_reach_the_servers(self) -> None:
-        flags = self.policy.server_flags
-        if (nodes := parallelism(flags).nodes) > 1 and self.weights in ("shared_memory", "ipc"):
+    def check(self, policy: PolicyPoolSettings, *, served: bool, local: bool) -> None:
+        """Raises ConfigError for a transport that does not reach the policy's engines.
+
+        Args:
+            served: they may be SGLang servers.
+            local: engines and learner are in one process.
+        """
+        flags, transport = policy.server_flags, self.transport
+        if local and transport == "group":
             raise ConfigError(
-                f"weights={self.weights} reaches the first of the {nodes} nodes of a policy server "
+                "weights=group with local=True: the engines are in the learner's own process; use "
+                "weights=auto",
+                field="weights.transport",
+            )
+        if (nodes := parallelism(flags).nodes) > 1 and transport in ("shared_memory", "ipc"):
+            raise ConfigError(
+                f"weights={transport} reaches the first of the {nodes} nodes of a policy server "
                 f"(policy.server_flags={flags}); use weights=auto, which sends to every rank, or "
                 "weights=disk",
-                field="weights",
+                field="weights.transport",
             )
-        check_served(self.weights, self.engine.kind != "embedded")
+        check_served(transport, served)
 
 
 @chz.chz
@@ -203,7 +285,7 @@ class QueueSettings:
         "step",
     )
     groups_in_flight: int | None = setting(
-        at_least("prompts_per_step", "a step needs its groups"),
+        at_least("data.batch_size", "a step needs its groups"),
         default=None,
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
@@ -223,6 +305,29 @@ class QueueSettings:
         "group is given to another worker too",
         metadata=MAY_CHANGE,
     )
+
+    def check(self, prompts_per_step: int) -> None:
+        """Raises ConfigError for groups in flight that conflict with so many groups in a step."""
+        most = prompts_per_step * (self.max_staleness + 1)
+        given = self.groups_in_flight
+        if given is not None and given > most:
+            raise ConfigError(
+                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + 1) "
+                "* prompts_per_step: more could not all be trained in time; raise max_staleness",
+                field="queue.groups_in_flight",
+            )
+        if self.on_stale != "wait" and self.window(prompts_per_step) == prompts_per_step:
+            name = "groups_in_flight" if self.max_staleness else "max_staleness"
+            raise ConfigError(
+                f"queue.on_stale={self.on_stale} changes nothing with queue.{name}="
+                f"{getattr(self, name)}: the next step takes all groups that are under way, and "
+                "waits for each; raise it, or leave on_stale out",
+                field="queue.on_stale",
+            )
+
+    def window(self, prompts_per_step: int) -> int:
+        """Groups in flight, with so many groups in a step."""
+        return self.groups_in_flight or prompts_per_step * min(self.max_staleness + 1, 2)
 
 
 @chz.chz

@@ -26,7 +26,6 @@ from cluster.config.model_checks import (
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.text_teachers import text_teachers
-from distill.data.columns import PromptColumns
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.held_out import choose_held_out
 from distill.data.order import MixedPart, shares
@@ -70,7 +69,7 @@ class LearnerInputs:
 
     Attributes:
         longest_row: upper bound of a training row's length, tokens.
-        sft_rows_D: supervised rows of all `sft_data` sources, in order.
+        sft_rows_D: supervised rows of all `sft.data` sources, in order.
         sft_parts: the rows' division into the sources.
     """
 
@@ -159,7 +158,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     if config.reward_model is not None:
         check_model(config.reward_model)
         check_reward_config(config.reward_model)
-    read, read_sft = reader_of(PromptColumns, config, config.env.row_fields), RowReader()
+    read, read_sft = reader_of(config.data, config.env.row_fields), RowReader()
     train, held_out = _load_problems(
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
@@ -171,9 +170,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
-    if config.sft_data is not None:
+    if config.sft.data is not None:
         sft_rows_D, sft_parts = _each_source(
-            parse_sources("sft_data", config.sft_data),
+            parse_sources("sft.data", config.sft.data),
             lambda place: load_sft_rows(
                 place,
                 tokenizer,
@@ -190,7 +189,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
         for name, head in config.teacher_heads.items()
     }
-    readers = {"prompts": read, "eval.source": read, "sft_data": read_sft}
+    readers = {"data.source": read, "eval.source": read, "sft.data": read_sft}
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocab_size(student),
@@ -335,7 +334,7 @@ def _load_problems(
     rollout = config.sampling.max_new_tokens
     longest = max(rollout, config.eval.sampling(rollout).max_new_tokens)
     evaluation = config.env.evaluation()
-    sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
+    sources = [] if config.data.source is None else parse_sources("prompts", config.data.source)
     if config.eval.source is None:
         train = load(config.env, sources, longest)
         same = evaluation is config.env
@@ -360,33 +359,33 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     several = isinstance(train, Mixture)
     if several and (empty := [part.name for part in train.parts if not part.size]):
         raise ConfigError(
-            f"prompts={config.prompts}: {empty[0]} has no problem to train on; leave it out"
+            f"prompts={config.data.source}: {empty[0]} has no problem to train on; leave it out"
         )
     unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
     if objective.reward_coef > 0 and unjudged:
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
-            f"{unjudged[0] if several else f'{config.prompts}:{unjudged[0]}'} has none "
+            f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
             "(columns.answer= says which column it is)"
         )
     if objective.hint_bonus_coef > 0 and unjudged:
         raise ConfigError(
             f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
-            f"{config.prompts}:{unjudged[0]} has no `answer` (columns.answer= says which column "
-            "it is)"
+            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= says which "
+            "column it is)"
         )
     if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
         raise ConfigError(
-            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
-            "`bonuses`, and the environment pays none"
+            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of "
+            f"{config.data.source} has `bonuses`, and the environment pays none"
         )
     _check_feedback(config, train, builders_P, unjudged)
     for name, teacher in config.teacher_models().items():
         its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
             raise ConfigError(
-                f"teachers.{name}={teacher.model} scores nothing: no prompt of {config.prompts} "
-                "names it; leave it out"
+                f"teachers.{name}={teacher.model} scores nothing: no prompt of "
+                f"{config.data.source} names it; leave it out"
             )
         same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
             config.student
@@ -432,7 +431,7 @@ def _check_feedback(
     if template.judges and unjudged:
         raise ConfigError(
             "teacher.feedback tells of the reward, and there is none without an `answer`: "
-            f"{config.prompts}:{unjudged[0]} has none (columns.answer= says which column it is)"
+            f"{config.data.source}:{unjudged[0]} has none (columns.answer= says which column it is)"
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:

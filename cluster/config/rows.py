@@ -3,19 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from distill.data.columns import Columns
+import chz
+
+from distill.data.columns import Columns, PromptColumns
 from distill.data.row_reader import RowReader
 from distill.data.sources import Source, parse_sources
+from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import get
-from distill.settings import flagged, values_of
+from distill.rules import above, at_least, get, needs, setting
+from distill.settings import ESSENTIAL, Section, flagged
 
 # Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
 # move.
 ROWS: Final[dict[str, Any]] = {"path": "rows"}
+
+
+@chz.chz
+class PromptSettings(PromptColumns):
+    """Prompts, and how their columns are read."""
+
+    section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "data."
+    main: ClassVar[str] = "source"
+
+    source: str | None = chz.field(
+        default=None,
+        doc="prompts: a JSONL, JSON, CSV, parquet or Arrow file, saved or hub data set, or "
+        "module:function; several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` "
+        "(string) or `messages` (chat), optionally `answer` and more (docs/data.md). Environments "
+        "that make their own problems take none",
+        metadata=ESSENTIAL | ROWS,
+    )
+
+    def check(self, env: EnvConfig) -> None:
+        """Raises ConfigError for prompts that the environment does not read, or lacks."""
+        name = type(env).__name__
+        if self.source is not None and not env.reads_prompts:
+            raise ConfigError(f"prompts={self.source} changes nothing: env={name} reads no file")
+        if self.source is None and env.reads_prompts:
+            raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
+        if self.source is not None:
+            parse_sources("prompts", self.source)
+        for field in chz.chz_fields(PromptColumns):
+            if (value := getattr(self, field)) and not env.reads_prompts:
+                raise ConfigError(
+                    f"data.{field}={value} changes nothing: env={name} reads no file",
+                    field=f"data.{field}",
+                )
+
+
+@chz.chz
+class StepPromptSettings(PromptSettings):
+    """Prompts of a run, and how many a step has."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    batch_size: int = setting(
+        at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
+    )
+
+
+@chz.chz
+class SftMixSettings:
+    """Supervised rows that updates train on beside rollouts."""
+
+    section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "sft."
+
+    data: str | None = chz.field(
+        default=None,
+        doc="supervised rows, in the format of recipe=sft, that every update trains on too",
+        metadata=ROWS,
+    )
+    coef: float | None = setting(
+        needs("sft.data"),
+        above(0, "leave sft.data out to train on rollouts alone"),
+        default=None,
+        doc="weight of the cross-entropy of sft.data, of which an update has 8 rows; default: 0.1",
+    )
+
+    @chz.validate
+    def _sources_are_readable(self) -> None:
+        if self.data is not None:
+            parse_sources("sft.data", self.data)
+
+
+@chz.chz
+class RowSettings(Columns):
+    """Rows of a run, how their columns are read, and how many a step has."""
+
+    section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "data."
+    main: ClassVar[str] = "source"
+
+    source: str = chz.field(
+        doc="sources of rows, in the format of prompts= (docs/data.md), with weights if several. "
+        "sft: each row has `prompt` and `completion` (EOS is appended), `messages` (chat; every "
+        "assistant turn is trained), or `tokens` and `loss_mask` (token ids, as "
+        "cluster.rollouts_to_sft writes them). dpo, reward_model: each has `chosen` and "
+        "`rejected`, and `prompt` (string) or `messages` (chat) before them, or whole "
+        "conversations in both",
+        metadata=ESSENTIAL | ROWS,
+    )
+    batch_size: int = setting(
+        at_least(1),
+        default=32,
+        doc="rows (pairs, for dpo and reward_model) per optimizer step",
+        metadata=ESSENTIAL,
+    )
+    max_length: int | None = setting(
+        at_least(2), default=None, doc="longest row, in tokens; default: the model's context"
+    )
+
+    @chz.validate
+    def _sources_are_readable(self) -> None:
+        parse_sources("data", self.source)
 
 
 def unweighted_sources(setting: str, value: str) -> list[Source]:
@@ -32,20 +137,20 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
     return sources
 
 
-def reader_of(columns: type[Columns], config: Any, fields: Collection[str] | None) -> RowReader:
-    """A reader of rows that uses the column names of the run's settings.
+def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
+    """A reader of rows by the names of their columns.
 
     Raises:
         ConfigError: a column is to be read as a field that is none of `fields`; None: any is one.
     """
-    for field, column in config.columns.items():
+    for field, column in columns.columns.items():
         if fields is not None and field not in fields:
             raise ConfigError(
                 f"columns.{field}={column}: no such field is read; {known_names(field, fields)}",
                 field=f"columns.{field}",
                 value=column,
             )
-    return RowReader(columns(**values_of(columns, config)))
+    return RowReader(columns)
 
 
 def digests_of(config: object, readers: Mapping[str, RowReader]) -> dict[str, str]:

@@ -11,10 +11,8 @@ from chz.mungers import default_munger
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import model_field
 from cluster.config.evaluation import RowEvaluationSettings
-from cluster.config.rows import ROWS
+from cluster.config.rows import RowSettings
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.data.columns import Columns
-from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.rules import above, at_least, get, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
@@ -23,11 +21,6 @@ from distill.stops import StopSettings
 _STEPS = 100
 # The steps of a run whose epochs have no length yet: its rows are to be read first.
 _UNREAD = 1 << 31
-_PAIRS = (
-    "sources of rows, in the format of prompts= (docs/data.md), with weights if "
-    "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
-    "`messages` (chat) before them, or whole conversations in both"
-)
 
 
 def _steps(config: SupervisedConfig, steps: int | None) -> int:
@@ -54,12 +47,6 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
         "directory (for its final/), RUN:STEP or RUN:best",
         metadata=ESSENTIAL,
     )
-    batch_size: int = setting(
-        at_least(1),
-        default=32,
-        doc="rows (pairs, for dpo and reward_model) per optimizer step",
-        metadata=ESSENTIAL,
-    )
     steps: int = chz.field(
         default=None,
         munger=default_munger(_steps),
@@ -74,10 +61,7 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
         "fraction",
         metadata=ESSENTIAL | MAY_CHANGE,
     )
-    max_length: int | None = setting(
-        at_least(2), default=None, doc="longest row, in tokens; default: the model's context"
-    )
-
+    data: RowSettings = section_field(RowSettings)
     eval: RowEvaluationSettings = section_field(RowEvaluationSettings)
 
     @chz.validate
@@ -88,34 +72,22 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
                 "actor once, and here there is a learner alone; use dry_run=True",
                 field="dry_run",
             )
-        self.require_work_for_all(self.batch_size, f"batch_size={self.batch_size}")
+        self.require_work_for_all(self.data.batch_size, f"batch_size={self.data.batch_size}")
 
     def trained_on(self, units: int) -> Self:
         """The settings with the steps that `epochs` of so many rows (pairs) come to."""
         if self.epochs is None:
             return self
         # Rounding must not add a step: 0.1 * 30 / 3 is a little above 1.
-        steps = math.ceil(round(self.epochs * units / self.batch_size, 9))
+        steps = math.ceil(round(self.epochs * units / self.data.batch_size, 9))
         return changed(self, steps=max(1, steps), epochs=None)
 
 
 @chz.chz
-class SftConfig(Columns, SupervisedConfig):
+class SftConfig(SupervisedConfig):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     section: ClassVar[Section] = Section.MODEL
-
-    data: str = chz.field(
-        doc="sources of rows, in the format of prompts= (docs/data.md), with weights if "
-        "several; each row has `prompt` and `completion` (EOS is appended), "
-        "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
-        "ids, as cluster.rollouts_to_sft writes them)",
-        metadata=ESSENTIAL | ROWS,
-    )
-
-    @chz.validate
-    def _sources_are_readable(self) -> None:
-        parse_sources("data", self.data)
 
 
 @chz.chz
@@ -139,34 +111,26 @@ class PreferenceSettings:
 
 
 @chz.chz
-class DpoConfig(Columns, SupervisedConfig, PreferenceSettings):
+class DpoConfig(SupervisedConfig, PreferenceSettings):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
 
-    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL | ROWS)
     reference: str | None = model_field(
         default=None, doc="checkpoint of the reference model of DPO; default: model"
     )
 
-    @chz.validate
-    def _sources_are_readable(self) -> None:
-        parse_sources("data", self.data)
-
 
 @chz.chz
-class RewardModelConfig(Columns, SupervisedConfig):
+class RewardModelConfig(SupervisedConfig):
     """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
 
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
 
-    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL | ROWS)
-
     @chz.validate
     def _reward_model_in_range(self) -> None:
-        parse_sources("data", self.data)
         for name in ("lora.rank", "lora.adapter"):
             if (value := get(self, name)) is not None:
                 raise ConfigError(

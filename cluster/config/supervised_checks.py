@@ -20,7 +20,6 @@ from cluster.config.model_checks import (
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
 from distill.data import preferences, sft_rows
-from distill.data.columns import Columns
 from distill.data.held_out import HeldOut, Unit, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
@@ -75,7 +74,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits, stops, tokenizer = _limits(config)
-    read = reader_of(Columns, config, sft_rows.FIELDS)
+    read = reader_of(config.data, sft_rows.FIELDS)
 
     def examples(place: str) -> list[Unit]:
         rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
@@ -146,7 +145,7 @@ def _supervised_inputs(
     rows_D: list[TrainingRow] = []
     parts: list[MixedPart] = []
     held_out: list[HeldOut] = []
-    sources = parse_sources("data", config.data)
+    sources = parse_sources("data", config.data.source)
     units_by_source = [load(source.place) for source in sources]
     if config.eval.size:
         units_by_source, held_out = _hold_out_rows(config, sources, units_by_source)
@@ -165,7 +164,7 @@ def _supervised_inputs(
         parts=parts,
         held_out=held_out,
         overlap=overlap,
-        digests=digests_of(config, {"data": read, "eval.source": read}),
+        digests=digests_of(config, {"data.source": read, "eval.source": read}),
         stops=stops,
     )
 
@@ -206,7 +205,7 @@ def _rows_apart(
     Raises:
         ConfigError: a source is trained on as well.
     """
-    trained = {source.place for source in parse_sources("data", config.data)}
+    trained = {source.place for source in parse_sources("data", config.data.source)}
     keys = {key for units in trained_units for key in unit_keys(units)}
     held_out, overlap = [], 0
     for source in unweighted_sources("eval.source", place):
@@ -246,7 +245,7 @@ def _pair_inputs(
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
     """The pairs of a dpo or reward_model run; `limits` are the loader's."""
-    read = reader_of(Columns, config, preferences.FIELDS)
+    read = reader_of(config.data, preferences.FIELDS)
 
     def pairs(place: str) -> list[Unit]:
         found = load_preference_pairs(place, tokenizer, **limits, read=read)
@@ -269,13 +268,13 @@ def _limits(
     check_routers(config, config.model, meta_model)
     check_adapter(config, config.model)
     limit = context_length(model)
-    if config.max_length is not None:
-        if config.max_length > limit:
+    if config.data.max_length is not None:
+        if config.data.max_length > limit:
             raise ConfigError(
-                f"max_length={config.max_length} must be at most the model's context, {limit}",
-                field="max_length",
+                f"max_length={config.data.max_length} must be at most the model's context, {limit}",
+                field="data.max_length",
             )
-        limit = config.max_length
+        limit = config.data.max_length
     # Supervised tokens are trained as they are: each is an outcome of its own.
     tokenizer = config.choose_template(load_tokenizer(config.model))
     check_model_files(config.model, tokenizer)

@@ -9,9 +9,13 @@ from typing import ClassVar
 import chz
 
 from actors.rollout.text_endpoint import EndpointAddress
+from actors.sglang.address import is_url
+from actors.sglang.parallelism import check_pushed
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.pools import EnginePoolSettings
+from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
+from distill.objective.settings import AUTO, OpdObjective
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
 from distill.settings import ESSENTIAL, Section, may_change_but, section_field
 from learner.config import ShadowRule
@@ -174,6 +178,102 @@ class TeacherSettings(EnginePoolSettings):
                 "leave it out",
                 field="teacher.sample_share",
             )
+
+    def template(self, correct_threshold: float) -> FeedbackTemplate | None:
+        """Template of the prompts that the teacher sees; None to use those of the rows."""
+        if self.feedback is None:
+            return None
+        return FeedbackTemplate(text=self.feedback, correct_reward_threshold=correct_threshold)
+
+    def check(
+        self,
+        models: Mapping[str, TeacherConfig],
+        objective: OpdObjective,
+        *,
+        only_keeps: bool,
+        replays: bool,
+    ) -> None:
+        """Raises ConfigError for settings that conflict with the objective, or with the run.
+
+        Args:
+            models: all teachers, by name.
+            only_keeps: groups are kept, and not trained on.
+            replays: groups of another run are trained on, without engines.
+        """
+        self._check_feedback(objective)
+        if self.moves:
+            self._check_own(only_keeps)
+        self._check_heads(models, objective, engines_train=not (only_keeps or replays))
+
+    def _check_feedback(self, objective: OpdObjective) -> None:
+        template = self.template(objective.correct_threshold)
+        tells = template is not None and "outcome" in template.placeholders
+        threshold = objective.correct_reward_threshold
+        if threshold is not None and not (tells or objective.hint_bonus_coef):
+            raise ConfigError(
+                f"correct_reward_threshold={threshold} changes nothing without "
+                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out",
+                field="objective.correct_reward_threshold",
+            )
+
+    def _check_heads(
+        self,
+        models: Mapping[str, TeacherConfig],
+        objective: OpdObjective,
+        *,
+        engines_train: bool,
+    ) -> None:
+        """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
+        for name, teacher in models.items():
+            setting = f"teachers.{name}" if name else "teacher"
+            if objective.estimator == "full" and is_url(teacher.model) and teacher.head is None:
+                raise ConfigError(
+                    f"estimator=full with {setting}={teacher.model}, a running server, needs its "
+                    f"head in the learner; give {setting}.head=DIR, the checkpoint that it serves, "
+                    "or use estimator=top_k",
+                    field=f"{setting}.head",
+                )
+        if self.head is not None and (self.model is None or self.moves):
+            raise ConfigError(
+                f"teacher.head={self.head} is of one teacher with weights of its own; give "
+                "teachers.NAME.head for several, and none with teacher=policy",
+                field="teacher.head",
+            )
+        heads = [each.head for each in models.values() if each.head is not None]
+        if heads and (objective.estimator not in ("full", AUTO) or not engines_train):
+            raise ConfigError(
+                f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "
+                "the teacher's engines give: neither rollout_only=True nor train_from= has them; "
+                "leave one of them out",
+                field="teacher.head",
+            )
+
+    def _check_own(self, only_keeps: bool) -> None:
+        """Raises ConfigError for settings that conflict with teacher=policy."""
+        for name in ("sft_steps", "sample_share"):
+            if (value := getattr(self, name)) and self.samples_from is None:
+                raise ConfigError(
+                    f"teacher.{name}={value} with teacher={OWN}: the student would learn to "
+                    "say what it says; leave one of them out, or have another model write the "
+                    "samples (teacher.samples_from=)",
+                    field=f"teacher.{name}",
+                )
+        if self.rule is not None and only_keeps:
+            raise ConfigError(
+                f"teacher.lag={self.lag} teacher.ema={self.ema} with rollout_only=True: weights "
+                "that stay are followed by none that move; leave the teacher's setting out"
+            )
+        if self.rule is not None:
+            check_pushed("teacher.server_flags", self.server_flags)
+            return
+        for name in ("engines", "server_flags"):
+            value = getattr(self, name)
+            if value != chz.chz_fields(self)[name]._default:
+                raise ConfigError(
+                    f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy "
+                    "engines score; leave it out, and use policy.engines",
+                    field=f"teacher.{name}",
+                )
 
 
 @chz.chz

@@ -55,7 +55,7 @@ def _prompts_of(
         builder = train.builder(problem, config.sampling.group_size)
         if builder.teacher != teacher:
             continue
-        prompt, where = builder.asked, f"{config.prompts}:{train.label(problem)}"
+        prompt, where = builder.asked, f"{config.data.source}:{train.label(problem)}"
         if prompt is None:
             raise ConfigError(
                 f"{setting} answers one prompt with one text, and an episode of "

@@ -165,7 +165,7 @@ def _problems(
         inputs.train,
         group_size=config.sampling.group_size,
         seed=config.seed,
-        title=config.problems_title(config.prompts),
+        title=config.problems_title(config.data.source),
     )
     found = {stream.describe(g): stream.builder(g) for g in range(_LOOKED_AT)}
     judged = {name: builder for name, builder in found.items() if builder.judged}

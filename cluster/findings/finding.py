@@ -78,7 +78,7 @@ class Setup:
         return cls(
             max_new_tokens=config.sampling.max_new_tokens,
             max_staleness=config.queue.max_staleness,
-            prompts_per_step=config.prompts_per_step,
+            prompts_per_step=config.data.batch_size,
             teacher_engines=(config.teacher.size.smallest if isinstance(config, OpdConfig) else 0),
             rewarded=objective.reward_coef > 0,
             local=config.cluster.local,

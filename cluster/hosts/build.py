@@ -16,7 +16,7 @@ from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
 from actors.sglang.start import start_server
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
 from cluster.handles.mailbox import with_mailbox
@@ -27,6 +27,7 @@ from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
+from cluster.placement.engines import RunEngines
 from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
@@ -83,6 +84,7 @@ class RolloutCast:
         self._config, self._inputs, self._directory = config, inputs, directory
         self._device, self._placement = device, placement
         self._make = maker(config)
+        self._engines = RunEngines(config, device, inputs.stops)
 
     def _here(self) -> dict[str, Any]:
         return {} if self._config.cluster.local else here()
@@ -92,9 +94,9 @@ class RolloutCast:
         config = self._config
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
-            groups_per_step=config.prompts_per_step,
+            groups_per_step=config.data.batch_size,
             max_staleness=config.queue.max_staleness,
-            total_groups=config.steps * config.prompts_per_step,
+            total_groups=config.steps * config.data.batch_size,
             lease_s=config.queue.lease_s,
             step_rule=config.queue.step_rule,
             groups_in_flight=config.window,
@@ -120,7 +122,7 @@ class RolloutCast:
     def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
-        title = config.problems_title(config.eval.source or config.prompts)
+        title = config.problems_title(config.eval.source or config.data.source)
 
         def create(_index: int, attempt: int) -> Any:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
@@ -148,7 +150,7 @@ class RolloutCast:
             inputs.train,
             group_size=config.sampling.group_size,
             seed=config.seed,
-            title=config.problems_title(config.prompts),
+            title=config.problems_title(config.data.source),
         )
         dataset = calls.shared(dataset, [queue.actor])  # all workers read the same
         teacher_samples = config.teacher_sampled(vocab_size(load_config(config.student)))
@@ -216,39 +218,34 @@ class RolloutCast:
 
     def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
-        config, stops = self._config, self._inputs.stops
-
-        def engine(log_path: str, attempt: int) -> EngineConfig:
-            start = config.student if attempt else model
-            settings = config.evaluation_engine if role == EVALUATION else config.policy_engine
-            return settings(start, self._device, log_path, stops)
-
-        return self._engine_spec(role, engine, config.student)
+        engines = self._engines
+        settings = engines.evaluation if role == EVALUATION else engines.policy
+        return self._engine_spec(role, settings, self._config.student, first=model)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
-        config, stops, specs = self._config, self._inputs.stops, []
-        if isinstance(config, OpdConfig):
-            for name, role in served_teachers(config).items():
-
-                def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
-                    return config.teacher_engine(name, self._device, log_path, stops)
-
-                model = config.teacher_models()[name].model
-                specs.append(self._engine_spec(role, teacher, model))
+        config, engines = self._config, self._engines
+        scorers = [
+            (role, engines.teacher, config.teacher_models()[name].model)
+            for name, role in served_teachers(config).items()
+        ]
         if config.reference is not None:
-            specs.append(
-                self._engine_spec(
-                    REFERENCE,
-                    lambda log_path, _: config.reference_engine(self._device, log_path, stops),
-                    config.reference,
-                )
-            )
-        return specs
+            scorers.append((REFERENCE, engines.reference, config.reference))
+        return [self._engine_spec(*each) for each in scorers]
 
     def _engine_spec(
-        self, role: str, engine: Callable[[str, int], EngineConfig], model: str
+        self,
+        role: str,
+        settings: Callable[[str, str], EngineConfig],
+        model: str,
+        first: str | None = None,
     ) -> ActorSpec:
+        """Engines of a model, by the settings for its path and a log; those that are not restarted
+        start from `first`."""
+
+        def engine(log_path: str, attempt: int) -> EngineConfig:
+            return settings(model if attempt else first or model, log_path)
+
         def log_of(index: int) -> str:
             return self._directory.log(f"{role.replace(' ', '-')}-{index}")
 
@@ -345,7 +342,7 @@ class RolloutCast:
             return self._keeper(resume_from, queue, attempt)
         probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
-            choice=config.weights,
+            choice=config.weights.transport,
             served=config.engine.kind_on(device) == "sglang",
             device=device,
             directory=str(self._directory.path / "weights"),
@@ -355,7 +352,7 @@ class RolloutCast:
             probe_every=probe_every,
             prove_every=prove_every,
             timeout_s=config.cluster.no_progress_s,
-            nodes=config.policy_engine(config.student, device, "").nodes,
+            nodes=self._engines.policy(config.student, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)

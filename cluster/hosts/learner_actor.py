@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import LearnerInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
@@ -53,7 +54,7 @@ from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, follow
 
 # Supervised rows that are trained together with rollouts: how many an update has, and the default
-# of `sft_coef`.
+# of `sft.coef`.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
 
 # Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
@@ -256,7 +257,7 @@ def publishers_to(
     )
     if config.teacher_rule is None:
         return policy, None
-    push = push.for_teachers(config.teacher_nodes)
+    push = push.for_teachers(parallelism(config.teacher_flags).nodes)
     teacher = Publisher(teachers, push, learner.logprobs, progress=learner.progress, lenders=())
     return policy, teacher
 
@@ -290,7 +291,7 @@ def policy_loop(
         stream = RowStream(
             inputs.sft_rows_D, batch_size=SFT_BATCH_SIZE, seed=config.seed, parts=inputs.sft_parts
         )
-        supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
+        supervised = SupervisedMix(stream=stream, coef=config.sft.coef or SFT_COEF)
     loss = policy_loss_of(losses)
     publisher, teacher_publisher = publishers(learner) if publishers else (push_nowhere, None)
     sleep = None  # set only if engines sleep while the learner computes
@@ -311,7 +312,7 @@ def policy_loop(
         supervised=supervised,
         # The engines' dtype: rounding before the push gives the same weights in half the bytes.
         push_dtype=getattr(torch, config.engine.dtype_on(learner_config.device)),
-        pushes_adapter=config.weights == "adapter",
+        pushes_adapter=config.weights.transport == "adapter",
         teach=teacher_publisher,
         trace=trace,
         keep=keep,
@@ -414,7 +415,7 @@ def build_supervised_loop(
         tokenizer=inputs.tokenizer,
         stream=RowStream(
             rows_D,
-            batch_size=config.batch_size,
+            batch_size=config.data.batch_size,
             seed=config.seed,
             rows_per_unit=config.rows_per_unit,
             parts=inputs.parts,

@@ -61,7 +61,7 @@ def _require_visible(
 ) -> None:
     """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
     models = model_paths(config)
-    by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
+    by_disk = isinstance(config, RolloutConfig) and config.weights.transport == "disk"
     reads_out = not config.only_keeps and (resumes or by_disk)
     for role in {LEARNER, *models}:
         if others := [node for node in placement.nodes(role) if node != node_id()]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.placement.engines import lends_weights, lent_bytes
 from cluster.placement.resource_plan import push_line
 from distill.errors import ConfigError
 from distill.gpu import gib
@@ -18,7 +19,7 @@ from learner.memory import estimate_memory
 def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
     dtype, engines = config.engine.dtype_on(device), config.policy.size.smallest
-    if config.weights == "adapter":
+    if config.weights.transport == "adapter":
         parameters = served_adapter(config.lora, config.student).parameters
         most = config.adapter_versions
         way = f"the adapter alone; a server holds at most {most} versions of it"
@@ -39,20 +40,20 @@ def _to_teacher(config: RolloutConfig) -> str:
     engines = config.teacher.size.smallest
     several = "s" * (engines != 1)
     often = f"every {rule.every} steps" if rule.every else "each step"
-    what = "the merged weights" if config.weights == "adapter" else "as much"
+    what = "the merged weights" if config.weights.transport == "adapter" else "as much"
     return f"; {what} to {engines} teacher engine{several} after {often}"
 
 
 def _way(config: RolloutConfig, device: str) -> str:
     on_gpu = device.startswith("cuda")
-    if config.lends_weights(device):
+    if lends_weights(config, device):
         how = "CUDA IPC" if on_gpu else "ipc, in main memory"
         where = "GPU" if on_gpu else "learner worker that lends"
-        return f"by {how}: {gib(config.lent_bytes(device))} GiB more on each {where} meanwhile"
-    if config.weights == "group":
+        return f"by {how}: {gib(lent_bytes(config, device))} GiB more on each {where} meanwhile"
+    if config.weights.transport == "group":
         return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
-    if config.weights != "auto":
-        return f"by {config.weights}"
+    if config.weights.transport != "auto":
+        return f"by {config.weights.transport}"
     far = f"a group ({'NCCL' if on_gpu else 'gloo'})"
     if on_gpu and config.engine.kind_on(device) == "sglang":
         return f"by {far} to GPUs of their own, shared memory to shared ones on the learner's node"
@@ -61,7 +62,7 @@ def _way(config: RolloutConfig, device: str) -> str:
 
 def require_lenders(config: RolloutConfig) -> None:
     """Raises ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
-    if config.weights != "ipc" or config.cluster.local:
+    if config.weights.transport != "ipc" or config.cluster.local:
         return
     gpus = parallelism(config.policy.server_flags).gpus
     if config.cluster.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):

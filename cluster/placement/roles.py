@@ -14,6 +14,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
@@ -80,14 +81,15 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
 
 def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
     """Engine settings by role."""
-    engines = {POLICY: config.policy_engine(config.student, device, "")}
-    if isinstance(config, OpdConfig):
-        for name, role in served_teachers(config).items():
-            engines[role] = config.teacher_engine(name, device, "")
+    of, teachers = RunEngines(config, device), config.teacher_models()
+    engines = {POLICY: of.policy(config.student, "")}
+    engines |= {
+        role: of.teacher(teachers[name].model, "") for name, role in served_teachers(config).items()
+    }
     if config.reference is not None:
-        engines[REFERENCE] = config.reference_engine(device, "")
+        engines[REFERENCE] = of.reference(config.reference, "")
     if config.eval.engines:
-        engines[EVALUATION] = config.evaluation_engine(config.student, device, "")
+        engines[EVALUATION] = of.evaluation(config.student, "")
     return engines
 
 

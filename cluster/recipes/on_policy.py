@@ -120,7 +120,7 @@ def _parts(
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
     context.watch_over(Setup.of(config))
-    holds_base = config.only_keeps or config.weights == "adapter"
+    holds_base = config.only_keeps or config.weights.transport == "adapter"
     start = None if holds_base else resume_from
     fleet = Fleet(
         config=config,
@@ -193,7 +193,7 @@ def _plan(
 ) -> str:
     objective = config.objective
     sampling = config.sampling
-    again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
+    again = ", some of them more than once" if config.data.batch_size > len(inputs.train) else ""
     evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     made = (
@@ -211,7 +211,7 @@ def _plan(
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
-        f"  step      {config.prompts_per_step} prompts{again} x {sampling.group_size} samples "
+        f"  step      {config.data.batch_size} prompts{again} x {sampling.group_size} samples "
         f"of at most {sampling.max_new_tokens} tokens, {_mode(config)}\n"
         f"{_epochs(config, inputs)}"
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
@@ -239,7 +239,7 @@ def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
 def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
     """Line of the plan: epochs over the problems, and evaluations."""
     size = len(inputs.train)
-    through = f"{config.steps * config.prompts_per_step / size:.3g} times through" if size else ""
+    through = f"{config.steps * config.data.batch_size / size:.3g} times through" if size else ""
     evaluated = f"every {config.eval.every} steps" if config.eval.every else "before and after"
     if not len(inputs.held_out):
         evaluated = "none: no held-out problems"

@@ -79,7 +79,7 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
             chz.asdict(config),
             first_step,
             progress.note,
-            on_ray=not config.local,
+            on_ray=not config.cluster.local,
         )
         notifier = Notifier(receiver, directory.path, progress.note)
         context = RunContext(

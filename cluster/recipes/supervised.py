@@ -69,8 +69,8 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
             )  # fmt: skip
         console.print(
             f"{kind.recipe}: {config.model} on {units} {kind.noun}{held_out}{kind.how}, "
-            f"{config.steps} steps{epochs} of {config.batch_size}, into {directory.path} (learner: "
-            f"{learner_line(config, config.model)}); stops at "
+            f"{config.steps} steps{epochs} of {config.data.batch_size}, into {directory.path} "
+            f"(learner: {learner_line(config, config.model)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
             + (f"; starts from {fork.described}" if fork else "")
             + f"; {kept_line(config, config.model, directory.path)}"

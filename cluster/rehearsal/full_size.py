@@ -103,7 +103,7 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     if not config.teacher_models():
         return []
     live = config.teacher_moves and config.teacher_rule is None
-    samples = config.prompts_per_step * config.sampling.group_size
+    samples = config.data.batch_size * config.sampling.group_size
     tokens = samples * (mean_prompt + config.sampling.max_new_tokens)
     line = f"teacher   at most {tokens:,.0f} tokens a step ({samples} samples of up to "
     line += f"{mean_prompt:.0f} + {config.sampling.max_new_tokens})"

@@ -19,7 +19,7 @@ from distill.settings import changed, fields_of
 
 # Upper limits of sizes in the small run.
 _MOST = {
-    "prompts_per_step": 4, "sampling.group_size": 4, "sampling.max_new_tokens": 24,
+    "data.batch_size": 4, "sampling.group_size": 4, "sampling.max_new_tokens": 24,
     "eval.max_new_tokens": 24,
     "eval.size": 4, "eval.samples": 2, "learner.workers": 2, "eval.engines": 1,
     "objective.num_substeps": 4,
@@ -32,7 +32,8 @@ _MOST_ACTORS = 2
 _NOT_HERE = (
     "cluster.gpus_per_actor", "cluster.gpu_memory_gib", "cluster.colocate",
     "learner.offload_optimizer", "learner.liger", "learner.compile", "learner.dtype",
-    "policy.server_flags", "teacher.server_flags", "weights", "engine.dtype", "rollout.cpus",
+    "policy.server_flags", "teacher.server_flags", "weights.transport", "engine.dtype",
+    "rollout.cpus",
     "cluster.local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from",
     "lora.adapter", "learner.trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "learner.token_budget",

@@ -288,7 +288,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/nll", "nats", "mean of -log p of the supervised tokens"),
         Metric("train/nll/source=NAME", "nats", "`train/nll` of one of several sources"),
         Metric("train/share/source=NAME", "share", "rows or pairs of the batch from one source"),
-        Metric("sft/nll", "nats", "mean of -log p of `sft_data=` beside rollouts"),
+        Metric("sft/nll", "nats", "mean of -log p of `sft.data=` beside rollouts"),
         Metric(
             "dpo/accuracy", "share", "pairs whose chosen response has the higher implicit reward"
         ),

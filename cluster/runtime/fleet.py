@@ -236,7 +236,9 @@ class Fleet(LearnerAlone):
     def push_and_compare(self, resume_from: Checkpoint | None) -> None:
         """The push comes first if the engines' own checkpoint does not hold these weights."""
         resumed, config = resume_from is not None, self._config
-        adapter = config.weights == "adapter" if resumed else config.lora.adapter is not None
+        adapter = (
+            config.weights.transport == "adapter" if resumed else config.lora.adapter is not None
+        )
         if adapter or config.teacher_rule is not None:
             self._push_first()
             self.admission.pin()
@@ -411,7 +413,7 @@ class Fleet(LearnerAlone):
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raise RunFailed if so many groups fail that the cause is not in the groups."""
         self._report_failures(status.newest_set_aside)
-        in_a_row = status.consecutive_set_aside >= max(self._config.prompts_per_step, 2)
+        in_a_row = status.consecutive_set_aside >= max(self._config.data.batch_size, 2)
         if in_a_row or status.set_aside > _MAX_SET_ASIDE:
             raise RunFailed(
                 f"{status.set_aside} prompt groups were set aside (at most {_MAX_SET_ASIDE} may "

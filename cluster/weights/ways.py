@@ -80,7 +80,7 @@ def plan_ways(
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
             "nodes; use weights=auto",
-            field="weights",
+            field="weights.transport",
         )
     grouped = {name: engines[name] for name in ways.get("group", ())}
     if choice == "auto":  # NCCL takes one engine per GPU; the others of it use shared memory
@@ -146,7 +146,7 @@ def _not_lent(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"weights=ipc, but {name} {why}: it reads weights where a worker of the learner has them. "
         "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)",
-        field="weights",
+        field="weights.transport",
     )
 
 
@@ -187,5 +187,5 @@ def _shared_gpu(engines: Sequence[str], other: str) -> ConfigError:
         f"weights go by a group, but {', '.join(engines)} shares a GPU with {other}: NCCL takes a "
         "GPU once in a group; give each of them GPUs of its own, or use weights=auto on the "
         "learner's node and weights=disk elsewhere",
-        field="weights",
+        field="weights.transport",
     )

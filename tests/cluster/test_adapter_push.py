@@ -10,6 +10,7 @@ import pytest
 from actors.sglang.installed import sglang_installed
 from cluster.config.adapter_push import adapter_push
 from cluster.config.on_policy import OpdConfig
+from cluster.placement.engines import RunEngines
 from cluster.placement.push_plan import describe_push
 from distill.errors import ConfigError
 from distill.settings import by_names, changed
@@ -38,10 +39,12 @@ def test_servers_get_the_adapter_alone(tiny_pair: TinyPair, tmp_path: Path) -> N
     parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     assert f"{4 * parameters / 2**20:.3g} MiB" in describe_push(alone, "cpu")
     assert describe_push(alone, "cpu") != describe_push(merged, "cpu")
-    flags = alone.policy_engine(tiny_pair.student, "cpu", "").server_flags
+    flags = RunEngines(alone, "cpu").policy(tiny_pair.student, "").server_flags
     assert "--enable-lora" in flags and "--max-loaded-loras 5" in flags
-    assert "--enable-lora" in alone.evaluation_engine(tiny_pair.student, "cpu", "").server_flags
-    assert not merged.policy_engine(tiny_pair.student, "cpu", "").server_flags
+    assert (
+        "--enable-lora" in RunEngines(alone, "cpu").evaluation(tiny_pair.student, "").server_flags
+    )
+    assert not RunEngines(merged, "cpu").policy(tiny_pair.student, "").server_flags
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_engines_that_cannot_get_merged_weights(
     tiny_pair: TinyPair, settings: dict[str, Any]
 ) -> None:
     assert adapter_push(config(tiny_pair, **settings)) == ""
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         adapter_push(config(tiny_pair, weights="adapter", **settings))
 
 

@@ -269,7 +269,7 @@ def test_supervised_rows(sft: NewSft, prompts) -> None:
 
 @pytest.mark.parametrize("max_length", [1, 129])
 def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
-    with refuses(ConfigError, "max_length"):
+    with refuses(ConfigError, "data.max_length"):
         check_sft(sft(max_length=max_length))
 
 
@@ -510,7 +510,7 @@ def test_bonuses_that_nobody_pays(opd: NewOpd, prompts) -> None:
 
 
 def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
-    assert len(check_rollout(opd(sft_data=sft().data)).sft_rows_D) == 6
+    assert len(check_rollout(opd(sft_data=sft().data.source)).sft_rows_D) == 6
     assert check_rollout(opd()).sft_rows_D == []
     with pytest.raises(DataError, match=r"cannot read '/nowhere\.jsonl'"):
         check_rollout(opd(sft_data="/nowhere.jsonl"))
@@ -573,7 +573,7 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     apart = prompts({"prompt": "a", "completion": "b"})
     inputs = check_sft(sft(eval_source=apart))
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
-    assert inputs.digests.keys() == {"data", "eval.source"}
+    assert inputs.digests.keys() == {"data.source", "eval.source"}
     with pytest.raises(ConfigError, match=r"is in data= as well"):
         check_sft(sft(eval_source=sft().data))
     long = prompts({"prompt": "a", "completion": "b" * 127})
@@ -598,7 +598,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
 
 def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
     config = dpo()
-    given = {"model": config.model, "data": config.data, "out": "out"}
+    given = {"model": config.model, "data": config.data.source, "out": "out"}
     inputs = check_reward_model(make("reward_model", **given))
     plain = check_dpo(config)
     assert inputs.padding == PAD == inputs.tokenizer.pad_token_id
@@ -715,7 +715,7 @@ def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path
     assert inputs.rows_D[6].source == f"{more}:2"
     beside = check_rollout(opd(sft_data=both))
     assert beside.sft_parts == inputs.parts and len(beside.sft_rows_D) == 7
-    assert beside.digests["sft_data"] == inputs.digests["data"]
+    assert beside.digests["sft.data"] == inputs.digests["data.source"]
 
 
 def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -729,7 +729,7 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
-@pytest.mark.parametrize("name", ["prompts", "eval.source", "sft_data"])
+@pytest.mark.parametrize("name", ["prompts", "eval.source", "sft.data"])
 def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}[=:]"):
         opd(**{name: value})

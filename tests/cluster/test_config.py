@@ -32,6 +32,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft
 from cluster.evaluate import EvaluateConfig
+from cluster.placement.engines import RunEngines
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
@@ -53,6 +54,7 @@ from distill.sampling import TrainSampling
 from distill.settings import (
     ESSENTIAL,
     Section,
+    by_names,
     changed,
     declarer_of,
     fields_of,
@@ -141,8 +143,8 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
 def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored: int) -> None:
     config = opd(**{"estimator": "full"} | settings)
     groups = config.scored_by_teacher()
-    first = config.prompts_per_step * 3
-    assert sum(i in groups for i in range(first, first + config.prompts_per_step)) == scored
+    first = config.data.batch_size * 3
+    assert sum(i in groups for i in range(first, first + config.data.batch_size)) == scored
 
 
 @pytest.mark.parametrize("changes", [{"eval.every": 3}, {"eval.source": "p"}])
@@ -217,7 +219,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     adamw = learner.learner
     assert (adamw.lr, adamw.lr_schedule, adamw.warmup_steps) == (0.01, "cosine", 2)
     assert (adamw.weight_decay, adamw.max_grad_norm) == (0.1, 3.0)
-    engine = config.policy_engine("model", "cpu", "policy.log")
+    engine = RunEngines(config, "cpu").policy("model", "policy.log")
     assert (engine.model, engine.dtype, engine.device, engine.threads) == (
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
@@ -231,7 +233,7 @@ def test_a_calibration_has_no_teacher_that_moves() -> None:
 
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
-    "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",
+    "model", "student", "teacher", "reference", "data.source", "data.batch_size", "temperature",
     "out", "device", "dtype", "stops", "seed", "threads",
 }  # fmt: skip
 SETTINGS = [
@@ -630,7 +632,7 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
     for value in (
         config,
         sft(),
-        config.policy_engine("m", "cpu", "policy.log"),
+        RunEngines(config, "cpu").policy("m", "policy.log"),
         config.learner_config("m", "cpu"),
         config.objective,
         config.sampling.train(),
@@ -744,7 +746,7 @@ _NEEDS: dict[type[EnvConfig], list[str]] = {
     ],
 )
 def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
-    config = EvaluateConfig(model="m", **({"prompts": "p"} | settings))
+    config = by_names(EvaluateConfig, **({"model": "m", "prompts": "p"} | settings))
     assert config.runs_user_code is runs
 
 

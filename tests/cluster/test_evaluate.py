@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.evaluate import EvaluateConfig, main
+from distill.settings import by_names
 from tests.conftest import TinyPair
 
 
@@ -60,7 +61,7 @@ def test_a_run_is_evaluated_by_its_trained_model(tiny_pair: TinyPair, tmp_path: 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "final").symlink_to(tiny_pair.student)
     for given, model in ((tmp_path / "run", tmp_path / "run" / "final"), (tiny_pair.student, None)):
-        config = EvaluateConfig(model=str(given), prompts="prompts.jsonl")
+        config = by_names(EvaluateConfig, model=str(given), prompts="prompts.jsonl")
         assert config.model == str(model or given)
 
 

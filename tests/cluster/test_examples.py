@@ -47,7 +47,7 @@ def test_an_example_is_checked_and_planned(
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ours = {
         "student": student, "teacher": teacher, "model": student, "prompts": problems,
-        "data": sft().data, "out": tmp_path / "out", "max_new_tokens": 8, "max_length": 64,
+        "data": sft().data.source, "out": tmp_path / "out", "max_new_tokens": 8, "max_length": 64,
         "eval.size": 0.5,
     }  # fmt: skip
     replaced = [f"{setting}={value}" for setting, value in ours.items() if setting in given]

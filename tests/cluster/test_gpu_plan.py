@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from cluster.config.on_policy import OpdConfig
 from cluster.placement.device_choice import with_device
+from cluster.placement.engines import RunEngines
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
@@ -127,9 +128,9 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     assert describe_layout(by_memory).count("after each step: 122 GiB; by shared_memory") == 1
     tokens = int(re.search(r"\((\d+) tokens\)", policy)[1])  # pyright: ignore
     assert 300_000 < tokens < 400_000
-    engine = config.policy_engine(config.student, "cuda", "")
+    engine = RunEngines(config, "cuda").policy(config.student, "")
     assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
-    assert not config.evaluation_engine(config.student, "cuda", "").sleeps
+    assert not RunEngines(config, "cuda").evaluation(config.student, "").sleeps
 
 
 def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> None:
@@ -147,7 +148,7 @@ def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> N
     assert re.search(r"^needs +17 CPU, 12 GPU$", plan, re.MULTILINE)
     for weights in ("auto", "ipc"):
         checked, _ = with_device(changed(config, weights=weights, dry_run=True))
-        assert checked.device == "cuda"
+        assert checked.cluster.device == "cuda"
 
 
 def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:

@@ -380,5 +380,5 @@ def read_by_sglang(payload: bytes) -> dict[str, Any]:
 def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> None:
     server = WeightsServer(model(0.0), 2)
     transport = lent_to(owned(server), [LenderPlace(host="here", gpu="0")])
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         transport.start(HeldWeights(model(1.0)), 1)

@@ -50,12 +50,12 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         0.7,
         2,
     )
-    assert (config.prompts, config.seed, config.objective.kl_coef) == (
+    assert (config.data.source, config.seed, config.objective.kl_coef) == (
         given.prompts,
         given.seed,
         1.0,
     )
-    assert (config.prompts_per_step, config.sampling.group_size, config.steps) == (
+    assert (config.data.batch_size, config.sampling.group_size, config.steps) == (
         4,
         4,
         STEPS_AT_MOST,

@@ -13,6 +13,7 @@ from actors.sglang.flags import server_flags
 from cluster.config import routing
 from cluster.config.on_policy import OpdConfig
 from cluster.config.routing import with_routing_replay
+from cluster.placement.engines import RunEngines
 from distill.errors import ConfigError
 from distill.models.routers import WEIGH
 from tests.e2e.harness import metrics
@@ -29,9 +30,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def settled(config: OpdConfig) -> tuple[bool | None, str]:
     made, line = with_routing_replay(config)
-    assert made.policy_engine("m", "cpu", "log").routed_experts == made.replays_routing()
+    assert RunEngines(made, "cpu").policy("m", "log").routed_experts == made.replays_routing()
     assert made.learner_config("m", "cpu").replays_routing == made.replays_routing()
-    assert not made.teacher_engine("", "cpu", "log").routed_experts
+    assert not RunEngines(made, "cpu").teacher("t", "log").routed_experts
     return made.learner.routing_replay, line
 
 

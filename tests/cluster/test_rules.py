@@ -67,7 +67,7 @@ WITH: dict[str, dict[str, Any]] = {
     "checkpoint.keep_best": {"eval.every": 1},
     "lora.alpha": {"lora.rank": 4},
     "lora.targets": {"lora.rank": 4},
-    "sft_coef": {"sft_data": "f"},
+    "sft.coef": {"sft.data": "f"},
 }
 
 

@@ -41,7 +41,7 @@ MAY_CHANGE = {
     "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval.every": 3,
     "policy.engines": 2, "teacher.engines": 2, "rollout.workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy.server_flags": "--a", "teacher.server_flags": "--a",
-    "weights": "group", "verify.every": 0,
+    "weights.transport": "group", "verify.every": 0,
     "gradient_checkpointing": True, "learner_workers": 2,
     "compile": True, "offload_optimizer": True, "trace_step": 1,
     "rollout.cpus": 0.5, "colocate": "share", "queue.lease_s": 9.0,
@@ -65,7 +65,7 @@ MUST_STAY = {
     "kl_coef": 0.5, "kl_clip": 5.0, "kl_discount_factor": 0.5,
     "reward_coef": 0.5, "on_weight_update": "finish", "verify.handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
-    "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
+    "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft.data": "rows",
     "lora.rank": 4, "lora.adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
     "fork_from": "other", "train_from": "other", "rollout_only": True,
@@ -95,7 +95,7 @@ MUST_STAY_BESIDE = {
     ),
     "lora.alpha": ({"lora.rank": 4}, 3.0),
     "lora.targets": ({"lora.rank": 4}, "q_proj"),
-    "sft_coef": ({"sft_data": "rows"}, 0.2),
+    "sft.coef": ({"sft.data": "rows"}, 0.2),
     "queue.on_stale": ({}, "train_late"),
     "teacher.head": ({"estimator": "full"}, "other"),
     "correct_reward_threshold": ({"teacher.feedback": "{prompt} {outcome}"}, 0.9),
@@ -242,25 +242,25 @@ def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") 
 
 
 def check(config: OpdConfig) -> Checkpoint | None:
-    return RunDirectory("opd", config, digests_of(config, {"prompts": RowReader()})).check()
+    return RunDirectory("opd", config, digests_of(config, {"data.source": RowReader()})).check()
 
 
 def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
-    directory = started(config, digests=digests_of(config, {"prompts": RowReader()}))
+    directory = started(config, digests=digests_of(config, {"data.source": RowReader()}))
     assert check(config) is None
     was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
-    assert json.loads((directory.path / "config.json").read_text())["data"]["prompts"] == was
+    assert json.loads((directory.path / "config.json").read_text())["data"]["data.source"] == was
 
     moved = with_file(opd, tmp_path, '{"prompt": "1"}\n', "moved.jsonl")
     assert check(moved) is None
     other = with_file(opd, tmp_path, '{"prompt": "2"}\n', "other.jsonl")
-    with refuses(ConfigError, "prompts"):
+    with refuses(ConfigError, "data.source"):
         check(other)
 
     edited = with_file(opd, tmp_path, '{"prompt": "1"}\n{"prompt": "2"}\n')
     now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
-    with refuses(ConfigError, "prompts", names=now):
+    with refuses(ConfigError, "data.source", names=now):
         check(edited)
 
 

@@ -64,9 +64,9 @@ def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
 @pytest.mark.parametrize(
     "engines, field",
     [
-        ({"x": place("a", 0)}, "weights"),
-        ({"x": place("a", 2, 0)}, "weights"),
-        ({"x": place("a", 1), "y": place("a", 1)}, "weights"),
+        ({"x": place("a", 0)}, "weights.transport"),
+        ({"x": place("a", 2, 0)}, "weights.transport"),
+        ({"x": place("a", 1), "y": place("a", 1)}, "weights.transport"),
         ({"x": place("b", 1, NCCL_CUMEM_ENABLE="1")}, "NCCL_CUMEM_ENABLE"),
         ({"x": place("b", 1, NCCL_NVLS_ENABLE="1")}, "NCCL_NVLS_ENABLE"),
     ],
@@ -134,10 +134,10 @@ def test_each_rank_reads_on_its_own_gpu(engine, ranks, lenders, expected) -> Non
     ],
 )
 def test_engines_that_no_worker_can_lend_to_are_refused(engine, ranks, lenders) -> None:
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         lenders_of("e", engine, ranks, lenders)
     if ranks == 1:
-        with refuses(ConfigError, "weights"):
+        with refuses(ConfigError, "weights.transport"):
             plan_ways("ipc", LEARNER, {"e": engine}, served=True, lenders=lenders)
 
 
@@ -147,12 +147,12 @@ def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place
     here = replace(place("a", *([1] if learner.gpus else [])), nodes=2)
     assert plan_ways("auto", learner, {"e": here}, served=True) == {"group": ["e"]}
     assert plan_ways("disk", learner, {"e": here}, served=True) == {"disk": ["e"]}
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         plan_ways("shared_memory", learner, {"e": here}, served=True)
 
 
 def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() -> None:
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         plan_ways("auto", LEARNER, {"x": place("b", 1), "y": place("b", 1)}, served=True)
 
 
@@ -166,5 +166,5 @@ def test_a_process_and_the_server_that_it_starts_agree() -> None:
 
 
 def test_shared_memory_reaches_this_node_only() -> None:
-    with refuses(ConfigError, "weights"):
+    with refuses(ConfigError, "weights.transport"):
         plan_ways("shared_memory", LEARNER, {"x": place("b", 1)}, served=True)

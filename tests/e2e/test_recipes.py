@@ -241,7 +241,7 @@ def test_a_step_without_a_signal_updates_nothing_and_says_so(
         assert step["reward/constant_groups"] == 1
         assert step["reward/mean"] == 0
     found = audit(tmp_path / "run/ledger.jsonl", steps=2)
-    assert not found.problems and found.trained == 2 * config.prompts_per_step
+    assert not found.problems and found.trained == 2 * config.data.batch_size
     assert not found.set_aside
     before, after = weights(tiny_pair.student), weights(tmp_path / "run/final")
     assert all(torch.equal(before[name], after[name]) for name in before)

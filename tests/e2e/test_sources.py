@@ -74,7 +74,7 @@ def test_gsm8k_s_columns_train_as_they_come(
     assert len(steps) == 4
     assert not [name for step in steps for name in step if "source=" in name]  # there is one
     config = json.loads((out / "config.json").read_text())
-    assert config["settings"]["answer_pattern"] == "#### (.+)"
+    assert config["settings"]["data"]["answer_pattern"] == "#### (.+)"
 
 
 def test_sources_have_their_shares_and_edits_are_noticed(

@@ -27,27 +27,23 @@ from cluster.config.env import EnvSettings
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
-from cluster.config.rows import ROWS
+from cluster.config.rows import PromptSettings
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
 from distill.rules import at_least, setting
 from distill.sampling import check_temperature
-from distill.settings import ESSENTIAL, Section, changed, section_field, values_of
+from distill.settings import ESSENTIAL, Section, changed, section_field
 from distill.stops import StopSettings
 
 if TYPE_CHECKING:
     from cluster.config.rollout_checks import RolloutInputs
 
-_PARTS = (PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings)
-
 
 @chz.chz
 class ForecastConfig(
-    PromptColumns,
     EnvSettings,
     ChatTemplateSettings,
     StopSettings,
@@ -61,9 +57,7 @@ class ForecastConfig(
         doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
     )
     teacher: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
-    prompts: str | None = chz.field(
-        default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL | ROWS
-    )
+    data: PromptSettings = section_field(PromptSettings)
     temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
     sampling: LengthSettings = section_field(LengthSettings)
     num_prompts: int = setting(
@@ -93,12 +87,13 @@ class ForecastConfig(
 
     def run(self) -> OpdConfig:
         """Settings of the distillation to forecast; nothing is written to its `out`."""
-        given = {name: value for part in _PARTS for name, value in values_of(part, self).items()}
+        parts = (EnvSettings, ChatTemplateSettings, StopSettings)
+        given = {name: getattr(self, name) for part in parts for name in chz.chz_fields(part)}
         return make(
             "opd",
             student=self.student,
             teacher=self.teacher,
-            prompts=self.prompts,
+            data=chz.asdict(self.data),
             temperature=self.temperature,
             out="unused",
             max_new_tokens=self.sampling.max_new_tokens,
@@ -177,7 +172,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
 
     count = min(config.num_prompts, len(inputs.train))
     if count < 2:
-        raise ConfigError(f"prompts={config.prompts} has {count} prompts; give two at least")
+        raise ConfigError(f"prompts={config.data.source} has {count} prompts; give two at least")
     chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
     engines = [config.engine_config(m, inputs.stops) for m in (config.student, config.teacher)]
     with tempfile.TemporaryDirectory() as scratch:

@@ -162,7 +162,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
             for name, each in teachers.items()
         ),
         "temperature": at_path(settings, "sampling.temperature"),
-        "prompts": settings.get("prompts") or settings.get("data"),
+        "prompts": at_path(settings, "data.source"),
         "a step": _step_size(settings),
         "learning rate": at_path(settings, "learner.lr"),
         "trained tokens": run.summary.get("train_tokens"),
@@ -221,10 +221,10 @@ def settings(run: Run) -> list[tuple[str, str]]:
 
 
 def _step_size(settings: Mapping[str, Any]) -> str | None:
-    group_size = at_path(settings, "sampling.group_size")
-    if "prompts_per_step" in settings and group_size is not None:
-        return f"{settings['prompts_per_step']} prompts x {group_size} samples"
-    return f"{settings['batch_size']} rows" if "batch_size" in settings else None
+    size, group = (at_path(settings, name) for name in ("data.batch_size", "sampling.group_size"))
+    if size is None:
+        return None
+    return f"{size} rows" if group is None else f"{size} prompts x {group} samples"
 
 
 def _shown(value: Any) -> str:

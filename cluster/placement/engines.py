@@ -1,0 +1,128 @@
+"""Engines of an opd or rl run, and what they share with the learner on its GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import chz
+
+from actors.config import EngineConfig
+from actors.sglang.flags import adapter_flags
+from actors.sglang.parallelism import parallelism
+from cluster.config.on_policy import RolloutConfig
+from distill.errors import ConfigError
+from distill.gpu import DTYPE_BYTES
+from distill.stops import StopTokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunEngines:
+    """Settings of each engine of a run.
+
+    Attributes:
+        config: the run's settings.
+        device: the device, which is chosen already.
+        stops: where samples end; None: as the checkpoints have it.
+    """
+
+    config: RolloutConfig
+    device: str
+    stops: StopTokens | None = None
+
+    def reference(self, model: str, log_path: str) -> EngineConfig:
+        return self._engine(model, log_path, self.config.policy.server_flags)
+
+    def teacher(self, model: str, log_path: str) -> EngineConfig:
+        return self._engine(model, log_path, self.config.teacher_flags)
+
+    def policy(self, model: str, log_path: str) -> EngineConfig:
+        """Settings of a policy engine, which may be on the learner's GPUs.
+
+        Raises:
+            ConfigError: engines sleep, and the size of the learner beside them is unknown.
+        """
+        config, device = self.config, self.device
+        engine = chz.replace(
+            self.evaluation(model, log_path), routed_experts=config.replays_routing()
+        )
+        if config.shares_gpus(device):
+            engine = chz.replace(engine, gpu_share=config.cluster.gpus_per_actor)
+        if not config.engines_sleep:
+            return engine
+        beside = 0
+        if device.startswith("cuda"):
+            lent = lent_bytes(config, device) if lends_weights(config, device) else 0
+            beside = _learner_resting(config, device) + lent
+        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
+
+    def evaluation(self, model: str, log_path: str) -> EngineConfig:
+        """Settings of a policy engine on GPUs that it does not share with the learner."""
+        config = self.config
+        engine = self._engine(model, log_path, config.policy.server_flags)
+        if config.weights.transport != "adapter":
+            return engine
+        from learner.lora import served_adapter  # imports torch
+
+        form, versions = served_adapter(config.lora, config.student), config.adapter_versions
+        flags = f"{adapter_flags(form, versions, self.device)} {engine.server_flags}"
+        beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
+        return chz.replace(engine, server_flags=flags, gpu_beside=beside)
+
+    def _engine(self, model: str, log_path: str, server_flags: str) -> EngineConfig:
+        engine, cluster = self.config.engine, self.config.cluster
+        gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
+        return engine.config(
+            model,
+            self.device,
+            threads=cluster.threads,
+            server_flags=server_flags,
+            on_weight_update=engine.on_weight_update,
+            gpu_share=min(1.0, cluster.gpus_per_actor) if gpus == 1 else 1.0,
+            log_path=log_path,
+            start_deadline_s=cluster.start_deadline_s,
+            request_deadline_s=cluster.no_progress_s,
+            stops=self.stops,
+        )
+
+
+def lends_weights(config: RolloutConfig, device: str) -> bool:
+    """True if policy engines will read weights from the memory of the learner's workers.
+
+    With weights=auto this is a forecast from the settings: each engine shares a worker's GPU.
+    """
+    if config.weights.transport != "auto":
+        return config.weights.transport == "ipc"
+    gpus = config.policy.size.smallest * parallelism(config.policy.server_flags).gpus
+    shares = config.shares_gpus(device) and gpus <= config.learner.workers
+    return shares and config.engine.kind_on(device) == "sglang"
+
+
+def lent_bytes(config: RolloutConfig, device: str) -> int:
+    """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
+    import torch  # here, since settings alone do not need it
+
+    from learner.memory import largest_bucket
+
+    return largest_bucket(config.student, getattr(torch, config.engine.dtype_on(device)))
+
+
+def _learner_resting(config: RolloutConfig, device: str) -> int:
+    """Bytes that a learner worker holds on its GPU while engines generate."""
+    from learner.memory import WorkerMemory, estimate_memory  # imports torch
+
+    estimate, frozen = estimate_memory(config.student), config.frozen_in_learner(device)
+    if estimate is None or frozen is None:
+        missing = config.student if estimate is None else "a teacher's copy in the learner"
+        raise ConfigError(
+            f"{missing} with colocate={config.cluster.colocate}: its files are not on this "
+            "machine, so it cannot be worked out what the engines leave to the learner; give a "
+            "directory"
+        )
+    memory = WorkerMemory.of(
+        estimate.parameters,
+        config.learner_holding,
+        workers=config.learner.workers,
+        offloads=True,
+        frozen=frozen,
+    )
+    return memory.resting
