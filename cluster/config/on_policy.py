@@ -36,9 +36,7 @@ from distill.objective.settings import (
     OpdObjective,
     RlObjective,
     is_own,
-    require_comparison,
 )
-from distill.rewards.length import LengthRules
 from distill.rules import not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 from distill.stops import StopSettings, StopTokens
@@ -158,16 +156,8 @@ class RolloutConfig(
         self._check_whole_steps()
         self._check_keeping()
         self._check_env()
-        require_comparison(self.objective, self.sampling.group_size)
+        self.objective.check_comparison(self.data.batch_size, self.sampling.group_size)
         self._check_reference()
-        if (
-            self.objective.baseline == "global"
-            and self.data.batch_size * self.sampling.group_size < 2
-        ):
-            raise ConfigError(
-                "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
-                "of a step of one sample is zero, and so is the gradient; raise one of them"
-            )
         self.policy.check_place(self.cluster)
         self.rollout.size.check_place("rollout.workers", self.cluster)
         served, local = self.engine.kind != "embedded", self.cluster.local
@@ -267,17 +257,6 @@ class RolloutConfig(
     @abstractmethod
     def recipe(self) -> str:
         """The recipe's name on the command line."""
-
-    def length_rules(self) -> LengthRules | None:
-        """Rules by which the length of a response changes its reward; None without any."""
-        objective = self.objective
-        if not objective.mask_truncated and not objective.overlong_buffer:
-            return None
-        return LengthRules(
-            max_new_tokens=self.sampling.max_new_tokens,
-            mask_truncated=objective.mask_truncated,
-            overlong_buffer=objective.overlong_buffer,
-        )
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; a single teacher has an empty name."""

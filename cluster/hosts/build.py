@@ -59,6 +59,7 @@ from cluster.weights.transport import PushSettings
 from distill.envs.base import EnvStream
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
+from distill.rewards.length import LengthRules
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 
@@ -164,7 +165,7 @@ class RolloutCast:
                 models=self._models_to_ask,
                 policy_top_k=config.objective.asked_of_policy,
                 teacher_top_k=config.objective.asked_of_teacher,
-                lengths=config.length_rules(),
+                lengths=LengthRules.of(config.objective, config.sampling.max_new_tokens),
                 routed_experts=config.replays_routing(),
                 scored=config.scored_by_teacher(),
                 states=inputs.states,

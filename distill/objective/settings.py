@@ -360,6 +360,28 @@ class ObjectiveConfig:
     def _top_k(self) -> int:
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
+    def check_comparison(self, prompts: int, group_size: int) -> None:
+        """Raise ConfigError for rewards that are compared only with themselves.
+
+        Args:
+            prompts: groups of a step.
+            group_size: samples of a group.
+        """
+        if self.baseline == "global" and prompts * group_size < 2:
+            raise ConfigError(
+                "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
+                "of a step of one sample is zero, and so is the gradient; raise one of them",
+                field="objective.baseline",
+            )
+        compares = self.baseline == "global" or self.advantage is not None
+        if self.reward_coef and group_size < 2 and not compares:
+            raise ConfigError(
+                f"group_size={group_size} with reward_coef={self.reward_coef}: a reward less the "
+                "mean of its group of one is zero, and so is the gradient; use at least 2, or "
+                "baseline=global",
+                field="sampling.group_size",
+            )
+
 
 DEFAULT_TOP_K = 32
 # Model over which the divergence takes its expectation; the JSD has both. Custom divergence: union.
@@ -431,19 +453,6 @@ class RlObjective(ObjectiveConfig):
                 "give one of them",
                 field="objective.reward_coef",
             )
-
-
-def require_comparison(objective: ObjectiveConfig, group_size: int) -> None:
-    """Raise ConfigError for rewards that are compared only with themselves."""
-    if objective.reward_coef == 0:
-        return
-    if group_size < 2 and objective.baseline != "global" and objective.advantage is None:
-        raise ConfigError(
-            f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
-            "mean of its group of one is zero, and so is the gradient; use at least 2, or "
-            "baseline=global",
-            field="sampling.group_size",
-        )
 
 
 def is_own(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distill.objective.settings import ObjectiveConfig
 from distill.types import StopReason
 
 
@@ -22,6 +23,17 @@ class LengthRules:
     mask_truncated: bool = False
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, objective: ObjectiveConfig, max_new_tokens: int) -> LengthRules | None:
+        """Rules of an objective, for responses of so many tokens; None without any."""
+        if not objective.mask_truncated and not objective.overlong_buffer:
+            return None
+        return cls(
+            max_new_tokens=max_new_tokens,
+            mask_truncated=objective.mask_truncated,
+            overlong_buffer=objective.overlong_buffer,
+        )
 
     def counts(self, stop_reason: StopReason) -> bool:
         """False if the reward of an episode with this stop reason does not count."""

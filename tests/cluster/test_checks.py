@@ -546,7 +546,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
     more = tmp_path / "more.jsonl"
     twice = [{"prompt": f"{a}-1=", "completion": f"{b}"} for a in range(10) for b in "xy"]
     more.write_text("".join(json.dumps(row) + "\n" for row in twice))
-    both = f"{sft().data},{more}:3"
+    both = f"{sft().data.source},{more}:3"
     inputs = check_sft(sft(data=both, eval_size=0.25))
     first, second = inputs.held_out
     assert [(each.name, len(each.rows_D)) for each in (first, second)] == [("data", 2), ("more", 4)]
@@ -575,7 +575,7 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
     assert inputs.digests.keys() == {"data.source", "eval.source"}
     with pytest.raises(ConfigError, match=r"is in data= as well"):
-        check_sft(sft(eval_source=sft().data))
+        check_sft(sft(eval_source=sft().data.source))
     long = prompts({"prompt": "a", "completion": "b" * 127})
     with pytest.raises(DataError, match=f"{long}:1: 129 tokens exceed the limit of 128"):
         check_sft(sft(eval_source=long))
@@ -708,7 +708,7 @@ def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
 def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
     more = tmp_path / "more.csv"
     more.write_text("prompt,completion\n2+2=,4\n")
-    both = f"{sft().data}:1,{more}:3"
+    both = f"{sft().data.source}:1,{more}:3"
     inputs = check_sft(sft(data=both))
     parts = [(part.name, part.size, part.weight) for part in inputs.parts]
     assert parts == [("data", 6, 1), ("more", 1, 3)] and len(inputs.rows_D) == 7

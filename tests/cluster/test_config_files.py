@@ -145,7 +145,7 @@ def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None
     ids=str,
 )
 def test_values_of_python(opd: NewOpd, given: dict[str, Any], kept: object) -> None:
-    value = get(opd(**given), next(iter(given)))
+    value = get(opd(**given), path_of(OpdConfig, next(iter(given))))
     assert (value, type(value)) == (kept, type(kept))
 
 

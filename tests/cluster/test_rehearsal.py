@@ -51,7 +51,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         2,
     )
     assert (config.data.source, config.seed, config.objective.kl_coef) == (
-        given.prompts,
+        given.data.source,
         given.seed,
         1.0,
     )

@@ -13,7 +13,6 @@ from distill.objective.settings import (
     ObjectiveConfig,
     OpdObjective,
     RlObjective,
-    require_comparison,
 )
 from tests.refusals import refuses
 
@@ -164,10 +163,10 @@ def test_a_loss_with_terms_of_its_own_goes_with_any_estimator(
 
 
 def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
-    require_comparison(RlObjective(), group_size=2)
-    require_comparison(RlObjective(reward_coef=0.0, bonus_coef=1.0), group_size=1)
+    RlObjective().check_comparison(prompts=1, group_size=2)
+    RlObjective(reward_coef=0.0, bonus_coef=1.0).check_comparison(prompts=1, group_size=1)
     with refuses(ConfigError, "objective.reward_coef"):
         RlObjective(reward_coef=0.0, entropy_coef=0.1)
     alone = RlObjective(reward_coef=0.5, bonus_coef=1.0)
     with refuses(ConfigError, "sampling.group_size"):
-        require_comparison(alone, group_size=1)
+        alone.check_comparison(prompts=1, group_size=1)
