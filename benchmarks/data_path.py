@@ -87,7 +87,9 @@ def made_group(group_id: int, tokens: int, k: int) -> TrajectoryGroup:
 
 
 def objective(k: int) -> ObjectiveConfig:
-    how = {"estimator": "top_k", "teacher_top_k": k} if k else {"estimator": "sampled"}
+    how: dict[str, Any] = {"estimator": "sampled"}
+    if k:
+        how = {"estimator": "top_k", "teacher_top_k": k}
     return ObjectiveConfig(kl_coef=1.0, reward_coef=0.0, **how)
 
 
@@ -243,7 +245,7 @@ class Now:
         own share, and what a node that is its own would fetch besides (parts hold more than one
         answer)."""
         queue, shares = self._queue, self._plan.shares[0]
-        held = ray.get(
+        held: Any = ray.get(
             queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._delivered))
         )
         own = sum(_nbytes(queue, [share]) for share in shares)
@@ -319,7 +321,7 @@ def _measure(
     remote: Any = ray.remote(num_cpus=0)
     byte_queue = remote(ByteQueue).remote()
     worker = remote(Worker).remote(queue, groups, tokens, k, workers)
-    payload = ray.get(worker.payload.remote())
+    payload: Any = ray.get(worker.payload.remote())
     store = open_store(LOOPBACK, DEADLINE_S)
     member = {"address": LOOPBACK, "port": store.port, "size": workers, "timeout_s": DEADLINE_S}
     followers = [
@@ -389,7 +391,7 @@ def _size(segment: Segment) -> int:
 
 def _part_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
     """Of the parts that have these trajectories."""
-    payloads = ray.get(queue.actor.payloads.remote([share.place for share in shares]))
+    payloads: Any = ray.get(queue.actor.payloads.remote([share.place for share in shares]))
     parts = [part for payload in payloads.values() for part in payload.parts if part is not None]
     return sum(columns.nbytes for columns in ray.get(parts))
 

@@ -27,19 +27,20 @@ import cluster.run
 from actors.embedded.engine import EmbeddedEngine
 from benchmarks.pair import docstrings, given_pair, make_taught_pair
 from cluster.command import run_command
+from cluster.config.estimator import state_bytes
+from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError
 from distill.models.loading import load_causal_lm
 from distill.objective.divergences import kl
-from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
 
 JUDGED_PROMPTS = 48
 
 
-def _estimators(k: int) -> dict[str, dict[str, Any]]:
+def _estimators(k: int, teacher: str) -> dict[str, dict[str, Any]]:
     top: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": k}
     return {
         "sampled": {"estimator": "sampled"},
@@ -49,6 +50,7 @@ def _estimators(k: int) -> dict[str, dict[str, Any]]:
         f"top_k of the student, {k}": top | {"top_k_from": "student"},
         f"union, {k} and {k}": top | {"top_k_from": "union"},
         "full": {"estimator": "full"},
+        "full from hidden states": {"estimator": "full", "teacher.head": teacher},
     }
 
 
@@ -87,7 +89,7 @@ def distil(config: DistilConfig, console: Console) -> None:
     trained, asked = split_prompts(pair.prompts, work)
     rows: list[dict[str, Any]] = []
     before = judge(student, teacher, asked, config.temperature)
-    for name, settings in _estimators(config.top_k).items():
+    for name, settings in _estimators(config.top_k, teacher).items():
         if config.only and config.only not in name:
             continue
         settings = settings | json.loads(config.settings)
@@ -130,11 +132,13 @@ def judged_weights(run: Path) -> list[tuple[int, Path]]:
     return [(int(path.parent.name.removeprefix("step-")), path) for path in found]
 
 
-def bytes_of_teacher(objective: ObjectiveConfig) -> int:
-    """What a teacher's answer has for each token: float32 log-probs, and ids where it chose them.
-    With estimator=full its copy in the learner sends nothing."""
-    numbers = 1 + objective.asked_of_policy + 2 * objective.asked_of_teacher
-    return 0 if objective.estimator == "full" else 4 * numbers
+def bytes_of_teacher(run: OpdConfig) -> int:
+    """What a teacher's answer has for each token: float32 log-probs, and ids where it chose them;
+    or a hidden state for its head. With estimator=full its copy in the learner sends nothing."""
+    objective = run.objective
+    if objective.estimator == "full":
+        return sum(state_bytes(run, head)[0] for head in run.teacher_heads.values())
+    return 4 * (1 + objective.asked_of_policy + 2 * objective.asked_of_teacher)
 
 
 def judge(

@@ -227,7 +227,7 @@ def _sample(samples: list[tuple[float, Counter[str]]], over: threading.Event) ->
                 continue
         total: Counter[str] = Counter()
         for name, seconds in spent.values():
-            total[name] += seconds
+            total[name] += seconds  # pyright: ignore[reportArgumentType] - it adds floats, too
         samples.append((time.time(), total))
 
 

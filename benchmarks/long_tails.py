@@ -94,7 +94,8 @@ def _write(directory: Path, *, layers: int, follows: float, seed: int) -> str:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     with torch.no_grad():
-        for layer in model.model.layers:  # they add nothing yet, and can learn to
+        layers_of: Any = model.model.layers
+        for layer in layers_of:  # they add nothing yet, and can learn to
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         embedding_VD, head_VD = model.model.embed_tokens.weight, model.lm_head.weight

@@ -61,7 +61,7 @@ def main(directory: str) -> None:
         vocab_size=VOCAB_SIZE, hidden_size=128, layers=2, heads=2, context_length=64,
         eos_token_id=0, pad_token_id=0, seed=0,
     )  # fmt: skip
-    made.to(torch.bfloat16).save_pretrained(model)
+    made.bfloat16().save_pretrained(model)
     table = Table(title=f"LoRA rank {RANK} to bfloat16: lost share (unchanged weights)")
     for heading in ("lr", *(f"after {updates}" for updates in UPDATES)):
         table.add_column(heading)

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def make_taught_pair(directory: Path, texts: Sequence[str], num_prompts: int = 5
     """The same of two models that have read `texts`; prompts are the beginnings of some of them,
     which neither has read."""
     tokenizer = _tokenizer(texts)
-    order = np.random.default_rng(0).permutation(len(texts))
+    order: list[int] = np.random.default_rng(0).permutation(len(texts)).tolist()
     asked = [" ".join(texts[i].split()[:PROMPT_WORDS]) for i in order[:num_prompts]]
     read = [texts[i] for i in order[num_prompts:]]
     taught = _new_models(tokenizer)
@@ -124,8 +125,7 @@ def _new_models(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedModel
             layers=layers,
             heads=hidden // 64,
             context_length=512,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            **_special_ids(tokenizer),
             seed=seed,
         )
         for name, hidden, layers, seed in (("student", 128, 4, 1), ("teacher", 256, 6, 2))
@@ -158,6 +158,10 @@ def _words(rng: np.random.Generator) -> list[str]:
     return ["".join(rng.choice(letters, size=rng.integers(2, 9))) for _ in range(6000)]
 
 
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+
 def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -185,7 +189,7 @@ def make_sums_pair(directory: Path) -> Pair:
     problems = Problems.split(held_out=500, seed=0)
     tokenizer = train_tokenizer(directory / "tokenizer", problems.train)
     rows_RT = torch.tensor([tokenizer.encode(p.prompt + p.answer) for p in problems.train])
-    eos_R1 = torch.full((len(rows_RT), 1), tokenizer.eos_token_id)
+    eos_R1 = torch.full((len(rows_RT), 1), _special_ids(tokenizer)["eos_token_id"])
     pair: dict[str, PreTrainedModel] = {
         name: new_qwen3(
             vocab_size=len(tokenizer),
@@ -193,8 +197,7 @@ def make_sums_pair(directory: Path) -> Pair:
             layers=2,
             heads=4,
             context_length=32,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            **_special_ids(tokenizer),
             seed=seed,
         )
         for name, seed in (("student", 1), ("teacher", 2))

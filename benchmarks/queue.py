@@ -132,6 +132,7 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
             cpu_seconds(),
         ]
 
+    before, started = used(), time.perf_counter()
     for step in range(1, WARMUP_STEPS + STEPS + 1):
         if step == WARMUP_STEPS + 1:
             before, started = used(), time.perf_counter()

@@ -47,13 +47,13 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     loss = PolicyObjectiveLoss(objective=config.objective)
 
     async def rollout(step: int) -> list[TrajectoryGroup]:
-        first = step * config.prompts_per_step
+        first = step * config.data.batch_size
         return await asyncio.gather(
             *(
                 rollout_group(
                     policy, dataset.builder(g), config.sampling.train(), group_id=g, seed=0
                 )
-                for g in range(first, first + config.prompts_per_step)
+                for g in range(first, first + config.data.batch_size)
             )
         )
 
@@ -67,6 +67,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     block = SharedBlock()
     block.write(learner.weights())
     weights = block.share()
+    groups: list[TrajectoryGroup] = []
     with asyncio.Runner() as runner:
         for step in range(REPEATS + 1):
             rolled, groups = _timed(lambda s=step: runner.run(rollout(s)))

@@ -80,7 +80,7 @@ def measure(
     """Gradients of the sampled estimator, or of each state's whole divergence."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(student)
-    p = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval()
+    p: Any = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval()
     q = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
     asked = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
     products, surprise, lengths = [], [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,10 +82,7 @@ def full_divergence(setting: Setting) -> Numbers:
 
 @torch.no_grad()
 def _plain_reverse_kl(student: str, teacher: str, rows_D: list[TrainingRow], device: str) -> float:
-    models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
-        for path in (student, teacher)
-    ]
+    models = [_plain_model(path, "float32").to(device).eval() for path in (student, teacher)]
     total, count = 0.0, 0
     for row in rows_D:
         ids_1T = torch.from_numpy(row.tokens_T.astype(np.int64))[None].to(device)
@@ -111,7 +109,7 @@ def long_attention(setting: Setting) -> Numbers:
     let_go(setting)
     theirs_N = _plain_logprobs(setting, row, setting.dtype)
     gap = float(np.abs(ours_N - theirs_N).mean())
-    made = {"tokens": float(length), "seconds": seconds, "mean_gap": gap}
+    made: Numbers = {"tokens": float(length), "seconds": seconds, "mean_gap": gap}
     if setting.dtype != "float32":  # whose rounding is it?
         truth_N = _plain_logprobs(setting, row, "float32")
         for name, found_N in (("our", ours_N), ("their", theirs_N)):
@@ -124,10 +122,13 @@ def long_attention(setting: Setting) -> Numbers:
     return made
 
 
+def _plain_model(path: str, precision: Precision) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
+
+
 @torch.no_grad()
 def _plain_logprobs(setting: Setting, row: TrainingRow, precision: Precision) -> np.ndarray:
-    dtype = getattr(torch, precision)
-    model = AutoModelForCausalLM.from_pretrained(setting.model(), dtype=dtype).to(setting.device)
+    model = _plain_model(setting.model(), precision).to(setting.device)
     ids_1T = torch.from_numpy(row.tokens_T.astype(np.int64))[None].to(setting.device)
     trained = torch.from_numpy(row.loss_mask_T[1:]).to(setting.device)
     logits_NV = model.eval()(input_ids=ids_1T).logits[0, :-1][trained].float() / TEMPERATURE

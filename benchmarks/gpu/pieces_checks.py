@@ -111,7 +111,7 @@ def grouped_products(setting: Setting) -> Numbers:
     ends = torch.arange(1, experts + 1, device=setting.device, dtype=torch.int32) * each
 
     def product(x: Tensor, w: Tensor) -> Tensor:
-        grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+        grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
         return grouped(x, w, offs=ends)  # as transformers' experts choose
 
     made: Numbers = {}

@@ -26,7 +26,9 @@ class Results:
     """
 
     def __init__(self, out: Path, device: Literal["cpu", "cuda"], size: Size) -> None:
-        self.out, self.device, self.size = out, device, size
+        self.out = out
+        self.device: Literal["cpu", "cuda"] = device
+        self.size: Size = size
         self._machine = machine()
         self._newest: dict[str, dict[str, Any]] = {}
         out.mkdir(parents=True, exist_ok=True)

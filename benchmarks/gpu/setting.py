@@ -81,7 +81,8 @@ class Setting:
             "tie_word_embeddings": shape != "8B/3",
             "eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None, "dtype": "float32",
         }  # fmt: skip
-        return Qwen3Config(**settings | own | changes)
+        settings |= own | changes
+        return Qwen3Config(**settings)
 
     def model(self, shape: str = "1.1B", seed: int = 3) -> str:
         """A random checkpoint of the shape, made once, with a tokenizer of characters.

@@ -210,7 +210,7 @@ def _kind(name: str) -> str:
 def mixture_step(setting: Setting) -> Numbers:
     """Steps of a mixture of experts: whole under autocast, and sharded in bfloat16."""
     tiny = setting.size == "tiny"
-    width = {
+    width: dict[str, Any] = {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8,
         "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 32, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE,
