@@ -201,6 +201,14 @@ def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() ->
         assert CUDA_PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
+def test_extras_that_the_image_may_have_are_pinned() -> None:
+    """As EXTRAS of the Dockerfile, which installs them with these constraints."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for extra in ("wandb", "tensorboard", "mlflow", "data", "mcp", "textarena", "judge"):
+        for requirement in map(Requirement, project["optional-dependencies"][extra]):
+            assert PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
 def test_the_commands_are_the_command_lines_own() -> None:
     for name in ("ray-cluster.yaml", "kuberay-cluster.yaml"):
         (command,) = commands((DEPLOY / name).read_text())
