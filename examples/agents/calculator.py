@@ -13,8 +13,8 @@ CALCULATOR = {"name": "calculator", "description": "Multiplies.", "parameters": 
 TOOLS: list = [{"type": "function", "function": CALCULATOR}]
 
 
-def solve(problem: dict) -> dict:
-    client, messages = OpenAI(), list(problem["messages"])
+def solve(problem: dict, client: OpenAI | None = None) -> dict:
+    client, messages = client or OpenAI(), list(problem["messages"])
     while True:
         turn = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         said: Any = turn.choices[0].message

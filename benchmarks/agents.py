@@ -1,0 +1,144 @@
+"""Episodes per second of one task by `ToolUse` and by agents, on the embedded engine.
+
+    python -m benchmarks.agents out=DIR [episodes=64] [rounds=5]
+
+A tiny model, taught for 80 steps to call a calculator, answers products: about 20 tokens in two
+turns, so that what an agent costs outweighs the model. Each round plays the same problems in every
+way, by turns; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import chz
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+import cluster.run
+from actors.embedded.engine import EmbeddedEngine
+from actors.envs.agent import Agent
+from actors.rollout.episode import rollout_group
+from cluster.command import run_command
+from cluster.config.recipes import make
+from cluster.demos.arithmetic import write_jsonl
+from distill.engine import Engine
+from distill.envs.base import EnvContext, EnvDataset
+from distill.envs.tool_use import ToolUse
+from distill.rewards.registry import last_number
+from distill.sampling import TrainSampling
+from distill.tokenizer import load_tokenizer
+from distill.tools.calculator import Calculator
+from examples.agents import calculator
+from examples.show.chat_worlds import (
+    DIGITS_APART,
+    product_book,
+    product_prompts,
+    products,
+    write_untrained,
+)
+
+GROUP_SIZE, NEW_TOKENS, CONTEXT = 4, 32, 640
+_CLIENT = OpenAI(base_url="http://localhost", api_key="of an episode")
+
+
+def solve_by_kept_client(problem: dict[str, Any]) -> dict[str, Any]:
+    """The example's agent with a client that is made once, not in each episode."""
+    client = _CLIENT.with_options(
+        base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    )
+    return calculator.solve(problem, client)
+
+
+WAYS = {
+    "env=ToolUse": ToolUse(tools="calculator"),
+    "module:function, one client kept": Agent(command="benchmarks.agents:solve_by_kept_client"),
+    "module:function": Agent(command="examples.agents.calculator:solve"),
+    "a process per episode": Agent(command=f"{sys.executable} {calculator.__file__}"),
+}
+
+
+@chz.chz
+class AgentsConfig:
+    """What an agent costs."""
+
+    out: str = chz.field(doc="directory of the models and prompts")
+    episodes: int = chz.field(default=64, doc="episodes of a round, a multiple of 4")
+    rounds: int = chz.field(default=5, doc="rounds, in each of which every way plays once")
+
+
+def agents(config: AgentsConfig, console: Console) -> None:
+    """Plays all ways and prints the table."""
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=config.out))
+    model, prompts = _taught(work), work / "prompts.jsonl"
+    write_jsonl(prompts, product_prompts(products(config.episodes // GROUP_SIZE, 1)))
+    tokenizer = load_tokenizer(model)
+    context = EnvContext(
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        context_length=CONTEXT,
+        max_new_tokens=NEW_TOKENS,
+        reward=last_number,
+    )
+    engine = EmbeddedEngine(model_path=model, device="cpu", threads=1)
+    datasets = {way: env(str(prompts), context) for way, env in WAYS.items()}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with asyncio.Runner() as runner:
+        for dataset in datasets.values():  # kernels, and processes that are kept
+            runner.run(_played(engine, dataset))
+        for _ in range(config.rounds):
+            for way, dataset in datasets.items():
+                seconds[way].append(runner.run(_played(engine, dataset)))
+    table = Table(title=f"{config.episodes} episodes, medians of {config.rounds} rounds")
+    for heading in ("way", "ms an episode", "episodes/s, of env=ToolUse's"):
+        table.add_column(heading)
+    [plain, *_] = seconds.values()
+    for way, each in seconds.items():
+        ratio = median(a / b for a, b in zip(plain, each, strict=True))
+        table.add_row(way, f"{median(each) / config.episodes * 1e3:.1f}", f"{ratio:.2f}")
+    console.print(table)
+
+
+async def _played(engine: Engine, dataset: EnvDataset) -> float:
+    """Seconds to play every problem once, all at the same time."""
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=NEW_TOKENS)
+    began = time.perf_counter()
+    groups = await asyncio.gather(
+        *(
+            rollout_group(
+                engine, dataset.builder(problem, GROUP_SIZE), sampling, group_id=problem, seed=0
+            )
+            for problem in range(len(dataset))
+        )
+    )
+    assert not any(group.metrics.get("rollout/failed_episodes") for group in groups)
+    return time.perf_counter() - began
+
+
+def _taught(work: Path) -> str:
+    """Checkpoint of a model that calls the calculator, often rightly."""
+    tools = [Calculator().schema]
+    book = [{**row, "tools": tools} for row in product_book(products(300, 0), guesses=0.0)]
+    write_jsonl(work / "book.jsonl", book)
+    write_untrained(str(work / "untrained"), book, DIGITS_APART, context_length=CONTEXT, seed=1)
+    run = make(
+        "sft",
+        model=str(work / "untrained"), data=str(work / "book.jsonl"), out=str(work / "sft"),
+        steps=80, batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
+    )  # fmt: skip
+    cluster.run.run(run, Console(quiet=True))
+    return str(work / "sft/final")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(AgentsConfig, agents, None))
