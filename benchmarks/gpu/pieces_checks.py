@@ -67,7 +67,9 @@ def digest_cost(setting: Setting) -> Numbers:
         "checksum_s_a_gib": seconds(setting, lambda: tensor_checksum(data)) / gib,
     }
     if setting.cuda and find_spec("sglang") is not None:
-        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+        from sglang.kernels.ops.memory.gpu_tensor_hash import (  # pyright: ignore[reportMissingImports]
+            gpu_tensor_hash,
+        )
 
         made["sglang_s_a_gib"] = seconds(setting, lambda: gpu_tensor_hash(data)) / gib
         require(word_sum(data) == gpu_tensor_hash(data), "SGLang's hash of the same bytes differs")
