@@ -138,6 +138,7 @@ def run_head(cpus: int) -> None:
 def _until_abandoned() -> None:
     """Wait for the end of standard input; what Ray says of a start after that concerns nobody."""
     sys.stdin.read()
+    signal.alarm(END_S)  # without its parent's socket a start may hang
     _print_nothing()
 
 
