@@ -32,6 +32,8 @@ _STARTS = 3
 # its children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
 START_S = 180
 END_S = 30
+# The same for a start that the driver has left: without the driver's fork of workers it may hang.
+ABANDONED_S = 1
 
 # `-m` would look for modules in the working directory, which the driver may not do.
 _PROGRAM = f"""
@@ -116,11 +118,11 @@ def run_head(cpus: int) -> None:
     of standard input."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Ray prints
+    signal.alarm(START_S)
     abandoned = Thread(target=_until_abandoned, daemon=True)
     abandoned.start()
     import ray
 
-    signal.alarm(START_S)
     try:
         reply = {"address": _start(cpus)}
     except Exception as error:  # Ray raises bare ones, too
@@ -136,9 +138,10 @@ def run_head(cpus: int) -> None:
 
 
 def _until_abandoned() -> None:
-    """Wait for the end of standard input; what Ray says of a start after that concerns nobody."""
+    """Wait for the end of standard input. A start after that, and what Ray says of it, concern
+    nobody."""
     sys.stdin.read()
-    signal.alarm(END_S)  # without its parent's socket a start may hang
+    signal.alarm(ABANDONED_S)
     _print_nothing()
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 
@@ -43,13 +44,22 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
     assert not alive
 
 
-def test_a_head_whose_driver_ends_first_says_nothing_and_ends_ray() -> None:
+def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> None:
     program = [sys.executable, "-c", HEAD, "180", "60"]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout and process.stderr
+        raylets = list[psutil.Process]()
+        while not raylets:  # which it waits for, and which never comes up
+            assert process.poll() is None
+            started = psutil.Process(process.pid).children()
+            raylets = [each for each in started if each.name() == "raylet"]
+            time.sleep(0.02)
+        raylets[0].suspend()
         process.stdin.close()
         process.stdout.close()
-        assert process.wait(120) == 0
+        assert process.wait(60) == -signal.SIGALRM
         assert process.stderr.read() == b""
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive
