@@ -92,6 +92,7 @@ class EvaluateConfig(
 
     @chz.validate
     def _consistent(self) -> None:
+        self.data.check(self.env)
         self.files()
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
@@ -110,14 +111,10 @@ class EvaluateConfig(
         """Prompt sources by name; the environment's name with None if it reads no prompts.
 
         Raises:
-            ConfigError: there is no source, or one is given twice or with a weight.
+            ConfigError: a source is given twice or with a weight.
         """
-        if not self.env.reads_prompts:
-            if self.data.source is not None:
-                raise ConfigError(f"prompts={self.data.source} changes nothing: env= reads no file")
-            return {type(self.env).__name__: None}
         if self.data.source is None:
-            raise ConfigError("prompts= is missing; give prompts=FILE.jsonl")
+            return {type(self.env).__name__: None}
         sources = unweighted_sources("prompts", self.data.source)
         return {source.name: source.place for source in sources}
 

@@ -266,8 +266,9 @@ class EngineInfo:
         temperature_scaling: how given tokens come to be scored at T, for people to read.
         stop_event: ids whose log-probs are those of all of them together; see `distill.stops`.
         scores_given: it heeds `ScoreRequest.given_NK`; a server that lacks our plugin does not.
-        returns_states: it heeds `ScoreRequest.states_N`; a server that lacks our plugin does if it
-            was started with --enable-return-hidden-states.
+        longest_states: tokens of the longest row of which it returns `ScoreRequest.states_N`; None:
+            any row. A server that lacks our plugin returns none, 0, unless it was started with
+            --enable-return-hidden-states; then those of one prefill chunk.
         scores_at_t: it announces that given tokens are scored at T. A server without our plugin
             does not: its log-probs of given tokens are those at T = 1.
     """
@@ -283,7 +284,7 @@ class EngineInfo:
     temperature_scaling: str
     stop_event: tuple[int, ...] = ()
     scores_given: bool = True
-    returns_states: bool = True
+    longest_states: int | None = None
     scores_at_t: bool = True
 
     @property

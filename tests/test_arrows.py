@@ -297,12 +297,18 @@ cluster.train.main({arguments}.split())
 """
 
 
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """The code in a process of its own, from the project's directory, without a Ray to join."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
 def test_processes_without_tensors_start_without_torch() -> None:
     """It is most of the seconds and of the memory that such a process takes; they are many."""
-    code = _TRY.format(modules=WITHOUT_TORCH)
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.strip() == ""
+    found = python(_TRY.format(modules=WITHOUT_TORCH))
+    assert (found.returncode, found.stdout.strip()) == (0, ""), found.stderr
 
 
 def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) -> None:
@@ -310,24 +316,13 @@ def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) 
         (name, arguments.replace("OUT", str(tmp_path / "out")), code)
         for name, arguments, code in ANSWERED_AT_ONCE
     ]
-    code = _ANSWER.format(answered=answered)
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = python(_ANSWER.format(answered=answered))
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("arguments", STARTING_RAY)
 def test_ray_comes_up_beside_the_imports_of_torch(arguments: str, tmp_path: Path) -> None:
-    code = _START.format(arguments=repr(arguments.replace("OUT", str(tmp_path / "out"))))
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = python(_START.format(arguments=repr(arguments.replace("OUT", str(tmp_path / "out")))))
     assert ended.returncode == 7, ended.stderr
 
 

@@ -103,13 +103,6 @@ class _Plugin(NamedTuple):
     states: bool
 
 
-class _OwnStates(NamedTuple):
-    """Whether a server without the plugin returns hidden states, and of how much at once."""
-
-    returned: bool
-    chunks: Chunks
-
-
 class SglangEngine:
     """An `Engine` (distill/engine.py) over HTTP.
 
@@ -160,7 +153,7 @@ class SglangEngine:
         self._beats = 0
         self._first = FirstRequests(first_request_s)
         self._plugin: asyncio.Task[_Plugin] | None = None
-        self._states: _OwnStates | None = None
+        self._chunks: Chunks | None = None
         self._in_chunks = asyncio.Lock()  # of a server without the plugin, by its prefill chunks
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
@@ -323,8 +316,7 @@ class SglangEngine:
         It returns those of a prompt's last prefill chunk alone. So the prompts of one HTTP request
         fit into one chunk, and the next is sent when it has been answered.
         """
-        chunks = (await self._own_states()).chunks
-        made = []
+        chunks, made = await self._prefill_chunks(), []
         for part in bounded(passes, self._event, chunks):
             async with self._in_chunks if chunks.tokens > 0 else nullcontext():
                 made += await self._prefill_parts([passes[part]], use, plugin=False)
@@ -489,7 +481,7 @@ class SglangEngine:
                 else "not announced by the server"
             ),
             scores_given=plugin.lists,
-            returns_states=plugin.states or (await self._own_states()).returned,
+            longest_states=None if plugin.states else await self._longest_own_states(),
             scores_at_t=plugin.scores_at_t,
         )
 
@@ -534,16 +526,28 @@ class SglangEngine:
             return _Plugin(False, False, False)
         return _Plugin(True, LISTED_KEY in answer["meta_info"], STATES_KEY in answer["meta_info"])
 
-    async def _own_states(self) -> _OwnStates:
-        """Flags of the server's start that decide over hidden states, asked once."""
-        if self._states is None:
-            info = await self._client.get("/server_info")
-            info = info if isinstance(info, dict) else {}
-            returned = bool(info.get("enable_return_hidden_states"))
-            returned |= info.get("return_hidden_states_mode") == "full"
-            chunk = int(info.get("chunked_prefill_size") or 0)
-            self._states = _OwnStates(returned, Chunks(chunk, int(info.get("page_size") or 1)))
-        return self._states
+    async def _longest_own_states(self) -> int | None:
+        """`EngineInfo.longest_states` of a server without the plugin."""
+        info = await self._server_info()
+        returned = info.get("enable_return_hidden_states")
+        if not (returned or info.get("return_hidden_states_mode") == "full"):
+            return 0
+        chunks = await self._prefill_chunks()
+        return chunks.tokens // chunks.page * chunks.page if chunks.tokens > 0 else None
+
+    async def _prefill_chunks(self) -> Chunks:
+        """Size of the server's prefill chunks, asked once."""
+        if self._chunks is None:
+            info = await self._server_info()
+            tokens, page = info.get("chunked_prefill_size"), info.get("page_size")
+            self._chunks = Chunks(int(tokens or 0), int(page or 1))
+        return self._chunks
+
+    async def _server_info(self) -> Mapping[str, Any]:
+        info = await self._client.get("/server_info")
+        if not isinstance(info, dict):
+            raise EngineError("the server's /server_info is not a JSON object")
+        return info
 
     async def health(self) -> int:
         """See `Engine.health`.

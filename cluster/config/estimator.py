@@ -36,8 +36,6 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
     if config.objective.estimator != AUTO:
         return config, ""
     chosen, why = _begun(config) or _chosen(config)
-    if (states := _by_states(config, chosen)) is not None:
-        why += f"; teacher.head=DIR has full from hidden states, at most {states} a step"
     line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
     return changed(config, estimator=chosen), line
 
@@ -48,14 +46,6 @@ def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
     each = width * DTYPE_BYTES[config.engine.dtype_on(config.cluster.device)]
     samples = config.data.batch_size * config.sampling.group_size
     return each, each * samples * config.sampling.max_new_tokens
-
-
-def _by_states(config: OpdConfig, chosen: str) -> str | None:
-    """Size of a step's hidden states, if they could have what was not chosen."""
-    models = [teacher.model for teacher in config.teacher_models().values()]
-    if chosen != "top_k" or any(is_url(model) for model in models):
-        return None
-    return readable(max(state_bytes(config, model)[1] for model in models))
 
 
 def _begun(config: OpdConfig) -> tuple[str, str] | None:
@@ -88,7 +78,11 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
     if width > 3 * DEFAULT_TOP_K:
-        return "top_k", f"{apart}: it is asked at likely tokens"
+        why = f"{apart}: it is asked at likely tokens"
+        if not served:
+            step = max(state_bytes(config, model)[1] for model in models)
+            why += f"; with teacher.head= it would be full, by at most {readable(step)} a step"
+        return "top_k", why
     if reverse:
         return "sampled", f"{apart}, and a vocabulary of {width} is small"
     raise ConfigError(

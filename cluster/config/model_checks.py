@@ -47,7 +47,7 @@ class CheckedScorer:
         chat: token ids of a known chat by a running server's chat template; None for a checkpoint
             or a server without a template.
         scores_given: False for a running server without isotherm's plugin.
-        returns_states, scores_at_t: as of `EngineInfo`.
+        longest_states, scores_at_t: as of `EngineInfo`.
     """
 
     model: str
@@ -57,7 +57,7 @@ class CheckedScorer:
     ends: frozenset[int] | None = None
     chat: tuple[int, ...] | None = None
     scores_given: bool = True
-    returns_states: bool = True
+    longest_states: int | None = None
     scores_at_t: bool = True
 
 
@@ -83,7 +83,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
             context_length=info.context_length,
             chat=None if info.tokenizer is None else info.tokenizer.chat,
             scores_given=info.scores_given,
-            returns_states=info.returns_states,
+            longest_states=info.longest_states,
             scores_at_t=info.scores_at_t,
         )
     config, own = check_model(model), load_tokenizer(model)
@@ -126,29 +126,34 @@ def served_hidden_size(role: str, scorer: CheckedScorer, longest_row: int) -> in
     """
     if not is_url(scorer.model):
         return load_config(scorer.model).get_text_config().hidden_size
-    if not scorer.returns_states:
+    if scorer.longest_states == 0:
         raise ConfigError(
             f"{role}={scorer.model} returns no hidden states, which {role}.head= is for; start it "
             "with --enable-return-hidden-states, or install isotherm where it runs",
             field=f"{role}.head",
         )
+    if scorer.longest_states is not None and longest_row > scorer.longest_states:
+        raise ConfigError(
+            f"{role}={scorer.model} returns the hidden states of {scorer.longest_states} tokens, "
+            f"those of one prefill chunk, and rows may have {longest_row}; start it with "
+            "--chunked-prefill-size -1, or install isotherm where it runs",
+            field=f"{role}.head",
+        )
     try:
-        length = max(2, min(longest_row, scorer.context_length))
-        return asyncio.run(_states(scorer.model, length)).hidden_size
+        return asyncio.run(_one_state(scorer.model)).hidden_size
     except EngineError as error:
         raise ConfigError(f"{role}={scorer.model}: {error}", field=f"{role}.head") from error
 
 
-async def _states(url: str, length: int) -> HiddenStates:
-    """Hidden states of a row of `length` tokens."""
+async def _one_state(url: str) -> HiddenStates:
     from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
 
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     request = ScoreRequest(
-        tokens_T=np.zeros(length, np.int32),
+        tokens_T=np.zeros(2, np.int32),
         start=1,
         temperatures=(UNSCALED,),
-        states_N=np.ones(length - 1, np.bool_),
+        states_N=np.ones(1, np.bool_),
     )
     try:
         [score] = await engine.score([request])

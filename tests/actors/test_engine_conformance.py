@@ -416,7 +416,7 @@ def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
                 assert score.states is None
             else:
                 expect_states(party.model, request, score)
-    assert party.run(party.engine.info()).returns_states
+    assert party.run(party.engine.info()).longest_states is None
 
 
 def test_given_tokens_that_are_none_are_refused(party: Party) -> None:
