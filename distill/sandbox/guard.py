@@ -42,10 +42,13 @@ def _lifeline() -> tuple[int, int]:
 
 
 def _forget() -> None:
-    """Closes a forked process's copy of the lifeline: it would keep the guards from the end."""
+    """Close a forked process's copy of the end that is held: it would keep the guards waiting.
+
+    uvloop, which Ray's actors have where it is installed, calls this in every process that it
+    starts, before the program replaces it; a guard's own end must be left to it.
+    """
     if _lifeline.cache_info().currsize:
-        for descriptor in _lifeline():
-            os.close(descriptor)
+        os.close(_lifeline()[1])
         _lifeline.cache_clear()
 
 

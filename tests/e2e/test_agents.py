@@ -56,10 +56,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "sft/final")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "command", ["python examples/agents/calculator.py", "examples.agents.calculator:solve"]
+    "command",
+    [
+        "python examples/agents/calculator.py",
+        pytest.param("examples.agents.calculator:solve", marks=pytest.mark.slow),
+    ],
 )
 def test_a_student_is_distilled_through_the_example(
     caller: str, tmp_path: Path, engine: str, command: str
