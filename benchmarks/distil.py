@@ -44,9 +44,7 @@ def _estimators(k: int, teacher: str) -> dict[str, dict[str, Any]]:
     top: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": k}
     return {
         "sampled": {"estimator": "sampled"},
-        f"top_k of the teacher, {k}, bucket": top | {"top_k_from": "teacher", "tail": "bucket"},
         f"top_k of the teacher, {k}": top | {"top_k_from": "teacher"},
-        f"top_k of the student, {k}, bucket": top | {"top_k_from": "student", "tail": "bucket"},
         f"top_k of the student, {k}": top | {"top_k_from": "student"},
         f"union, {k} and {k}": top | {"top_k_from": "union"},
         "full": {"estimator": "full"},

@@ -26,7 +26,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo"},
     "correction=truncate": {"correction": "truncate"},
     "kl_discount_factor=1": {"kl_discount_factor": 1.0},
-    "top_k, tail=sampled": {"estimator": "top_k", "teacher_top_k": TOP_K, "tail": "sampled"},
+    "top_k": {"estimator": "top_k", "teacher_top_k": TOP_K},
 }
 
 

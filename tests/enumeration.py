@@ -85,7 +85,7 @@ def top_tokens(support: TopKFrom, log_p_V: Tensor, log_q_V: Tensor) -> list[int]
     return own + others[: each if support != "student" else 0]
 
 
-def coarse_reverse_kl(support: TopKFrom) -> StateDivergence:
+def coarse(support: TopKFrom, whole: StateDivergence) -> StateDivergence:
     """Of some likely tokens and all the others as one; listed padding of the teacher is left out,
     other padding is in its rest."""
 
@@ -98,7 +98,7 @@ def coarse_reverse_kl(support: TopKFrom) -> StateDivergence:
             parts = torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
             return parts.log_softmax(dim=0)
 
-        return reverse_kl(merged(log_p_V), merged(log_q_V))
+        return whole(merged(log_p_V), merged(log_q_V))
 
     return divergence
 
@@ -124,14 +124,9 @@ def _estimator(per_state: StateDivergence | None, **settings: Any) -> Estimator:
     return Estimator(ObjectiveConfig(**settings), per_state)
 
 
-def _top(support: TopKFrom, tail: str) -> dict[str, Any]:
+def _top(support: TopKFrom) -> dict[str, Any]:
     each = TOP_K if support != "union" else TOP_K // 2
-    return {
-        "estimator": "top_k",
-        "teacher_top_k": each,
-        "top_k_from": support,
-        "tail": tail,
-    }
+    return {"estimator": "top_k", "teacher_top_k": each, "top_k_from": support}
 
 
 SUPPORTS: tuple[TopKFrom, ...] = ("student", "union", "teacher")
@@ -142,12 +137,12 @@ ESTIMATORS = {
     "full, forward_kl": _estimator(forward_kl, estimator="full", divergence="forward_kl"),
     "full, jsd": _estimator(jsd, estimator="full", divergence="jsd"),
     **{
-        f"top_k of the {support}, tail=sampled": _estimator(reverse_kl, **_top(support, "sampled"))
+        f"top_k of the {support}, reverse_kl": _estimator(reverse_kl, **_top(support))
         for support in SUPPORTS
     },
     **{
-        f"top_k of the {support}, tail=bucket": _estimator(
-            coarse_reverse_kl(support), **_top(support, "bucket")
+        f"top_k of the {support}, forward_kl": _estimator(
+            coarse(support, forward_kl), divergence="forward_kl", **_top(support)
         )
         for support in SUPPORTS
     },

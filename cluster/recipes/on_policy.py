@@ -297,24 +297,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
             terms.append(f"{name}={getattr(objective, name):g}")
     weighed = objective.has_advantages or objective.loss != "importance_sampling"
     loss = f", by {objective.loss}" if weighed else ""
-    return f"{' + '.join(terms)}{loss}{_caution(objective)}"
-
-
-def _caution(objective: ObjectiveConfig) -> str:
-    """Warn of a bucket that flattens the student's distribution (measured: docs/objectives.md)."""
-    flat = (
-        objective.kl_coef
-        and objective.divergence == "reverse_kl"
-        and objective.tail == "bucket"
-        and objective.support == "student"
-    )
-    return (
-        "\n  caution   tail=bucket of the student's own likeliest tokens does not say which of the "
-        "others are right:\n            watch train/entropy, or use tail=sampled or "
-        "top_k_from=teacher (docs/objectives.md)"
-        if flat
-        else ""
-    )
+    return f"{' + '.join(terms)}{loss}"
 
 
 def _teacher_samples_line(config: RolloutConfig) -> str:

@@ -58,7 +58,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "opd/divergence",
             "nats",
             "mean of the divergence that the learner computed (`estimator=full` or `top_k`; the "
-            "top k alone with `tail=sampled`)",
+            "top k alone where `top_k` has a reverse KL)",
         ),
         Metric(
             "opd/kl_top_share",
@@ -119,7 +119,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "advantage/mean",
             "",
             "mean of the advantages of trained tokens, with the sampler's log-probs; absent if "
-            "the settings make all of them 0 (`estimator=full` or `tail=bucket` without rewards, "
+            "the settings make all of them 0 (`estimator=full` without rewards, "
             "bonuses or a reference)",
         ),
         Metric("advantage/std", "", "standard deviation of these advantages"),

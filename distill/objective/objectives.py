@@ -264,7 +264,7 @@ def _teacher_terms(
     stop_event: tuple[int, ...],
 ) -> list[TokenTerms]:
     """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
-    with tail=sampled the first outside the tokens that it was asked for, the second within."""
+    with `samples_tail` the first outside the tokens that it was asked for, the second within."""
     assert objective.estimator != AUTO, "the run chooses an estimator before it trains"
     segments, clip = trajectory.segments, objective.kl_clip
     divergence_coef = 0.0 if objective.estimator == "sampled" else coef
@@ -323,8 +323,8 @@ def teacher_divergence(
     """D(p_T || q_T) at each trained position of a batch; None where the teacher's part is sampled.
 
     estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the tokens
-    that the teacher was asked for and the rest as one bucket, or, with tail=sampled, those tokens'
-    part of the reverse KL, which the sampled term completes. Which tokens they are may depend on
+    that the teacher was asked for and the rest as one bucket, or, of a reverse KL, those tokens'
+    part of it, which the sampled term completes. Which tokens they are may depend on
     the state in any way, and not on the token that is sampled in it. With kl_clip each log ratio in
     it is bounded, as that of the sampled token is.
     """

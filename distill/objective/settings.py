@@ -23,7 +23,6 @@ EstimatorName = Literal["auto", "sampled", "full", "top_k"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKFrom = Literal["student", "teacher", "union"]
 ConstantGroups = Literal["train", "drop", "replace"]
-Tail = Literal["bucket", "sampled"]
 # The run makes the choice itself, before training starts.
 AUTO = "auto"
 
@@ -192,7 +191,8 @@ class ObjectiveConfig:
         default="sampled",
         doc="how much of the teacher's distribution is used. sampled: the log-prob of the sampled "
         "token; full: all of it, by a copy of the teacher in the learner; top_k: some likely "
-        "tokens, and an estimate of the rest; auto (opd): full where it fits, else top_k, else "
+        "tokens, and an estimate of the rest (reverse_kl: by the sampled token; other divergences: "
+        "the rest as one outcome); auto (opd): full where it fits, else top_k, else "
         "sampled",
     )
     divergence: str = setting(
@@ -230,14 +230,6 @@ class ObjectiveConfig:
         "teacher: the teacher's; union: the student's, and as many others of the teacher's. "
         "Default: student for reverse_kl, an expectation under the student; teacher for "
         "forward_kl; union for jsd",
-    )
-    tail: Tail | None = setting(
-        one_of(*get_args(Tail)),
-        _TOP_K,
-        default=None,
-        doc="top_k: estimate of the rest of the distribution. bucket: all other tokens as one; "
-        "sampled: the sampled token where it is not in the top k; default: sampled for reverse_kl, "
-        "else bucket",
     )
 
     hint_bonus_coef: float = setting(
@@ -284,18 +276,14 @@ class ObjectiveConfig:
     def _terms_are_sampled(self) -> None:
         if self.kl_discount_factor:
             self._check_discount()
-        if self.tail == "sampled" and self.divergence != "reverse_kl":
-            raise ConfigError(
-                "tail=sampled is for divergence=reverse_kl; use tail=bucket", field="objective.tail"
-            )
 
     def _check_discount(self) -> None:
         """Raise ConfigError for a discount if no term is sampled, or only a part of one."""
         given = f"kl_discount_factor={self.kl_discount_factor}"
         if self.kl_coef and self.samples_tail:
             raise ConfigError(
-                f"{given} needs estimator=sampled: with tail=sampled only a part of the "
-                "teacher's term is sampled, and the rest has no future terms",
+                f"{given} needs estimator=sampled: with top_k only a part of the teacher's "
+                "term is sampled, and the rest has no future terms",
                 field="objective.kl_discount_factor",
             )
         if self.reference_kl_coef:
@@ -326,9 +314,12 @@ class ObjectiveConfig:
 
     @property
     def samples_tail(self) -> bool:
-        """True if the tokens outside the top k contribute only through sampled ones."""
-        default = "sampled" if self.divergence == "reverse_kl" else "bucket"
-        return self.estimator == "top_k" and (self.tail or default) == "sampled"
+        """True if the tokens outside the top k contribute only through sampled ones.
+
+        A reverse KL is an expectation under the student, of which a sampled token is an unbiased
+        estimate. In other divergences these tokens are one outcome, a bucket.
+        """
+        return self.estimator == "top_k" and self.divergence == "reverse_kl"
 
     @property
     def has_advantages(self) -> bool:
@@ -424,11 +415,11 @@ class OpdObjective(ObjectiveConfig):
             return
         for name, off in (("loss", "importance_sampling"), ("correction", "none")):
             if (value := getattr(self, name)) != off:
-                tail = "" if self.estimator == "full" else " tail=bucket"
                 raise ConfigError(
-                    f"{name}={value} changes nothing with estimator={self.estimator}{tail} and no "
-                    "reward, bonus or reference: it weighs the advantages of sampled tokens, which "
-                    f"are all 0. Leave {name} out, or give estimator=sampled",
+                    f"{name}={value} changes nothing with estimator={self.estimator} "
+                    f"divergence={self.divergence} and no reward, bonus or reference: it weighs "
+                    f"the advantages of sampled tokens, which are all 0. Leave {name} out, or give "
+                    "estimator=sampled",
                     field=f"objective.{name}",
                 )
 
@@ -439,7 +430,7 @@ class RlObjective(ObjectiveConfig):
 
     hidden: ClassVar[frozenset[str]] = frozenset({
         "kl_coef", "kl_clip", "estimator", "divergence", "jsd_beta", "teacher_top_k", "top_k_from",
-        "tail", "hint_bonus_coef", "correct_reward_threshold",
+        "hint_bonus_coef", "correct_reward_threshold",
     })  # fmt: skip
 
     kl_coef: float = with_default(ObjectiveConfig, "kl_coef", 0.0)

@@ -164,26 +164,6 @@ def test_a_loss_that_would_weigh_nothing_starts_no_run(
     assert made.objective.estimator == "full"
 
 
-@pytest.mark.parametrize(
-    "settings, warned",
-    [
-        ({"tail": "bucket"}, True),
-        ({"tail": "bucket", "top_k_from": "teacher"}, False),
-        ({"tail": "bucket", "top_k_from": "union"}, False),
-        ({"tail": "sampled"}, False),
-        ({"divergence": "forward_kl", "top_k_from": "student"}, False),
-    ],
-    ids=str,
-)
-def test_the_plan_warns_of_a_bucket_under_which_a_student_goes_flat(
-    opd: NewOpd, settings: dict[str, Any], warned: bool
-) -> None:
-    shown = StringIO()
-    top = opd(estimator="top_k", teacher_top_k=8, dry_run=True, **settings)
-    cluster.run.run(top, Console(file=shown, width=200))
-    assert ("caution   tail=bucket" in shown.getvalue()) is warned
-
-
 @pytest.mark.slow
 def test_what_was_chosen_is_what_a_resumed_run_has(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,6 @@ WITH: dict[str, dict[str, Any]] = {
     "objective.jsd_beta": {"objective.estimator": "full", "objective.divergence": "jsd"},
     "objective.kl_coef": {"teacher.model": "policy", "objective.hint_bonus_coef": 0.1},
     "objective.overlong_buffer": _REWARDS,
-    "objective.tail": _TOP_K,
     "teacher.ema": {"teacher.model": "policy"},
     "teacher.lag": {"teacher.model": "policy"},
     "objective.teacher_top_k": _TOP_K,

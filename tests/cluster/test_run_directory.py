@@ -87,7 +87,6 @@ MUST_STAY_BESIDE = {
     "divergence": ({"estimator": "full"}, "forward_kl"),
     "jsd_beta": ({"estimator": "full", "divergence": "jsd"}, 0.3),
     "teacher_top_k": ({"estimator": "top_k"}, 5),
-    "tail": ({"estimator": "top_k"}, "sampled"),
     "top_k_from": ({"estimator": "top_k"}, "teacher"),
     "teachers": (
         {"teacher": None, "teachers": {"a": {"model": "m"}}},

@@ -33,7 +33,6 @@ REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
         {"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
     ),
     ("kl_discount_factor", {"kl_coef": 0.0, "kl_discount_factor": 0.5}),
-    ("tail", {"estimator": "top_k", "tail": "sampled", "divergence": "jsd"}),
 ]
 
 
@@ -59,10 +58,9 @@ def test_refused_of_a_teacher(field: str, settings: dict[str, Any]) -> None:
         {"reward_coef": 1.0, "baseline": "leave_one_out", "scale_by_std": True},
         {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.1},
         {"estimator": "top_k", "teacher_top_k": 1, "divergence": "forward_kl"},
-        {"estimator": "top_k", "tail": "sampled"},
         {"kl_discount_factor": 1.0},
         {"kl_clip": 5.0},
-        {"kl_clip": 5.0, "estimator": "top_k", "tail": "bucket"},
+        {"kl_clip": 5.0, "estimator": "top_k"},
         {"loss": "package.module:function", "correction": "mask"},
         {"reward_coef": 1.0, "baseline": "global", "scale_by_std": True, "mask_truncated": True},
         {"reward_coef": 1.0, "advantage": "package.module:function", "overlong_buffer": 8},
@@ -101,7 +99,6 @@ def test_whose_likeliest_tokens_are_asked_for(
         ({"estimator": "sampled"}, False),
         ({"estimator": "full"}, False),
         ({"estimator": "top_k"}, True),
-        ({"estimator": "top_k", "tail": "bucket"}, False),
         ({"estimator": "top_k", "divergence": "jsd"}, False),
         ({"estimator": "top_k", "divergence": "forward_kl"}, False),
     ],
@@ -121,7 +118,6 @@ WHOLE: list[dict[str, Any]] = [
     {"estimator": "full"},
     {"estimator": "full", "divergence": "jsd"},
     {"estimator": "full", "entropy_coef": 0.01},
-    {"estimator": "top_k", "tail": "bucket"},
     {"estimator": "top_k", "divergence": "forward_kl"},
 ]
 SAMPLED: list[dict[str, Any]] = [
@@ -131,7 +127,7 @@ SAMPLED: list[dict[str, Any]] = [
     {"estimator": "full", "reward_coef": 1.0},
     {"estimator": "full", "bonus_coef": 0.1},
     {"estimator": "full", "hint_bonus_coef": 0.1},
-    {"estimator": "top_k", "tail": "bucket", "reference_kl_coef": 0.1},
+    {"estimator": "top_k", "divergence": "jsd", "reference_kl_coef": 0.1},
 ]
 WEIGHING: list[dict[str, Any]] = [
     {"loss": "ppo"},

@@ -91,7 +91,7 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
 
 def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient() -> None:
     made = with_top()
-    objective = ObjectiveConfig(estimator="top_k", tail="sampled", kl_coef=0.5)
+    objective = ObjectiveConfig(estimator="top_k", kl_coef=0.5)
     [row] = policy_rows([one_group(made)], objective)
     assert row.teacher_coef == 0.5
     everywhere = opd_advantages([made], 0.5, 0)[0].tolist()

@@ -58,7 +58,7 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
             {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.9}, marks=pytest.mark.slow
         ),
         pytest.param(
-            {"estimator": "top_k", "teacher_top_k": 16, "tail": "bucket"}, marks=pytest.mark.slow
+            {"estimator": "top_k", "teacher_top_k": 16, "divergence": "jsd"}, marks=pytest.mark.slow
         ),
         pytest.param(
             {"estimator": "top_k", "teacher_top_k": 8, "top_k_from": "union"},

@@ -24,7 +24,7 @@ from tests.tiny import VOCAB_SIZE
 
 TOP_K, KL_COEF, JSD_BETA = 5, 0.7, 0.3
 TOP: dict[str, Any] = {
-    "estimator": "top_k", "teacher_top_k": TOP_K, "top_k_from": "teacher", "tail": "bucket",
+    "estimator": "top_k", "teacher_top_k": TOP_K, "top_k_from": "teacher",
 }  # fmt: skip
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sampled": {},
@@ -32,10 +32,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "full reverse_kl": {"estimator": "full"},
     "full forward_kl": {"estimator": "full", "divergence": "forward_kl"},
     "full jsd": {"estimator": "full", "divergence": "jsd", "jsd_beta": JSD_BETA},
-    "top_k bucket reverse_kl": TOP,
     "top_k bucket forward_kl": TOP | {"divergence": "forward_kl"},
     "top_k bucket jsd": TOP | {"divergence": "jsd", "jsd_beta": JSD_BETA},
-    "top_k sampled": TOP | {"tail": "sampled"},
+    "top_k reverse_kl": TOP,
 }
 
 
@@ -127,7 +126,7 @@ def token_loss(
         return surrogate
     if how.estimator == "top_k":
         top = log_q_V.topk(TOP_K).indices
-        if how.tail == "sampled":
+        if how.divergence == "reverse_kl":
             fixed = (log_p_V - log_q_V).detach()
             inside = (p_V[top] * fixed[top]).sum()
             return inside if token in top else inside + surrogate

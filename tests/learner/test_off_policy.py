@@ -33,12 +33,12 @@ from tests.enumeration import (
 T = 0.7
 # How far the learner's weights are from the sampler's, relatively.
 DISTANCES = [0.01, 0.1, 0.4]
-TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K, "tail": "sampled"}
+TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K}
 # Without clips that act, each of them has the gradient of the ratio.
 EXACT: dict[str, dict[str, Any]] = {
     "importance_sampling": {},
     "cispo, unclipped": {"loss": "cispo", "clip": (1.0, 1e6)},
-    "top_k, tail=sampled": TOP,
+    "top_k": TOP,
     "full": {"estimator": "full"},
     "reference": {"kl_coef": 0.0, "reference_kl_coef": 1.0},  # the reference is the teacher
     "both": {"kl_coef": 0.3, "reference_kl_coef": 0.7},
@@ -61,7 +61,7 @@ def test_off_policy_it_is_the_gradient_of_the_present_policy_s_kl(
     assert error(made, world.state_gradient(T, reverse_kl)) < 3e-5
 
 
-WHOLE: list[dict[str, Any]] = [{"estimator": "full"}, TOP | {"tail": "bucket"}]
+WHOLE: list[dict[str, Any]] = [{"estimator": "full"}, TOP | {"divergence": "forward_kl"}]
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=["full", "bucket"])
@@ -92,7 +92,7 @@ def test_the_price_of_leaving_the_sampler_needs_no_advantage(
 
 @pytest.mark.parametrize("away", DISTANCES)
 @pytest.mark.parametrize(
-    "settings", [{}, TOP, {"estimator": "full"}], ids=["sampled", "top_k, tail=sampled", "full"]
+    "settings", [{}, TOP, {"estimator": "full"}], ids=["sampled", "top_k", "full"]
 )
 def test_off_policy_a_clip_is_of_the_present_policy_s_gap(
     world: World, settings: dict[str, Any], away: float
@@ -123,7 +123,7 @@ def test_the_discounted_reference_is_the_sequence_s_kl_centred(world: World) -> 
     assert error(made, world.state_gradient(T, reverse_kl)) > 0.02  # the immediate terms alone
 
 
-@pytest.mark.parametrize("settings", [{}, TOP], ids=["sampled", "top_k, tail=sampled"])
+@pytest.mark.parametrize("settings", [{}, TOP], ids=["sampled", "top_k"])
 def test_the_sampler_s_log_prob_in_its_place_pushes_away_from_the_sampler(
     world: World, settings: dict[str, Any]
 ) -> None:
@@ -165,7 +165,7 @@ UPDATES = 16
 LOSSES: dict[str, tuple[dict[str, Any], float]] = {
     "importance_sampling": ({}, 0.2),
     "cispo": ({"loss": "cispo"}, 0.2),
-    "top_k, tail=sampled": (TOP, 0.2),
+    "top_k": (TOP, 0.2),
     "ppo": ({"loss": "ppo"}, 0.5),
     "corrected": ({"correction": "truncate"}, 0.5),
 }

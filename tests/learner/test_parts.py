@@ -58,7 +58,7 @@ OBJECTIVES = {
     "entropy": ObjectiveConfig(entropy_coef=0.3),
     "full": ObjectiveConfig(estimator="full", divergence="jsd"),
     "top_k": ObjectiveConfig(estimator="top_k", divergence="forward_kl"),
-    "tail": ObjectiveConfig(estimator="top_k", tail="sampled"),
+    "tail": ObjectiveConfig(estimator="top_k"),
 }
 
 
