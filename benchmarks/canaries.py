@@ -3,7 +3,7 @@
     python -m benchmarks.canaries [prompts_per_step=8] [group_size=4] [rounds=40]
 
 One embedded teacher of 5.8 M parameters scores a step of random rows in calls of a group each; in
-half of the steps, one of the calls carries the canaries. The share is that of canary_every=1, and
+half of the steps, one of the calls carries the canaries. The share is that of verify.every=1, and
 of the default. A step has other work besides, so of a step's time it is less. Then the same of a
 copy of that teacher in the learner (estimator=full): its pass over the rows, and its canary.
 """
@@ -109,18 +109,19 @@ def print_measured(config: CanaryBenchConfig, console: Console) -> None:
         pair = make_pair(Path(directory), num_prompts=1)
         without, with_them = asyncio.run(measure(config, pair.teacher))
         passes, canary = measure_copy(config, pair.teacher)
-    every = chz.chz_fields(VerifySettings)["canary_every"]._default
+    every = VerifySettings().canary_every
     added = with_them - without
     console.print(
         f"a step of {config.prompts_per_step * config.group_size} rows of "
         f"{config.prompt_tokens + config.new_tokens} tokens: {without:.3f} s of the teacher; "
         f"canaries add {1e3 * added:.1f} ms, {added / without:.2%} of each step that has them and "
-        f"{added / without / every:.2%} with canary_every={every}",
+        f"{added / without / every:.2%} with one every {every} steps",
         highlight=False,
     )
     console.print(
         f"a copy in the learner: {passes:.3f} s for the same step's distributions; a canary takes "
-        f"{1e3 * canary:.1f} ms, {canary / passes / every:.2%} of that with canary_every={every}",
+        f"{1e3 * canary:.1f} ms, {canary / passes / every:.2%} of that with one every {every} "
+        "steps",
         highlight=False,
     )
 

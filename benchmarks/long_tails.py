@@ -1,4 +1,4 @@
-"""Step rules on a job whose answers have a long tail: real engines, learner, ledger and pushes.
+"""Schedules on a job whose answers have a long tail: real engines, learner, ledger and pushes.
 
     python -m benchmarks.long_tails out=DIR [steps=60] [seeds=3] [engines=1,2]
 
@@ -6,7 +6,7 @@ The pair is written by hand, so that lengths are known: letters are of five clas
 says what follows it, another letter of its class or EOS. Answers of a class have geometric lengths
 with a mean of 6, 12, 24, 48 or 96 tokens, cut off at 256: 7 times as long at the 99th percentile as
 on average. Teacher and student end alike, and differ in the letters, which the student learns;
-nothing but that makes answers longer or shorter. Both rules train the same prompts in all.
+nothing but that makes answers longer or shorter. All schedules train the same prompts in all.
 
     tokens/s  trained, from the step on at which the pipeline is in its usual state
     wait      share of the time in which the learner waits for groups
@@ -48,20 +48,20 @@ _ALPHABET = string.ascii_lowercase[: LETTERS * len(MEANS)]
 # Ids of the letters: behind pad, eos and unk come string.printable's digits.
 _FIRST = 3 + string.printable.index("a")
 
-RULES: dict[str, dict[str, Any]] = {
-    "in_order, H = 1": {"max_staleness": 1, "step_rule": "in_order"},
-    "due_first, H = 4 (default)": {},
-    "due_first, H = 4, 1.75 steps": {"groups_in_flight": 14},
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "H = 1": {"max_staleness": 1},
+    "H = 4 (default)": {},
+    "H = 4, 1.75 steps": {"groups_in_flight": 14},
 }
 
 
 @chz.chz
 class LongTailsConfig:
-    """Step rules on real long-tailed jobs."""
+    """Schedules on real long-tailed jobs."""
 
     out: str = chz.field(doc="new directory of the models, the runs and long_tails.json")
     steps: int = chz.field(default=60, doc="steps of each run")
-    seeds: int = chz.field(default=1, doc="runs of each rule")
+    seeds: int = chz.field(default=1, doc="runs of each schedule")
     engines: str = chz.field(default="1,2", doc="numbers of policy engines, with commas")
 
 
@@ -139,13 +139,13 @@ class Outcome:
 def measure_long_tails(
     root: Path, *, steps: int, seeds: int, engines: list[int], console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs each rule on each number of engines, rules by turns; outcomes by their names."""
+    """Runs each schedule on each number of engines, by turns; outcomes by their names."""
     pair = write_pair(root)
     found: dict[str, list[dict[str, Any]]] = {}
     for number in engines:
         for seed in range(seeds):
-            for i, (rule, settings) in enumerate(RULES.items()):
-                name = f"{rule}, {number} engine{'s' * (number > 1)}"
+            for i, (schedule, settings) in enumerate(SCHEDULES.items()):
+                name = f"{schedule}, {number} engine{'s' * (number > 1)}"
                 out = root / f"run-{number}-{seed}-{i}"
                 outcome = _run(pair, out, steps, seed, {**settings, "policy_engines": number})
                 found.setdefault(name, []).append(asdict(outcome))

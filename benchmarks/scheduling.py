@@ -1,13 +1,13 @@
-"""A simulator of a run's schedule: step rules and routing judged before they are believed.
+"""A simulator of a run's schedule: the step rule and routing, judged before they are believed.
 
     python -m benchmarks.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [hangs=0.0005]
         [sigma=0.2] [longest=131072] [of_slots=1] [only=again]
 
 Discrete events on an event loop whose clock jumps from one event to the next. The ledger with its
-step rules and the pools of engines are the real ones; engines, learner and lengths are made up:
+step rule and the pools of engines are the real ones; engines, learner and lengths are made up:
 
 - Lengths are log-normal, mean 4,000 tokens, p99 24,000, cut off at 32,768; half of the variance of
-  their logarithm is the prompt's. Group i is the same whatever the rule.
+  their logarithm is the prompt's. Group i is the same whatever the schedule.
 - An engine decodes 40 tokens/s in each of 64 slots. A push stops it for 5 s, and then the contexts
   under way are prefilled again (SGLang's `retract`) at 8 times the rate at which a full engine
   decodes; so are the contexts of turns that are not cached at the engine which they come to.
@@ -48,7 +48,7 @@ from cluster.command import run_command
 from cluster.handles.engine_pool import EnginePool
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.records import Lease, OnStale, StepRuleName, TrainedGroups
+from distill.records import Lease, OnStale, TrainedGroups
 
 SPEED = 40.0  # tokens/s of a slot
 SLOTS = 64  # of an engine
@@ -323,7 +323,6 @@ class Schedule:
         samples: groups start only while fewer samples than so many times the slots are unfinished.
     """
 
-    rule: StepRuleName = "in_order"
     max_staleness: int = 1
     steps_in_flight: float | None = None
     on_stale: OnStale = "wait"
@@ -334,13 +333,10 @@ class Schedule:
     samples: float | None = None
 
     def __str__(self) -> str:
-        if self.rule == "in_order":
-            name = f"in_order {self.max_staleness}"
-        else:
-            name = f"due_first {self.max_staleness}"
-            name += "" if self.on_stale == "wait" else f" {self.on_stale}"
-            if self.on_stale == "restart":
-                name += f" after {self.begin_again_after:g} medians"
+        name = f"H = {self.max_staleness}"
+        name += "" if self.on_stale == "wait" else f" {self.on_stale}"
+        if self.on_stale == "restart":
+            name += f" after {self.begin_again_after:g} medians"
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
         name += f", samples < {self.samples:g} x slots" if self.samples is not None else ""
@@ -408,7 +404,6 @@ class Simulation:
             max_staleness=schedule.max_staleness,
             total_groups=groups_per_step * steps,
             lease_s=1e9,
-            step_rule=schedule.rule,
             groups_in_flight=window,
             on_stale=schedule.on_stale,
             begin_again_after=schedule.begin_again_after,
@@ -629,49 +624,47 @@ class Simulation:
 SCHEDULES = (
     Schedule(max_staleness=0),
     Schedule(max_staleness=1),
-    Schedule(max_staleness=2),
     Schedule(max_staleness=4),
-    Schedule(rule="due_first", max_staleness=2),
-    Schedule(rule="due_first", max_staleness=4, steps_in_flight=2),
-    Schedule(rule="due_first", max_staleness=4, steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=2),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=4),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=4, in_place=True),
-    Schedule(rule="due_first", max_staleness=8, on_stale="train_late", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, on_stale="restart", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=8, samples=0.5),
-    Schedule(rule="due_first", max_staleness=8, samples=0.75),
-    Schedule(rule="due_first", max_staleness=8, samples=1.0),
+    Schedule(max_staleness=2),
+    Schedule(max_staleness=4, steps_in_flight=2),
+    Schedule(max_staleness=4, steps_in_flight=3),
+    Schedule(max_staleness=8, steps_in_flight=2),
+    Schedule(max_staleness=8, steps_in_flight=3),
+    Schedule(max_staleness=8, steps_in_flight=4),
+    Schedule(max_staleness=8, steps_in_flight=4, in_place=True),
+    Schedule(max_staleness=8, on_stale="train_late", steps_in_flight=3),
+    Schedule(max_staleness=4, on_stale="restart", steps_in_flight=3),
+    Schedule(max_staleness=8, samples=0.5),
+    Schedule(max_staleness=8, samples=0.75),
+    Schedule(max_staleness=8, samples=1.0),
 )
 
 AGENTS = (
     Schedule(max_staleness=1, sticky=False),
     Schedule(max_staleness=1),
     Schedule(max_staleness=4),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, sticky=False),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, in_place=True),
-    Schedule(rule="due_first", max_staleness=8, on_stale="train_late", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, on_stale="train_late", steps_in_flight=3),
-    Schedule(rule="due_first", max_staleness=4, on_stale="restart", steps_in_flight=3),
+    Schedule(max_staleness=8, steps_in_flight=3, sticky=False),
+    Schedule(max_staleness=8, steps_in_flight=3),
+    Schedule(max_staleness=8, steps_in_flight=3, in_place=True),
+    Schedule(max_staleness=8, on_stale="train_late", steps_in_flight=3),
+    Schedule(max_staleness=4, steps_in_flight=3),
+    Schedule(max_staleness=4, on_stale="train_late", steps_in_flight=3),
+    Schedule(max_staleness=4, on_stale="restart", steps_in_flight=3),
     Schedule(
-        rule="due_first",
         max_staleness=4,
         on_stale="restart",
         steps_in_flight=3,
         begin_again_after=4.0,
     ),
-    Schedule(rule="due_first", max_staleness=8, steps_in_flight=2),
-    Schedule(rule="due_first", max_staleness=8, samples=0.5),
-    Schedule(rule="due_first", max_staleness=8, samples=0.75),
+    Schedule(max_staleness=8, steps_in_flight=2),
+    Schedule(max_staleness=8, samples=0.5),
+    Schedule(max_staleness=8, samples=0.75),
 )
 
 
 @chz.chz
 class SchedulingConfig:
-    """Simulates step rules on long-tailed lengths."""
+    """Simulates schedules on long-tailed lengths."""
 
     engines: int = chz.field(default=8, doc="policy engines of 64 slots")
     group_size: int = chz.field(default=16, doc="samples of a group")

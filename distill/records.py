@@ -20,9 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from distill.errors import CheckpointError
 from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
 
-# Rule for the groups that a step takes (cluster/queue/step_rules.py), and for those that cannot be
-# trained in time.
-StepRuleName = Literal["in_order", "due_first"]
+# Treatment of groups that cannot be trained in time (cluster/queue/step_rule.py).
 OnStale = Literal["wait", "train_late", "restart"]
 # Reason for setting aside a group without a fault, which a step has passed over.
 CONSTANT_REWARD = "all members have the same reward"

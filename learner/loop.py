@@ -168,7 +168,7 @@ class PolicyLoop:
         self._foresight = None
         if foresee is not None:
             # These advantages, and the assignment of rows to several workers, need all groups.
-            together = loss.objective.baseline == "global" or bool(loss.objective.advantage)
+            together = loss.objective.compares_groups
             self._foresight = Foresight(
                 foresee, self.rollouts.fetch_ahead, whole=together or learner.workers > 1
             )

@@ -451,9 +451,9 @@ class OpdConfig(TeachersSettings, RolloutConfig):
     def needs_teacher_logprobs(self) -> str:
         """The setting, with its value, by which the loss reads log q_T of the sampled tokens; ""
         without one."""
-        for name in ("kl_clip", "advantage", "hint_bonus_coef", "loss"):
+        for name in ("kl_clip", "baseline", "hint_bonus_coef", "loss"):
             value = getattr(self.objective, name)
-            if is_own(value) if name == "loss" else value:
+            if is_own(value) if name in ("baseline", "loss") else value:
                 return f"objective.{name}={value}"
         return ""
 

@@ -10,9 +10,12 @@ from actors.config import PolicyEngineSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import ClusterSettings
 from distill.errors import ConfigError
-from distill.records import OnStale, StepRuleName
-from distill.rules import above, at_least, needs, setting
+from distill.records import OnStale
+from distill.rules import above, at_least, setting
 from distill.settings import MAY_CHANGE, Section
+
+# Steps between two canaries, by default.
+CANARY_STEPS = 10
 
 Colocation = Literal["no", "share", "sleep"]
 WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc", "adapter"]
@@ -278,25 +281,18 @@ class QueueSettings:
         doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
         "synchronous",
     )
-    step_rule: StepRuleName = chz.field(
-        default="due_first",
-        doc="groups that a step takes. due_first: the oldest finished ones that leave all others "
-        "enough time; in_order: in the order of their prompts, so that a long answer delays its "
-        "step",
-    )
     groups_in_flight: int | None = setting(
         at_least("data.batch_size", "a step needs its groups"),
         default=None,
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
     )
-    on_stale: OnStale = setting(
-        needs("queue.step_rule", "due_first"),
+    on_stale: OnStale = chz.field(
         default="wait",
-        doc="step_rule=due_first: treatment of groups that would become too stale. wait: the step "
-        "waits for them; train_late: they are trained beyond max_staleness; restart: those that "
-        "take unusually long begin again (at most 3 times). train_late and restart are for tools "
-        "of unbounded time",
+        doc="treatment of groups that would become too stale. wait: the step waits for them; "
+        "train_late: they are trained beyond max_staleness; restart: those that take unusually "
+        "long begin again (at most 3 times). train_late and restart are for tools of unbounded "
+        "time",
     )
     lease_s: float = setting(
         above(0),
@@ -345,20 +341,18 @@ class VerifySettings:
     every: int | None = setting(
         at_least(0),
         default=None,
-        doc="weight versions between two checks that the policy engines hold what the learner "
-        "sent, by log-probs and by checksums; 0: none; default: log-probs of every version, "
-        "checksums of every version on CUDA and of every 16th on a CPU, where they cost more than "
-        "a push",
+        doc="weight versions between two checks of each kind: that the policy engines hold what "
+        "the learner sent, by log-probs and by checksums; and canaries, fixed rows whose scores by "
+        "each teacher, reference and reward model must stay as they were (docs/proof.md). 0: none; "
+        "default: log-probs of every version, checksums of every version on CUDA and of every "
+        f"16th on a CPU, where they cost more than a push, canaries of every {CANARY_STEPS}th",
         metadata=MAY_CHANGE,
     )
-    canary_every: int = setting(
-        at_least(0),
-        default=10,
-        doc="steps between two canaries: fixed rows that each engine of a teacher or the reference "
-        "scores again, and whose scores must equal its first ones; so for reward models, and for "
-        "copies in the learner (docs/proof.md); 0: none",
-        metadata=MAY_CHANGE,
-    )
+
+    @property
+    def canary_every(self) -> int:
+        """Steps between two canaries of each frozen scorer; 0: none."""
+        return CANARY_STEPS if self.every is None else self.every
 
     def of_pushes(self, device: str) -> tuple[int, int]:
         """Versions between two comparisons of log-probs, and of checksums; 0: none."""

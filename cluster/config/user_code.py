@@ -126,10 +126,10 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
     """
     objective = config.objective
     trials: list[tuple[str, Callable[[], None]]] = []
-    if objective.advantage is not None:
-        own_advantage(objective.advantage)
-        trial = AdvantageTrial(name=objective.advantage, group_size=config.sampling.group_size)
-        trials.append((f"advantage={objective.advantage}", trial))
+    if is_own(objective.baseline):
+        own_advantage(objective.baseline)
+        trial = AdvantageTrial(name=objective.baseline, group_size=config.sampling.group_size)
+        trials.append((f"baseline={objective.baseline}", trial))
     if is_own(objective.loss):
         own_loss(objective.loss)
         trials.append((f"loss={objective.loss}", LossTrial(name=objective.loss)))

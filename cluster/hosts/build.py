@@ -99,7 +99,6 @@ class RolloutCast:
             max_staleness=config.queue.max_staleness,
             total_groups=config.steps * config.data.batch_size,
             lease_s=config.queue.lease_s,
-            step_rule=config.queue.step_rule,
             groups_in_flight=config.window,
             on_stale=config.queue.on_stale,
             most_replaced=config.most_replaced,

@@ -12,7 +12,7 @@ A group holds a slot from its lease until the weights that its step produced are
 engine; there are `groups_in_flight` slots. If a push overlaps the next step, that step takes its
 groups once the push has begun (`push`), and slots are freed when the push has ended (`publish`).
 
-A rule chooses the groups of a step (cluster/queue/step_rules.py). A group leased at weight version
+A rule chooses the groups of a step (cluster/queue/step_rule.py). A group leased at weight version
 v is trained at version v + max_staleness at the latest, unless the settings train overdue groups
 late, or begin them again (`begin_again`). A group that is leased again keeps its slot and its age.
 The run starts one more group for each group that is set aside.
@@ -49,7 +49,7 @@ from cluster.queue.custody import Custody
 from cluster.queue.faults import Faults, killed
 from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.queue.step_rules import View
+from cluster.queue.step_rule import View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
 # Newest delivered groups whose durations the ledger keeps; groups_per_step, if that is more.

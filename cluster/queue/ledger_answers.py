@@ -41,7 +41,7 @@ class QueueStatus:
         depth: groups delivered and not yet in published weights.
         leased: worker, attempt and age in seconds of every group under way, by id.
         pending: ids waiting to be leased again.
-        missing: ids that the next step waits for, lowest first. (With `due_first` and too few
+        missing: ids that the next step waits for, lowest first. (With too few
             finished groups, any group that finishes counts.)
         credit: number of new groups that may start now, in addition to the pending ones.
         set_aside: groups set aside since the start of the run, because they failed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.queue.step_rules import DueFirst, InOrder, StepRule
-from distill.records import OnStale, StepRuleName
+from cluster.queue.step_rule import StepRule
+from distill.records import OnStale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,6 @@ class LedgerSettings:
         max_failures: failures of its own after which a group is set aside.
         max_deaths: the same for leases that ran out. More than failures, because what hangs may be
             an engine.
-        step_rule: `in_order` or `due_first`.
         groups_in_flight: most groups between their lease and published weights that contain them;
             0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
         on_stale: `wait` for groups that would be trained too late otherwise, `train_late`, or
@@ -36,7 +35,6 @@ class LedgerSettings:
     lease_s: float
     max_failures: int = 3
     max_deaths: int = 10
-    step_rule: StepRuleName = "in_order"
     groups_in_flight: int = 0
     on_stale: OnStale = "wait"
     most_replaced: int = 0
@@ -56,6 +54,4 @@ class LedgerSettings:
 
     def rule(self) -> StepRule:
         """The rule of the run's steps."""
-        if self.step_rule == "in_order":
-            return InOrder(self.window)
-        return DueFirst(self.max_staleness, self.window, late=self.on_stale == "train_late")
+        return StepRule(self.max_staleness, self.window, late=self.on_stale == "train_late")

@@ -266,11 +266,8 @@ def _mode(config: RolloutConfig) -> str:
     """Overlap of rollout and training, for the plan."""
     if config.queue.max_staleness == 0:
         return "synchronous (max_staleness=0)"
-    if config.queue.step_rule == "in_order":
-        return f"overlapped (in_order, groups_in_flight={config.window})"
     return (
-        f"overlapped (due_first, groups_in_flight={config.window}, "
-        f"max_staleness={config.queue.max_staleness})"
+        f"overlapped (groups_in_flight={config.window}, max_staleness={config.queue.max_staleness})"
     )
 
 
@@ -290,8 +287,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
         how = f"{objective.estimator}{clip}"
         terms.append(f"{objective.kl_coef:g} x {objective.divergence} ({how})")
     if objective.reward_coef:
-        compared = objective.advantage or f"baseline {objective.baseline}"
-        terms.append(f"{objective.reward_coef:g} x reward ({compared})")
+        terms.append(f"{objective.reward_coef:g} x reward (baseline {objective.baseline})")
     for name in ("reference_kl_coef", "entropy_coef", "bonus_coef", "hint_bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.queue.scoring import Replica, Scoring
 
-_NOT_WATCHED = "not proven: verify.canary_every=0, so nobody was asked for canaries"
+_NOT_WATCHED = "not proven: verify.every=0, so nobody was asked for canaries"
 
 _MOVES = (
     "teacher=policy is the policy as it trains, so it has no answers that must stay as they were; "

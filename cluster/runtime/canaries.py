@@ -1,8 +1,8 @@
 """Canaries of a run: fixed inputs that frozen models answer again and again, to detect drift.
 
     join         first answers of a new model: repeatable, and equal to those of its role's others
-    after_step   every `canary_every` steps: engines' canaries are sent with a worker's next batch,
-                 the learner is idle and answers at once
+    after_step   every `CanarySetup.every` steps: engines' canaries are sent with a worker's next
+                 batch, the learner is idle and answers at once
     poll         answers are compared with the first ones. An engine or reward model that has
                  drifted is terminated and restarted; its scores since its last good canary are
                  repeated
@@ -437,7 +437,7 @@ class Canaries:
                 step=self._step,
                 text=f"{watched.who} has moved from its first answers, {why}; {contained}{again}",
                 remedy=watched.remedy,
-                settings=("verify.canary_every",),
+                settings=("verify.every",),
             )
         )
         self._numbers.pop(watched, None)

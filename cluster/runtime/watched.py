@@ -204,7 +204,7 @@ class LearnerModel:
 
     remedy: ClassVar[str] = (
         "the learner is restarted, and loads it again. Look at the machine's memory, and at code "
-        "of yours that runs in the learner (loss=, advantage=)"
+        "of yours that runs in the learner (loss=, baseline=)"
     )
     handle: Any
     question: CopyQuestion

@@ -46,26 +46,26 @@ def own_advantage(name: str) -> OwnAdvantage:
         ConfigError: it cannot be imported, or called so.
         DataError: when called: it raised, or returned something else.
     """
-    function = resolve_function("advantage", name, ())
-    require_arguments("advantage", name, function, "rewards_P")
+    function = resolve_function("baseline", name, ())
+    require_arguments("baseline", name, function, "rewards_P")
 
     def advantages(rewards_P: Sequence[GroupRewards]) -> list[FloatArray]:
         try:
             made = [np.asarray(made_G, np.float32) for made_G in function(rewards_P)]
         except (Exception, SystemExit) as error:  # the user's may raise anything
             raise DataError(
-                f"advantage={name} raised {described(error)}", field="advantage"
+                f"baseline={name} raised {described(error)}", field="baseline"
             ) from error
         wanted = [group.rewards_G.shape for group in rewards_P]
         if (shapes := [made_G.shape for made_G in made]) != wanted:
             raise DataError(
-                f"advantage={name} returned arrays of shapes {shapes}; one array a group, of "
+                f"baseline={name} returned arrays of shapes {shapes}; one array a group, of "
                 f"shapes {wanted}, are wanted",
-                field="advantage",
+                field="baseline",
             )
         if not all(np.isfinite(made_G).all() for made_G in made):
             raise DataError(
-                f"advantage={name} returned a number that is not finite", field="advantage"
+                f"baseline={name} returned a number that is not finite", field="baseline"
             )
         return made
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from distill.errors import DataError
 from distill.objective.custom import own_advantage
 from distill.objective.group_rewards import GroupRewards
-from distill.objective.settings import Baseline, ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig, is_own
 from distill.types import FloatArray, same_reward
 
 # Added to a standard deviation before dividing by it.
@@ -30,12 +30,12 @@ def sample_advantages(
     Rewards that do not count have no advantage, and are in no baseline.
 
     Raises:
-        DataError: an `advantage` of the user's own failed.
+        DataError: a custom `baseline` failed.
     """
     if not objective.reward_coef:
         return [_zeros(group) for group in rewards_P]
-    if objective.advantage is not None:
-        made_P = own_advantage(objective.advantage)(rewards_P)
+    if is_own(objective.baseline):
+        made_P = own_advantage(objective.baseline)(rewards_P)
     elif objective.baseline == "global":
         made_P = _global_advantages(rewards_P, objective.scale_by_std)
     else:
@@ -100,9 +100,7 @@ def leave_one_out(rewards_G: npt.ArrayLike) -> FloatArray:
     return group_centred(rewards_G) * np.float32(size / (size - 1))
 
 
-def reward_advantages(
-    rewards_G: npt.ArrayLike, *, baseline: Baseline, scale_by_std: bool
-) -> FloatArray:
+def reward_advantages(rewards_G: npt.ArrayLike, *, baseline: str, scale_by_std: bool) -> FloatArray:
     """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
     advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
     if scale_by_std:

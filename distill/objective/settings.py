@@ -52,7 +52,6 @@ _REFUSED_ESTIMATORS = [
 ]
 # Rules that several settings share.
 _REWARDS = needs("objective.reward_coef", remedy="give a reward_coef, or leave it out")
-_ADVANTAGE = not_with("objective.advantage", why="it is computed in their place")
 _TOP_K = needs("objective.estimator", "top_k")
 _FLAT_JSD = (
     "there the generalised JSD and its gradient are zero; divergence=forward_kl or reverse_kl is "
@@ -115,27 +114,21 @@ class ObjectiveConfig:
     reward_coef: float = setting(
         at_least(0), default=0.0, doc="weight of the task reward's advantage"
     )
-    baseline: Baseline = setting(
-        one_of(*get_args(Baseline)),
+    baseline: str = setting(
+        one_of(*get_args(Baseline), or_own=True),
         _REWARDS,
-        _ADVANTAGE,
         default="mean",
         doc="what a reward is compared with. mean: the mean of its group; leave_one_out: the mean "
-        "of the group's other members; global: the mean of the whole step (REINFORCE++)",
+        "of the group's other members; global: the mean of the whole step (REINFORCE++); or "
+        "module:function of the step's groups (distill.objective.group_rewards.GroupRewards) that "
+        "returns an array of advantages for each group",
     )
     scale_by_std: bool = setting(
         _REWARDS,
-        _ADVANTAGE,
+        needs("objective.baseline", *get_args(Baseline)),
         default=False,
         doc="divide reward advantages by the standard deviation of the group (of the step with "
         "baseline=global)",
-    )
-    advantage: str | None = setting(
-        _REWARDS,
-        default=None,
-        doc="custom advantage, instead of baseline and scale_by_std: module:function of the step's "
-        "groups (distill.objective.group_rewards.GroupRewards) that returns an array of advantages "
-        "for each group",
     )
     mask_truncated: bool = setting(
         _REWARDS,
@@ -264,15 +257,6 @@ class ObjectiveConfig:
         return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
 
     @chz.validate
-    def _advantage_is_a_function(self) -> None:
-        if self.advantage is not None and not is_own(self.advantage):
-            raise ConfigError(
-                f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
-                "names of those that are built in",
-                field="objective.advantage",
-            )
-
-    @chz.validate
     def _terms_are_sampled(self) -> None:
         if self.kl_discount_factor:
             self._check_discount()
@@ -300,6 +284,11 @@ class ObjectiveConfig:
                 "distributions has no future terms",
                 field="objective.kl_discount_factor",
             )
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if an advantage depends on the rewards of other groups of the step."""
+        return self.baseline == "global" or is_own(self.baseline)
 
     @property
     def correct_threshold(self) -> float:
@@ -364,8 +353,7 @@ class ObjectiveConfig:
                 "of a step of one sample is zero, and so is the gradient; raise one of them",
                 field="objective.baseline",
             )
-        compares = self.baseline == "global" or self.advantage is not None
-        if self.reward_coef and group_size < 2 and not compares:
+        if self.reward_coef and group_size < 2 and not self.compares_groups:
             raise ConfigError(
                 f"group_size={group_size} with reward_coef={self.reward_coef}: a reward less the "
                 "mean of its group of one is zero, and so is the gradient; use at least 2, or "

@@ -28,8 +28,7 @@ _ONE_IN = 40
 def hanging(tickets: Path) -> dict[str, object]:
     """Settings of a run with such an environment, whose overdue groups begin again."""
     return {
-        "env": "tests.chaos.hanging:Hanging", "env.tickets": tickets, "step_rule": "due_first",
-        "on_stale": "restart",
+        "env": "tests.chaos.hanging:Hanging", "env.tickets": tickets, "on_stale": "restart",
     }  # fmt: skip
 
 

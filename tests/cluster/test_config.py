@@ -134,7 +134,7 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
         ({"prompts_per_step": 64}, 16),
         ({"prompts_per_step": 64, "kl_clip": 3.0}, 64),
         ({"prompts_per_step": 64, "estimator": "top_k"}, 64),
-        ({"prompts_per_step": 64, "advantage": "here:mine", "reward_coef": 1.0}, 64),
+        ({"prompts_per_step": 64, "baseline": "here:mine", "reward_coef": 1.0}, 64),
         ({"prompts_per_step": 64, "loss": "here:mine"}, 64),
         ({"prompts_per_step": 64, "rollout_only": True}, 64),
     ],

@@ -52,18 +52,18 @@ class LedgerMachine(RuleBasedStateMachine):
         steps=st.integers(0, 6),
         steps_before=st.integers(0, 2),
         poison_before=st.booleans(),
-        rule=st.sampled_from(["in_order", "due_first", "train_late", "restart"]),
+        on_stale=st.sampled_from(["wait", "train_late", "restart"]),
         room=st.floats(0, 1),
         most_replaced=st.integers(0, 4),
     )
     def start(
         self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool,
-        rule: str, room: float, most_replaced: int,
+        on_stale: str, room: float, most_replaced: int,
     ) -> None:  # fmt: skip
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "ledger.jsonl"
         self.journal = Journal(self.path)
-        self.per_step, self.max_staleness, self.rule = per_step, max_staleness, rule
+        self.per_step, self.max_staleness, self.on_stale = per_step, max_staleness, on_stale
         self.window = per_step + int(room * per_step * max_staleness)
         self.most_replaced = most_replaced
         self.now = 0.0
@@ -79,9 +79,8 @@ class LedgerMachine(RuleBasedStateMachine):
             "lease_s": LEASE_S,
             "max_failures": 2,
             "max_deaths": 4,
-            "step_rule": "in_order" if rule == "in_order" else "due_first",
             "groups_in_flight": self.window,
-            "on_stale": rule if rule in ("train_late", "restart") else "wait",
+            "on_stale": on_stale,
             "begin_again_after": 0.0,
             "most_begun_again": 2,
             "most_replaced": self.most_replaced,
@@ -219,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
         again, before = self.ledger.overdue(), self.status()
         if not again:
             return
-        assert self.rule == "restart" and self.ledger.ready() is None
+        assert self.on_stale == "restart" and self.ledger.ready() is None
         assert set(again) <= {*before.leased, *before.pending}
         self.ledger.begin_again(again)
         assert self.ledger.ready() is not None and self.ledger.overdue() == []
@@ -274,7 +273,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert step.start_max == max(ages)
             assert step.overdue == sum(age > self.max_staleness for age in ages)
             assert step.begun_again == sum(self.begun_again[i] for i in step.group_ids)
-            assert step.overdue == 0 or self.rule == "train_late"
+            assert step.overdue == 0 or self.on_stale == "train_late"
             assert step.replaced.keys() <= self.constant
             assert self.leaves_time(step.group_ids, list(step.replaced))
             self.taken = step
@@ -296,11 +295,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """A step of these would be as the rule says, by counting the steps that follow."""
         gone = self.set_aside()
         live = self.by_age(i for i in self.leased_at if i not in self.trained and i not in gone)
-        in_order = (ids, replaced) == self.first_step(live)
-        if self.rule == "train_late" or in_order:
+        if self.on_stale == "train_late" or (ids, replaced) == self.first_step(live):
             return True
-        if self.rule == "in_order":
-            return False
         version = self.version
         rest = [group_id for group_id in live if group_id not in (*ids, *replaced)]
         while rest:  # the oldest first, a step after the other
@@ -322,7 +318,7 @@ class LedgerMachine(RuleBasedStateMachine):
         foreseen = self.ledger.foreseen(self.trained.after(group_ids, skipped))
         assert foreseen is not None and not set(foreseen.group_ids) & set(group_ids)
         passed, self.taken = self.taken.replaced, None
-        for group_id in group_ids if self.rule != "train_late" else ():
+        for group_id in group_ids if self.on_stale != "train_late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
             assert self.version - self.leased_at[group_id] <= self.max_staleness
         self.trained = self.trained.after(group_ids, skipped)

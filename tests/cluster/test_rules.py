@@ -121,7 +121,7 @@ def examples(owner: str, name: str) -> list[Any]:
     edges = [value for rule in rules for value in rule.allows]
     return [
         value
-        for value in (*options, True, 1, 2, 5, 1000, 0.5, "x", 0, *edges)
+        for value in (*options, True, 1, 2, 5, 1000, 0.5, "x", "a:b", 0, *edges)
         if (value in options or fits(field, value))
         and value != default_of(field)
         and all(rule.holds(None, value) for rule in rules)
@@ -182,8 +182,9 @@ def test_a_value_at_the_edge_is_accepted(owner: str, name: str, value: Any) -> N
 
 @pytest.mark.parametrize(("owner", "name", "rule"), RELATIONS)
 def test_a_conflict_with_another_setting_is_refused(owner: str, name: str, rule: Rule) -> None:
+    beside = WITH.get(rule.other or "", {})
     with refuses(ConfigError, path(owner, name)):
-        build(owner, GIVEN[owner] | counter_example(owner, name, rule))
+        build(owner, GIVEN[owner] | beside | counter_example(owner, name, rule))
 
 
 def test_rules_refer_to_settings() -> None:

@@ -126,7 +126,7 @@ def trial(config: OpdConfig) -> list[str]:
 
 
 def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code: Path) -> None:
-    fine = opd(reward_coef=1.0, advantage=f"{code.stem}:by_length")
+    fine = opd(reward_coef=1.0, baseline=f"{code.stem}:by_length")
     try_own_objective(fine, pytest.fail)
     with refuses(ConfigError, "loss"):
         try_own_objective(opd(loss=f"{code.stem}:of_two", smoke_test=False), pytest.fail)

@@ -24,7 +24,7 @@ REFUSED_OF_POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {"loss": "ppo", "clip": -0.1}),
     ("clip", {"loss": "ppo", "clip": (0.1, NAN)}),
     ("clip", {"loss": "a:b", "clip": 0.1}),  # of no use to the loss
-    ("advantage", {"reward_coef": 1.0, "advantage": "mine"}),
+    ("baseline", {"reward_coef": 1.0, "baseline": "mine"}),
 ]
 REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
     ("kl_discount_factor", {"estimator": "full", "kl_discount_factor": 0.5}),
@@ -63,7 +63,7 @@ def test_refused_of_a_teacher(field: str, settings: dict[str, Any]) -> None:
         {"kl_clip": 5.0, "estimator": "top_k"},
         {"loss": "package.module:function", "correction": "mask"},
         {"reward_coef": 1.0, "baseline": "global", "scale_by_std": True, "mask_truncated": True},
-        {"reward_coef": 1.0, "advantage": "package.module:function", "overlong_buffer": 8},
+        {"reward_coef": 1.0, "baseline": "package.module:function", "overlong_buffer": 8},
         {"kl_discount_factor": 1.0, "estimator": "full", "reference_kl_coef": 0.1},
         {"correction": "mask", "correction_cap": 1.0},
     ],

@@ -238,7 +238,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def with_advantage(name: str) -> ObjectiveConfig:
-    return ObjectiveConfig(kl_coef=0.0, reward_coef=0.5, advantage=name)
+    return ObjectiveConfig(kl_coef=0.0, reward_coef=0.5, baseline=name)
 
 
 def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
@@ -263,7 +263,7 @@ def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
 )
 def test_what_is_wrong_with_an_advantage_is_said(own: str, name: str) -> None:
     with (
-        refuses(DataError, "advantage"),
+        refuses(DataError, "baseline"),
         np.errstate(all="ignore"),
     ):
         AdvantageTrial(name=f"{own}:{name}", group_size=4)()
@@ -271,8 +271,8 @@ def test_what_is_wrong_with_an_advantage_is_said(own: str, name: str) -> None:
 
 def test_functions_are_found_and_can_be_called_so_or_are_refused(own: str) -> None:
     for trial, field in (
-        (AdvantageTrial(name=f"{own}:takes_two", group_size=2), "advantage"),
-        (AdvantageTrial(name=f"{own}:misspelt", group_size=2), "advantage"),
+        (AdvantageTrial(name=f"{own}:takes_two", group_size=2), "baseline"),
+        (AdvantageTrial(name=f"{own}:misspelt", group_size=2), "baseline"),
         (LossTrial(name=f"{own}:raises"), "loss"),
         (LossTrial(name="no_such_module:loss"), "loss"),
     ):

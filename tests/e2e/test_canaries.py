@@ -83,7 +83,7 @@ def train(pair: TinyPair, out: Path, **settings: object) -> int:
         out,
         eval_size=0,
         steps=10,
-        canary_every=2,
+        verify_every=2,
         keep="all",
         **{"local": True} | settings,
     )

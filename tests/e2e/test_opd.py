@@ -137,12 +137,11 @@ def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -
 @pytest.mark.parametrize(
     "settings",
     [
-        {"step_rule": "in_order"},
         {"policy_engines": 2, "rollout_workers": 2},
         pytest.param({"on_stale": "train_late"}, marks=pytest.mark.slow),
         pytest.param({"on_stale": "restart"}, marks=pytest.mark.slow),
     ],
-    ids=["in_order", "due_first", "late", "again"],
+    ids=["wait", "late", "again"],
 )
 def test_overlapped_runs_are_stale_by_at_most_the_bound(
     tiny_pair: TinyPair, tmp_path: Path, settings: dict[str, Any]

@@ -47,9 +47,8 @@ def taken(out: Path) -> int:
     return sum(event["event"] == "take" for event in read_journal(out / "ledger.jsonl"))
 
 
-@pytest.mark.parametrize("step_rule", ["in_order", "due_first"])
 def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_rule: str
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines load a version only when the step after it has been taken: else all would wait."""
     out, load = tmp_path / "run", EmbeddedEngine.load_weights
@@ -62,7 +61,7 @@ def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
         return await load(self, weights, version)
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", load_late)
-    cluster.run.run(settings(tiny_pair, out, step_rule=step_rule), Console(quiet=True))
+    cluster.run.run(settings(tiny_pair, out), Console(quiet=True))
     steps = metrics(out)
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     assert all(step["push/probe_gap"] < 1e-4 for step in steps)
@@ -97,7 +96,7 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
         return step(self, *parts)
 
     monkeypatch.setattr(Learner, "step", step_late)
-    cluster.run.run(settings(tiny_pair, out, step_rule="in_order", steps=2), Console(quiet=True))
+    cluster.run.run(settings(tiny_pair, out, steps=2), Console(quiet=True))
     assert [made["rollout/ahead_share"] for made in metrics(out)] == [0, 1]
     assert trained_groups(out) == list(range(2 * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=2)

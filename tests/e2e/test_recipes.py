@@ -212,7 +212,7 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
 
     built_in = trained("built-in", baseline="global", scale_by_std=True)
     own = trained(
-        "own", advantage="tests.e2e.objectives:global_advantage",
+        "own", baseline="tests.e2e.objectives:global_advantage",
         loss=POLICY_GRADIENT, smoke_test=False,
     )  # fmt: skip
     for name in ("train/loss", "train/grad_norm"):

@@ -225,7 +225,7 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
     monkeypatch.setattr(EmbeddedRewardModel, "score_rows", watched)
     rows = [{"prompt": f"{a}+1="} for a in range(12)]
     reward = f"model:{trained / 'final'}"
-    settings = {"steps": 12, "canary_every": 2, "checkpoint_every": 2, "eval_size": 0}
+    settings = {"steps": 12, "verify_every": 2, "checkpoint_every": 2, "eval_size": 0}
     steps = rl(tiny_pair, out, rows, reward=reward, **settings)
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert models[0] is not models[-1]
@@ -247,7 +247,7 @@ def test_one_that_is_well_proves_the_rewards(
     out = tmp_path / "run"
     rows = [{"prompt": f"{a}+1="} for a in range(12)]
     reward = f"model:{trained / 'final'}"
-    rl(tiny_pair, out, rows, reward=reward, steps=6, canary_every=2, eval_size=0)
+    rl(tiny_pair, out, rows, reward=reward, steps=6, verify_every=2, eval_size=0)
     certificate = certified(out)
     assert certificate["proven"] and [each["who"] for each in certificate["replicas"]] == [
         "reward model"

@@ -1,7 +1,7 @@
-"""Step rules: which groups may start, and which finished ones the next step trains on.
+"""The step rule: which groups may start, and which finished ones the next step trains on.
 
-A rule is a pure function of a `View` of the ledger, so that runs can be played again from their
-journal, and rules judged in a simulator (benchmarks/scheduling.py) before they are believed.
+It is a pure function of a `View` of the ledger, so that runs can be played again from their
+journal, and the rule judged in a simulator (benchmarks/scheduling.py).
 
 `max_staleness` is a bound that users rely on: a group that starts at weight version v is trained at
 version v + max_staleness at the latest. Nothing is dropped for it, since what is dropped is long.
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,64 +62,8 @@ class Choice:
     replaced: list[int]
 
 
-class StepRule(Protocol):
-    """A rule for steps. Pure."""
-
-    def room(self, view: View) -> int:
-        """Number of groups that may start now."""
-        ...
-
-    def choose(self, view: View) -> Choice | None:
-        """Groups of the next step, all finished; None: it waits."""
-        ...
-
-    def waited_for(self, view: View) -> list[int]:
-        """Ids of the started groups that the next step waits for, in order."""
-        ...
-
-    def foreseen(self, view: View) -> list[int]:
-        """Ids of the finished groups that the next step takes if no other finishes, in order."""
-        ...
-
-    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
-        """The first of the `able` unfinished groups that have to begin again, with `start` as
-        their start, for the next step to wait for none; [] if it has to wait anyway."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class InOrder:
-    """Groups in order of id: the next step waits for each of its own, and no other.
-
-    Attributes:
-        window: most groups under way (`View.under_way`) until published weights contain them, at
-            most (max_staleness + 1) P.
-    """
-
-    window: int
-
-    def room(self, view: View) -> int:
-        return self.window - view.under_way
-
-    def choose(self, view: View) -> Choice | None:
-        if len(view.finished) < view.groups_per_step:
-            return None
-        choice = _oldest(view.started, view)
-        whole = len(choice.ids) == view.groups_per_step and view.finished >= set(choice.ids)
-        return choice if whole else None
-
-    def waited_for(self, view: View) -> list[int]:
-        return [i for i in _oldest(view.started, view).ids if i not in view.finished]
-
-    def foreseen(self, view: View) -> list[int]:
-        return [i for i in _oldest(view.started, view).ids if i in view.finished]
-
-    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
-        return []  # every other step waits for them, too
-
-
-@dataclass(frozen=True, slots=True)
-class DueFirst:
+class StepRule:
     """The oldest finished groups, as long as all that have started can still be trained in time.
 
     With v the version of the weights to be trained, those that stay behind and started at u or
@@ -134,16 +77,17 @@ class DueFirst:
     Short groups overtake long ones that started with them. Nothing is dropped, so in the long run
     what goes in comes out and no length is preferred; but while the long groups under way become
     more than they were, after a start, the steps are of shorter ones: by one step's worth in all in
-    the simulator, whether that is at once or after some steps in order.
+    the simulator.
 
     A group that begins again has another start, later than its own, so there is more room before it
     and no less after it: the induction holds.
 
-    With H = 0 it is `InOrder`.
+    With H = 0 a step takes its own prompts' groups, in order.
 
     Attributes:
         horizon: H, in weight versions.
-        window: as of `InOrder`.
+        window: most groups under way (`View.under_way`) until published weights contain them, at
+            most (H + 1) P.
         late: groups that are overdue are not waited for: they are trained when they come.
     """
 
@@ -152,14 +96,17 @@ class DueFirst:
     late: bool = False
 
     def room(self, view: View) -> int:
+        """Number of groups that may start now."""
         return self.window - view.under_way
 
     def choose(self, view: View) -> Choice | None:
+        """Groups of the next step, all finished; None: it waits."""
         choice = _oldest(view.finished, view)
         whole = len(choice.ids) == view.groups_per_step
         return choice if whole and self._late_after(view, choice) is None else None
 
     def waited_for(self, view: View) -> list[int]:
+        """Ids of the started groups that the next step waits for, in order."""
         unfinished = view.started.keys() - view.finished
         choice = _oldest(view.finished, view)
         if len(choice.ids) < view.groups_per_step:
@@ -170,9 +117,12 @@ class DueFirst:
         return sorted(group_id for group_id in unfinished if view.started[group_id] <= until)
 
     def foreseen(self, view: View) -> list[int]:
+        """Ids of the finished groups that the next step takes if no other finishes, in order."""
         return _oldest(view.finished, view).ids
 
     def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
+        """The first of the `able` unfinished groups that have to begin again, with `start` as
+        their start, for the next step to wait for none; [] if it has to wait anyway."""
         choice, again = _oldest(view.finished, view), list[int]()
         if len(choice.ids) < view.groups_per_step:
             return []

@@ -19,7 +19,7 @@ from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
+from cluster.queue.step_rule import Choice, StepRule, View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
 
@@ -35,16 +35,8 @@ def choose(rule: StepRule, view: View) -> list[int] | None:
     return choice.ids
 
 
-def test_in_order_a_step_waits_for_its_own_groups_and_no_others() -> None:
-    rule, started = InOrder(window=6), {0: 0, 1: 0, 2: 0, 3: 0, 4: 0}
-    assert rule.room(view(0, started)) == 1
-    assert choose(rule, view(0, started, 1, 2, 3)) is None
-    assert rule.waited_for(view(0, started, 1, 2, 3)) == [0]
-    assert choose(rule, view(0, started, 3, 1, 0)) == [0, 1]
-
-
-def test_due_first_the_short_overtake_the_long_until_these_are_due() -> None:
-    rule = DueFirst(horizon=2, window=6)
+def test_the_short_overtake_the_long_until_these_are_due() -> None:
+    rule = StepRule(horizon=2, window=6)
     started = {0: 0, 1: 0, 2: 0, 3: 0}
     assert choose(rule, view(0, started, 3)) is None
     assert rule.waited_for(view(0, started, 3)) == [0, 1, 2]
@@ -58,9 +50,9 @@ def test_due_first_the_short_overtake_the_long_until_these_are_due() -> None:
     assert choose(rule, view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
 
 
-def test_due_first_leaves_no_more_than_the_steps_to_come_can_take() -> None:
+def test_leaves_no_more_than_the_steps_to_come_can_take() -> None:
     """Four that started together are two steps' worth: neither may be put off any more."""
-    rule = DueFirst(horizon=2, window=6)
+    rule = StepRule(horizon=2, window=6)
     started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     assert choose(rule, view(1, started, 4, 5)) is None
     assert rule.waited_for(view(1, started, 4, 5)) == [0, 1, 2, 3]
@@ -70,25 +62,24 @@ def test_due_first_leaves_no_more_than_the_steps_to_come_can_take() -> None:
 
 def test_the_overdue_are_waited_for_or_trained_late() -> None:
     started = {0: 0, 4: 3, 5: 3}
-    assert choose(DueFirst(horizon=2, window=6), view(3, started, 4, 5)) is None
-    late = DueFirst(horizon=2, window=6, late=True)
+    assert choose(StepRule(horizon=2, window=6), view(3, started, 4, 5)) is None
+    late = StepRule(horizon=2, window=6, late=True)
     assert choose(late, view(3, started, 4, 5)) == [4, 5]
     assert late.waited_for(view(3, started, 4, 5)) == []
     assert choose(late, view(3, started, 0, 4, 5)) == [0, 4]
 
 
 def test_only_those_begin_again_that_hold_up_a_step_alone() -> None:
-    rule, started = DueFirst(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+    rule, started = StepRule(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     held_up = view(1, started, 4, 5)  # four that started together have two places left
     assert rule.begin_again(held_up, [3, 5, 1, 0], 1) == [3, 1]
     assert rule.begin_again(held_up, [3], 1) == [], "it would wait for another all the same"
     assert rule.begin_again(view(1, started, 0, 1), [3], 1) == []  # it goes as it is
     assert rule.begin_again(view(1, started, 4), [0, 1, 2, 3], 1) == []  # it lacks a group
-    assert InOrder(window=9).begin_again(held_up, [0, 1, 2, 3], 1) == []
 
 
 def test_of_those_that_have_begun_again_the_start_counts_and_not_the_id() -> None:
-    rule, started = DueFirst(horizon=2, window=9), {0: 2, 1: 1, 4: 1, 5: 2}
+    rule, started = StepRule(horizon=2, window=9), {0: 2, 1: 1, 4: 1, 5: 2}
     assert choose(rule, view(2, started, 0, 1, 4, 5)) == [1, 4]
     assert choose(rule, view(2, started, 0, 4, 5)) == [0, 4]
 
@@ -108,7 +99,7 @@ def test_as_few_as_can_be_begin_again(
     able = [group_id for group_id in started if group_id not in finished and chance.random() < 0.7]
     chance.shuffle(able)
     made = View(step=4, groups_per_step=per_step, started=started, finished=finished)
-    rule = DueFirst(horizon=horizon, window=12)
+    rule = StepRule(horizon=horizon, window=12)
 
     def goes(ids: Iterable[int]) -> bool:
         return rule.choose(replace(made, started=started | dict.fromkeys(ids, 4))) is not None
@@ -122,8 +113,8 @@ def test_as_few_as_can_be_begin_again(
         assert not goes(able), "it waits, though it need not"
 
 
-@pytest.mark.parametrize("rule", [InOrder(window=4), DueFirst(horizon=1, window=4)])
-def test_groups_of_one_reward_are_passed_over_up_to_a_bound(rule: StepRule) -> None:
+def test_groups_of_one_reward_are_passed_over_up_to_a_bound() -> None:
+    rule = StepRule(horizon=1, window=4)
     started, made = {0: 0, 1: 0, 2: 0, 3: 0}, partial(View, step=0, groups_per_step=2)
     constant = made(started=started, finished={0, 1}, constant={1}, most_replaced=2)
     assert rule.room(constant) == 1  # another in the place of 1
@@ -137,9 +128,9 @@ def test_groups_of_one_reward_are_passed_over_up_to_a_bound(rule: StepRule) -> N
     assert rule.choose(replace(many, most_replaced=0)) == Choice([0, 1], [])
 
 
-def test_due_first_waits_for_none_that_will_be_passed_over() -> None:
+def test_waits_for_none_that_will_be_passed_over() -> None:
     """Three of one start would be too many for the two places that are left, were all to train."""
-    rule = DueFirst(horizon=1, window=4)
+    rule = StepRule(horizon=1, window=4)
     started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}
     made = View(step=0, groups_per_step=2, started=started, finished={0, 1, 4, 5}, most_replaced=2)
     assert rule.choose(made) is None
@@ -186,15 +177,15 @@ def test_the_audit_finds_a_group_that_was_passed_over_without_cause(tmp_path: Pa
     assert "2 passed over: all members have the same reward" in found.lines()
 
 
-@pytest.mark.parametrize("rule", [InOrder(window=2), DueFirst(horizon=0, window=2)])
-def test_a_synchronous_run_goes_in_order(rule: StepRule) -> None:
+def test_a_synchronous_run_goes_in_order() -> None:
+    rule = StepRule(horizon=0, window=2)
     assert choose(rule, view(3, {6: 3, 7: 3}, 7)) is None
     assert choose(rule, view(3, {6: 3, 7: 3}, 7, 6)) == [6, 7]
     assert rule.room(view(3, {6: 3, 7: 3})) == 0
 
 
 def test_what_is_trained_late_is_counted() -> None:
-    rules: dict[str, Any] = {"step_rule": "due_first", "on_stale": "train_late"}
+    rules: dict[str, Any] = {"on_stale": "train_late"}
     ledger = Ledger(
         LedgerSettings(
             groups_per_step=1, max_staleness=1, total_groups=4, lease_s=60, **rules
@@ -220,7 +211,7 @@ def test_what_is_trained_late_is_counted() -> None:
 def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
     """Twice here; then it is waited for. What its first lease delivers is dropped."""
     now, path = 0.0, tmp_path / "ledger.jsonl"
-    rules: dict[str, Any] = {"step_rule": "due_first", "on_stale": "restart", "most_begun_again": 2,
+    rules: dict[str, Any] = {"on_stale": "restart", "most_begun_again": 2,
                              "begin_again_after": 4.0}  # fmt: skip
     settings = LedgerSettings(
         groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
@@ -278,7 +269,7 @@ def test_steps_of_many_groups_know_what_is_usual() -> None:
     now, per_step = 0.0, 300
     settings = LedgerSettings(
         groups_per_step=per_step, max_staleness=1, total_groups=4 * per_step, lease_s=1e9,
-        step_rule="due_first", on_stale="restart",
+        on_stale="restart",
     )  # fmt: skip
     ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now)
     [hangs, *others] = ledger.lease("a", per_step + 1)
@@ -304,7 +295,7 @@ def test_the_audit_finds_a_group_that_began_again_without_cause(tmp_path: Path) 
     path = tmp_path / "ledger.jsonl"
     journal = Journal(path)
     settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
-                "step_rule": "due_first", "on_stale": "restart", "most_begun_again": 1}  # fmt: skip
+                "on_stale": "restart", "most_begun_again": 1}  # fmt: skip
     put = {"id": 0, "worker": "a", "epoch": 1}
     lease = {"ids": [0], "worker": "a", "epoch": 1, "request": ""}
     journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
@@ -320,8 +311,7 @@ def test_the_audit_finds_a_group_that_began_again_without_cause(tmp_path: Path) 
 def test_a_step_that_was_taken_stays_the_next_whatever_is_lost() -> None:
     """The learner may train on it already; if it asks again, others are no answer."""
     settings = LedgerSettings(
-        groups_per_step=2, max_staleness=2, total_groups=12, lease_s=60, step_rule="due_first",
-        max_failures=1,
+        groups_per_step=2, max_staleness=2, total_groups=12, lease_s=60, max_failures=1,
     )  # fmt: skip
     ledger = Ledger(settings, TrainedGroups(), epoch=1)
     leases = ledger.lease("a", 9)
@@ -345,8 +335,7 @@ def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
     """A run with on_stale=train_late is no proof of a bound that its journal claims."""
     path = tmp_path / "ledger.jsonl"
     journal = Journal(path)
-    settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
-                "step_rule": "due_first"}  # fmt: skip
+    settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0}
     journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
     journal.record(
         "lease", ids=[0, 1, 2, 3], attempts=[1] * 4, worker="a", epoch=1, request=""
@@ -369,20 +358,18 @@ def simulated(agents: bool = False, hangs: float = 0.0, **schedule: Any) -> Outc
     return Simulation(made, workload, groups_per_step=16, engines=1, steps=40).run()
 
 
-def test_of_long_tails_due_first_makes_more_steps_at_no_cost_in_staleness() -> None:
+def test_of_long_tails_a_larger_bound_makes_more_steps_at_no_cost_in_bias() -> None:
     """All clocks are simulated, and so the same on each machine."""
-    in_order = simulated(max_staleness=2)
-    due = simulated(rule="due_first", max_staleness=8, steps_in_flight=3)
-    assert due.rate > 1.3 * in_order.rate
-    assert due.off < 1.4 * in_order.off and due.age <= 8
-    assert abs(due.bias) < 0.05 and in_order.age <= 2
-    synchronous = [simulated(rule=rule, max_staleness=0) for rule in ("in_order", "due_first")]
-    assert synchronous[0] == synchronous[1] and synchronous[0].most == 0
+    bounded = simulated(max_staleness=2)
+    further = simulated(max_staleness=8, steps_in_flight=3)
+    assert further.rate > 1.3 * bounded.rate and bounded.age <= 2
+    assert further.off < 1.4 * bounded.off and further.age <= 8
+    assert abs(further.bias) < 0.05 and simulated(max_staleness=0).most == 0
 
 
 @pytest.mark.slow
 def test_tools_that_hang_hold_up_no_bound_on_what_begins_again() -> None:
-    kept: dict[str, Any] = {"agents": True, "hangs": 0.0005, "rule": "due_first",
+    kept: dict[str, Any] = {"agents": True, "hangs": 0.0005, 
                             "max_staleness": 4, "steps_in_flight": 3}  # fmt: skip
     waits, again = simulated(**kept), simulated(**kept, on_stale="restart")
     assert again.age <= 4 and again.again > 0 and again.rate > 1.2 * waits.rate
@@ -390,6 +377,6 @@ def test_tools_that_hang_hold_up_no_bound_on_what_begins_again() -> None:
 
 @pytest.mark.slow
 def test_tools_without_end_hold_up_a_bound_and_not_those_that_are_late() -> None:
-    bounded = simulated(agents=True, rule="due_first", max_staleness=2)
-    late = simulated(agents=True, rule="due_first", max_staleness=2, on_stale="train_late")
+    bounded = simulated(agents=True, max_staleness=2)
+    late = simulated(agents=True, max_staleness=2, on_stale="train_late")
     assert bounded.age <= 2 < late.age and late.rate > 1.2 * bounded.rate
