@@ -30,7 +30,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
     A run that has begun in `out=` keeps what it began with.
 
     Raises:
-        ConfigError, EngineError: no estimator fits; a teacher's server does not answer.
+        ConfigError: no estimator fits; a teacher's server does not answer.
         CheckpointError: a model has no readable config.
     """
     if config.objective.estimator != AUTO:
@@ -65,11 +65,15 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
         return "sampled", "kl_discount_factor is of sampled terms"
     if config.teacher_moves:
         return "full", "the teacher is the learner's own model, which has its distribution anyway"
-    teachers = config.teacher_models().values()
-    if all(teacher.head is not None for teacher in teachers):
+    teachers = config.teacher_models()
+    if all(teacher.head is not None for teacher in teachers.values()):
         return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
-    models = [teacher.model for teacher in teachers]
-    served = {model: ask_server(model) for model in models if is_url(model)}
+    models = [teacher.model for teacher in teachers.values()]
+    served = {
+        teacher.model: ask_server(f"teachers.{name}" if name else "teacher", teacher.model)
+        for name, teacher in teachers.items()
+        if is_url(teacher.model)
+    }
     width = vocab_size(load_config(config.student))
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)

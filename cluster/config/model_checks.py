@@ -68,10 +68,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
         ConfigError: the server does not answer, or has another tokenizer.
     """
     if is_url(model):
-        try:
-            info = ask_server(model)
-        except EngineError as error:
-            raise ConfigError(f"{role}={model} does not serve: {error}") from error
+        info = ask_server(role, model)
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
@@ -97,13 +94,16 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
     )
 
 
-def ask_server(url: str) -> EngineInfo:
-    """Info that a running server reports.
+def ask_server(role: str, url: str) -> EngineInfo:
+    """Info that the running server of `role` reports.
 
     Raises:
-        ConfigError, EngineError: it is not an SGLang server, or does not answer.
+        ConfigError: it is not an SGLang server, or does not answer.
     """
-    return asyncio.run(_ask(url))
+    try:
+        return asyncio.run(_ask(url))
+    except EngineError as error:
+        raise ConfigError(f"{role}={url} does not serve: {error}") from error
 
 
 async def _ask(url: str) -> EngineInfo:

@@ -59,11 +59,11 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     config, said = with_engine(config)
     if said:
         say(said)
-    inputs = check_rollout(config)
     if isinstance(config, OpdConfig):
         config, said = with_estimator(config)
         if said:
             say(said)
+    inputs = check_rollout(config)
     config, said = with_routing_replay(config)
     if said:
         say(said)

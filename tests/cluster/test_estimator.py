@@ -88,7 +88,7 @@ def test_a_running_server(
     settings: dict[str, Any],
     expected: str,
 ) -> None:
-    monkeypatch.setattr(estimator, "ask_server", lambda url: server(**info))
+    monkeypatch.setattr(estimator, "ask_server", lambda role, url: server(**info))
     assert chosen(opd(estimator="auto", teacher=URL, **settings))[0] == expected
 
 
@@ -100,7 +100,7 @@ def test_a_head_in_the_learner_makes_it_full(opd: NewOpd, tiny_pair: TinyPair) -
 def test_one_running_server_among_several_teachers(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimator, "ask_server", lambda url: server())
+    monkeypatch.setattr(estimator, "ask_server", lambda role, url: server())
     teachers = {"a": {"model": URL}, "b": {"model": str(opd().teacher.model)}}
     assert chosen(opd(estimator="auto", teacher=None, teachers=teachers))[0] == "top_k"
 
@@ -148,6 +148,15 @@ def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     cluster.run.run(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
     assert "estimator=auto: full, for every teacher fits into memory" in shown.getvalue()
     assert "1 x reverse_kl (full)\n" in shown.getvalue()
+
+
+def test_the_states_of_a_head_are_planned_by_the_estimator_that_auto_takes(
+    opd: NewOpd, tiny_pair: TinyPair
+) -> None:
+    shown = StringIO()
+    config = opd(**{"estimator": "auto", "dry_run": True, "teacher.head": tiny_pair.teacher})
+    cluster.run.run(config, Console(file=shown, width=200))
+    assert "bytes a trained token" in shown.getvalue()
 
 
 @pytest.mark.parametrize("estimator", ["auto", "full"])
