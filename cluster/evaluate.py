@@ -21,10 +21,11 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings, LengthSettings
-from cluster.config.rows import ROWS, PromptSettings, reader_of, unweighted_sources
+from cluster.config.rows import ROWS, PromptSettings, RowCheck, reader_of, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
@@ -117,6 +118,10 @@ class EvaluateConfig(
             return {type(self.env).__name__: None}
         sources = unweighted_sources("prompts", self.data.source)
         return {source.name: source.place for source in sources}
+
+    def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
+        """Reader of the prompts, and what checks a row's fields."""
+        return {"data.source": self.data.row_reader(self.env)}
 
     def train_sampling(self) -> TrainSampling:
         assert self.temperature is not None

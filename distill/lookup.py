@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 from distill.errors import ConfigError
@@ -27,6 +29,25 @@ def resolve(setting: str, name: str, known: Collection[str]) -> Any:
     Raises:
         ConfigError: it is of another form, and none of the `known` names; or it cannot be imported.
     """
+    _module_of(setting, name, known)
+    with _importing(setting, name):
+        return pkgutil.resolve_name(name)
+
+
+def require_module(setting: str, name: str, known: Collection[str]) -> None:
+    """Check `package.module:attribute` without an import of the module, which may take seconds.
+
+    Raises:
+        ConfigError: it is of another form, and none of the `known` names; or there is no such
+            module.
+    """
+    module = _module_of(setting, name, known)
+    with _importing(setting, name):
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+
+
+def _module_of(setting: str, name: str, known: Collection[str]) -> str:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(
@@ -34,9 +55,15 @@ def resolve(setting: str, name: str, known: Collection[str]) -> Any:
             f"{known_names(name, known)}",
             field=setting,
         )
+    return module
+
+
+@contextmanager
+def _importing(setting: str, name: str) -> Iterator[None]:
+    """Context of an import of the user's module, which may raise anything."""
     try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:  # the module is the user's: importing it may raise anything
+        yield
+    except Exception as error:
         raise ConfigError(
             f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "
             "module installed, or its directory on PYTHONPATH?",

@@ -39,6 +39,9 @@ def trained_model(path: str) -> str:
 def check_model_path(path: str) -> None:
     """Check what can be told without a read: `path` is a checkpoint's directory or a hub name.
 
+    Hub names are OWNER/NAME. Those without an owner are links to others, and mostly directories
+    that are not there.
+
     Raises:
         CheckpointError: there is no such directory, or it holds no checkpoint.
     """
@@ -59,9 +62,10 @@ def check_model_path(path: str) -> None:
             f"cannot read a model config from {path!r}: the link leads to {directory.readlink()}, "
             "which does not exist"
         )
-    elif not directory.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+    elif not directory.exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+        owner = "" if "/" in path else ", and a name of the hub has an owner: OWNER/NAME"
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: there is no such directory"
+            f"cannot read a model config from {path!r}: there is no such directory{owner}"
             + directory_meant(path)
         )
 

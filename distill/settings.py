@@ -34,6 +34,9 @@ Settings = TypeVar("Settings")
 MAY_CHANGE: Final[dict[str, Any]] = {"may_change": True}
 # One of the dozen settings that matter first.
 ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
+# Looked for before a run: package.module:attribute, if a colon is in the value; an adapter.
+FUNCTION: Final[dict[str, Any]] = {"path": "function"}
+ADAPTER: Final[dict[str, Any]] = {"path": "adapter"}
 _SECTION = "section"
 # Names of settings that are no last names of their paths, and last names of several.
 _SHORT: Final[Mapping[str, str]] = {

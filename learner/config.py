@@ -10,7 +10,7 @@ from chz.mungers import default_munger
 
 from distill.errors import ConfigError
 from distill.rules import above, at_least, needs, not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, by_names, section_field
+from distill.settings import ADAPTER, ESSENTIAL, MAY_CHANGE, Section, by_names, section_field
 from distill.stops import StopTokens
 
 if TYPE_CHECKING:  # settings must not import torch
@@ -69,6 +69,7 @@ class LoraSettings:
         ),
         default=None,
         doc="peft adapter (safetensors) to start from, instead of lora.rank",
+        metadata=ADAPTER,
     )
 
     @chz.validate

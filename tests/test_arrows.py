@@ -243,7 +243,7 @@ WITHOUT_TORCH = (
     "examples.show.__main__",
 )
 NOWHERE = "/nowhere/at/all"
-ROWS = "prompts=README.md"
+ROWS = "prompts=a/rows"
 # What is answered before seconds of imports: help, slips, and paths that lead nowhere.
 ANSWERED_AT_ONCE = (
     ("train", "recipe=opd --help", 0),
@@ -255,10 +255,13 @@ ANSWERED_AT_ONCE = (
     ("train", f"recipe=opd student=a/b teacher={NOWHERE} {ROWS} temperature=1 out=OUT", 2),
     ("train", "recipe=opd student=a/b teacher=a/c prompts=no.jsonl temperature=1 out=OUT", 2),
     ("train", f"recipe=rl student=a/b reward=model:{NOWHERE} {ROWS} temperature=1 out=OUT", 2),
-    ("train", f"recipe=sft model={NOWHERE} data=README.md out=OUT", 2),
-    ("train", f"recipe=sft model=a/b data=README.md chat_template={NOWHERE} out=OUT", 2),
-    ("train", "recipe=sft model=a/b data=README.md out=README.md", 2),
-    ("train", "recipe=sft model=a/b data=README.md out=tests", 2),
+    ("train", f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=1 out=OUT loss=no_such:f", 2),
+    ("train", f"recipe=rl student=a/b {ROWS} temperature=1 out=OUT env=ToolUse env.tools=calc", 2),
+    ("train", f"recipe=rl student=a/b {ROWS} temperature=1 out=OUT env=Agent env.command=no", 2),
+    ("train", f"recipe=sft model={NOWHERE} data=a/rows out=OUT", 2),
+    ("train", f"recipe=sft model=a/b data=a/rows chat_template={NOWHERE} out=OUT", 2),
+    ("train", "recipe=sft model=a/b data=a/rows out=README.md", 2),
+    ("train", "recipe=sft model=a/b data=a/rows out=tests", 2),
     ("evaluate", f"model={NOWHERE} {ROWS}", 2),
     ("evaluate", f"model=a/b {ROWS} out={NOWHERE}", 2),
     ("forecast", f"student={NOWHERE} teacher=a/b {ROWS} temperature=1", 2),
@@ -285,7 +288,7 @@ STARTING_RAY = (
     f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT eval.every=1",
     f"recipe=opd student=a/b teacher=a/c {ROWS} temperature=0.7 out=OUT engine=embedded",
     f"recipe=rl student=a/b {ROWS} temperature=1 out=OUT reward=exact_match",
-    "recipe=sft model=a/b data=README.md out=OUT",
+    "recipe=sft model=a/b data=a/rows out=OUT",
 )
 _START = """
 import sys

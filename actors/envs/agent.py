@@ -287,22 +287,27 @@ class Agent(AgentLimits):
         "OPENAI_API_KEY, and gives its reward or its answer as JSON (docs/recipes/agents.md)"
     )
 
+    def check_here(self) -> None:
+        self._program().check()
+
     def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
         self.refuse_feedback(setting)
-        program = AgentProgram(
-            command=self.command,
-            directory=os.getcwd(),
-            time_s=self.time_s,
-            memory_mb=self.memory_mb,
-        )
-        program.check()
+        self.check_here()
         source = require_path(path, "Agent")
         problems_P = []
         for number, row in setting.read(source):
             with located(f"{source}:{number}"):
                 problems_P.append(_problem(row, number, setting))
         setting.check_answers(source, ((each.line, each.answer) for each in problems_P))
-        return AgentDataset(problems_P, AgentSetting.of(self, program, setting))
+        return AgentDataset(problems_P, AgentSetting.of(self, self._program(), setting))
+
+    def _program(self) -> AgentProgram:
+        return AgentProgram(
+            command=self.command,
+            directory=os.getcwd(),
+            time_s=self.time_s,
+            memory_mb=self.memory_mb,
+        )
 
 
 def _problem(row: Mapping[str, Any], number: int, setting: EnvContext) -> AgentProblem:

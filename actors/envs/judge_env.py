@@ -31,7 +31,7 @@ import numpy as np
 from actors.envs.judge import Judge
 from actors.together import together
 from distill.chat.template import Message
-from distill.data.prompts import FIELDS, ChatStyle, Prompt
+from distill.data.prompts import FIELDS, ChatStyle, Prompt, check_form
 from distill.envs.base import EnvConfig, EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
@@ -140,6 +140,7 @@ class Judged(ChatEnvConfig):
 
     judges = False
     row_fields = FIELDS
+    check_row = staticmethod(check_form)
 
     judge_url: str | None = chz.field(
         default=None,

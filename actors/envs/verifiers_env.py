@@ -130,9 +130,13 @@ class Verifiers(AgentLimits):
         at_least(1), default=None, doc="its first problems alone; needed where they have no end"
     )
 
+    def check_here(self) -> None:
+        self._args()
+        verifiers_version(self.python)
+
     def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
         self.refuse_feedback(setting)
-        verifiers_version(self.python)
+        self.check_here()
         settings = {"name": self.name, "args": self._args(), "most": self.problems}
         program = VerifiersProgram(
             command=self.name,

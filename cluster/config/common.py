@@ -18,6 +18,7 @@ from actors.config import (
 )
 from actors.sglang.flags import parse_flags
 from actors.sglang.installed import require_sglang
+from cluster.config.early_checks import RUN
 from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
@@ -163,6 +164,7 @@ class ForkSettings:
         doc="start with the weights of another run: RUN (its newest checkpoint), RUN:STEP or "
         "RUN:best (one that it keeps); with its AdamW moments if the recipe is the same. Counters, "
         "data and schedule start anew (docs/outputs.md)",
+        metadata=RUN,
     )
 
 

@@ -1,7 +1,7 @@
-"""Checks of paths and device that need no library of tensors: made before one is imported.
+"""Checks of what settings name, without a library of tensors: made before one is imported.
 
-Fields of settings declare what their paths are, by metadata: `model_field`, WRITTEN,
-WRITTEN_DIRECTORY, ROWS.
+Fields of settings declare what they name, by metadata: `model_field`, WRITTEN, WRITTEN_DIRECTORY,
+RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import chz
 
 from actors.sglang.address import is_url
 from cluster.config.job_upload import refuse_upload
+from cluster.config.rows import RowCheck
 from distill.chat.template_choice import template_text
 from distill.data.row_files import located
-from distill.data.sources import parse_sources, require_source
+from distill.data.row_reader import RowReader
+from distill.data.sources import Kind, kind_of, parse_sources, require_source
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import no_gpu_here
-from distill.model_paths import check_model_path, trained_model
+from distill.lookup import require_module
+from distill.model_paths import check_model_path, directory_meant, trained_model
 from distill.rules import get
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
 
-# Flags of fields, beside `cluster.config.rows.ROWS`: a file or a directory to write, a model.
+# Flags of fields: a file or a directory to write, another run, a model.
 WRITTEN: Final[dict[str, Any]] = {"path": "written"}
 WRITTEN_DIRECTORY: Final[dict[str, Any]] = {"path": "written directory"}
+RUN: Final[dict[str, Any]] = {"path": "run"}
 _MODEL: Final[dict[str, Any]] = {"path": "model"}
 
 
@@ -50,12 +54,21 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     Raises:
         ConfigError, CheckpointError, DataError: with the field, the value and the remedy.
     """
+    begun = (Path(getattr(config, "out", None) or "") / "config.json").is_file()
     for name, kind, value in _paths(config):
-        _CHECKS[kind](name, value)
+        if not (begun and kind in _OF_THE_START):
+            _CHECKS[kind](name, value)
+    if (row_readers := getattr(config, "row_readers", None)) is not None:
+        for name, (read, check_row) in row_readers().items():
+            _check_small_files(name, get(config, name), read, check_row)
     if (reward_model := getattr(config, "reward_model", None)) is not None:
         _check_model("reward_model", reward_model)
     if (template := getattr(config, "chat_template", None)) is not None:
         template_text(template)
+    if (env := getattr(config, "env", None)) is not None:
+        env.check_here()
+    if (check_keep_best := getattr(config, "check_keep_best", None)) is not None:
+        check_keep_best()
     if not elsewhere and get(config, "cluster.device") == "cuda" and no_gpu_here():
         raise ConfigError("device=cuda but this machine has no GPU; use device=cpu or add one")
 
@@ -87,6 +100,40 @@ def _check_rows(name: str, value: str) -> None:
             require_source(source.place)
 
 
+def _check_small_files(name: str, value: str | None, read: RowReader, check_row: RowCheck) -> None:
+    """Check the fields of all rows of files that take no time to read."""
+    for source in [] if value is None else parse_sources(name, value):
+        place = source.place
+        if kind_of(place) is not Kind.FILE or Path(place).stat().st_size > _SMALL_BYTES:
+            continue
+        for number, row in read(place):
+            with located(f"{place}:{number}"):
+                check_row(row)
+
+
+def _check_run(name: str, path: str) -> None:
+    run = path if Path(path).exists() else path.rpartition(":")[0] or path
+    if not (Path(run) / "config.json").is_file():
+        raise ConfigError(
+            f"{name}={path} is no run: there is no {Path(run) / 'config.json'}; give the out= of a "
+            f"run{directory_meant(run)}",
+            field=name,
+        )
+
+
+def _check_adapter(name: str, path: str) -> None:
+    if not (Path(path) / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{name}={path} is no adapter: there is no {Path(path) / 'adapter_config.json'}; give "
+            f"a directory in which peft saved one{directory_meant(path)}"
+        )
+
+
+def _check_function(name: str, value: str) -> None:
+    if ":" in value:
+        require_module(name, value, ())
+
+
 def _check_written(name: str, path: str) -> None:
     refuse_upload(name, path)
     parent = Path(path).absolute().parent
@@ -105,4 +152,11 @@ _CHECKS: dict[str, Callable[[str, str], None]] = {
     "rows": _check_rows,
     "written": _check_written,
     "written directory": refuse_upload,
+    "run": _check_run,
+    "adapter": _check_adapter,
+    "function": _check_function,
 }
+# Checks of what a run reads when it begins, and not when it is resumed.
+_OF_THE_START = ("run", "adapter")
+# Rows of a smaller file are read at once: they take less than 0.1 s.
+_SMALL_BYTES = 4 << 20

@@ -11,7 +11,7 @@ import chz
 from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
 from cluster.config.common import CommonConfig, RunLearnerSettings
-from cluster.config.early_checks import model_field
+from cluster.config.early_checks import RUN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
 from cluster.config.pools import (
@@ -22,13 +22,16 @@ from cluster.config.pools import (
     VerifySettings,
     WeightsSettings,
 )
-from cluster.config.rows import SftMixSettings, StepPromptSettings
+from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings
 from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
 )
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.feedback import FeedbackTemplate
+from distill.data.row_forms import check_example
+from distill.data.row_reader import RowReader
+from distill.envs.single_turn import SingleTurn
 from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
@@ -137,6 +140,7 @@ class RolloutConfig(
         default=None,
         doc="out= of another run that has kept its steps (keep=N): train on their groups, in "
         "order, without engines; to debug a learner or an objective",
+        metadata=RUN,
     )
     rollout_only: bool = setting(
         not_with("dry_run", "rehearse", why="a rehearsal ends and resumes a learner"),
@@ -219,6 +223,32 @@ class RolloutConfig(
             raise ConfigError(
                 f"eval.source={self.eval.source} changes nothing: env={name} reads no file"
             )
+
+    def check_keep_best(self, *, judged: bool = True) -> None:
+        """Check that evaluations measure `checkpoint.keep_best`.
+
+        Args:
+            judged: a problem has something that the reward compares with.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        names = {"eval/response_length", "eval/eos_share"}
+        if judged:
+            most = self.eval.samples
+            names |= {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"}
+            names |= {f"eval/pass@{2**n}" for n in range(1, most.bit_length()) if 2**n <= most}
+            names |= {f"eval/majority@{most}"} if most > 1 else set()
+        if self.teacher_models():
+            names.add("eval/reverse_kl")
+        own = type(self.env) is not SingleTurn
+        self.checkpoint.check_measured("eval/", names, own=own)
+
+    def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
+        """Readers of the rows of settings, and what checks a row's fields."""
+        checked = self.data.row_reader(self.env)
+        examples = RowReader(), check_example
+        return {"data.source": checked, "eval.source": checked, "sft.data": examples}
 
     @property
     def window(self) -> int:

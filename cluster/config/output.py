@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import ClassVar, Literal
 
 import chz
@@ -50,6 +52,30 @@ class CheckpointSettings:
         "larger for all others",
         metadata=MAY_CHANGE,
     )
+
+    def check_measured(self, family: str, known: Collection[str], *, own: bool) -> None:
+        """Check `keep_best` before the run, as far as the metrics of its evaluations are known.
+
+        Args:
+            family: prefix of the metrics of the run's evaluations: eval/ or validation/.
+            known: metrics of that family that the run measures, without those per source.
+            own: an environment or a loss may measure more, under names known only in the run.
+
+        Raises:
+            ConfigError: the run will not measure the metric.
+        """
+        metric = self.keep_best
+        if metric is None or metric.split("/source=")[0] in known:
+            return
+        names, bare = [name.removeprefix(family) for name in known], metric.removeprefix(family)
+        near = get_close_matches(bare, names, n=1, cutoff=0.5)
+        if near or not own or not metric.startswith(family):
+            more = ", and what your own code measures" if own else ""
+            raise ConfigError(
+                f"checkpoint.keep_best={metric} is nothing that this run's evaluations measure; "
+                f"{known_names(family + bare, known)}{more}",
+                field="checkpoint.keep_best",
+            )
 
 
 @chz.chz

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Final
 
 import chz
@@ -19,6 +19,8 @@ from distill.settings import ESSENTIAL, Section, flagged
 # Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
 # move.
 ROWS: Final[dict[str, Any]] = {"path": "rows"}
+# A check of a row's fields, which raises DataError.
+RowCheck = Callable[[Mapping[str, Any]], None]
 
 
 @chz.chz
@@ -37,6 +39,10 @@ class PromptSettings(PromptColumns):
         "that make their own problems take none",
         metadata=ESSENTIAL | ROWS,
     )
+
+    def row_reader(self, env: EnvConfig) -> tuple[RowReader, RowCheck]:
+        """Reader of the rows, and what checks their fields."""
+        return reader_of(self, env.row_fields), env.check_row
 
     def check(self, env: EnvConfig) -> None:
         """Raises ConfigError for prompts that the environment does not read, or lacks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Self
 
 import chz
@@ -11,8 +12,10 @@ from chz.mungers import default_munger
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import model_field
 from cluster.config.evaluation import RowEvaluationSettings
-from cluster.config.rows import RowSettings
+from cluster.config.rows import RowCheck, RowSettings, reader_of
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.row_forms import EXAMPLE_FIELDS, PAIR_FIELDS, check_example, check_pair
+from distill.data.row_reader import RowReader
 from distill.errors import ConfigError
 from distill.rules import above, at_least, get, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
@@ -41,6 +44,10 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     section: ClassVar[Section] = Section.MODEL
     # Rows that stay together; 2: those of a pair.
     rows_per_unit: ClassVar[int] = 1
+    # Fields of its rows, what checks them, and the metrics of held-out rows.
+    row_fields: ClassVar[Collection[str]] = PAIR_FIELDS
+    check_row: ClassVar[RowCheck] = staticmethod(check_pair)
+    measured: ClassVar[Collection[str]] = ("loss", "accuracy", "margin")
 
     model: str = model_field(
         doc="checkpoint to start from: a Hugging Face directory (or hub name), or a run's "
@@ -63,6 +70,16 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     )
     data: RowSettings = section_field(RowSettings)
     eval: RowEvaluationSettings = section_field(RowEvaluationSettings)
+
+    def check_keep_best(self) -> None:
+        """Raises ConfigError if evaluations do not measure `checkpoint.keep_best`."""
+        known = {f"validation/{name}" for name in self.measured}
+        self.checkpoint.check_measured("validation/", known, own=True)
+
+    def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
+        """Readers of the rows of settings, and what checks a row's fields."""
+        checked = reader_of(self.data, self.row_fields), self.check_row
+        return {"data.source": checked, "eval.source": checked}
 
     @chz.validate
     def _work_for_all(self) -> None:
@@ -88,6 +105,9 @@ class SftConfig(SupervisedConfig):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     section: ClassVar[Section] = Section.MODEL
+    row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS
+    check_row: ClassVar[RowCheck] = staticmethod(check_example)
+    measured: ClassVar[Collection[str]] = ("loss", "nll")
 
 
 @chz.chz

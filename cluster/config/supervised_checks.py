@@ -19,7 +19,6 @@ from cluster.config.model_checks import (
 )
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
-from distill.data import preferences, sft_rows
 from distill.data.held_out import HeldOut, Unit, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
@@ -74,7 +73,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits, stops, tokenizer = _limits(config)
-    read = reader_of(config.data, sft_rows.FIELDS)
+    read = reader_of(config.data, config.row_fields)
 
     def examples(place: str) -> list[Unit]:
         rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
@@ -245,7 +244,7 @@ def _pair_inputs(
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
     """The pairs of a dpo or reward_model run; `limits` are the loader's."""
-    read = reader_of(config.data, preferences.FIELDS)
+    read = reader_of(config.data, config.row_fields)
 
     def pairs(place: str) -> list[Unit]:
         found = load_preference_pairs(place, tokenizer, **limits, read=read)

@@ -20,14 +20,12 @@ from cluster.hosts.learners import kept_learners
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
 from cluster.placement.places import Places
-from cluster.placement.roles import teacher_roles
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps
 from cluster.recipes.opening import opened
 from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations
-from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.run_directory import RunDirectory
@@ -35,7 +33,6 @@ from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
-from distill.envs.single_turn import SingleTurn
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
@@ -84,8 +81,7 @@ def _planned(
     console: Console,
 ) -> RunPlan:
     say = partial(console.print, markup=False, highlight=False)
-    own_metrics = not isinstance(config.env, SingleTurn)
-    check_metric(config.checkpoint.keep_best, "eval/", _measured(config, inputs), own=own_metrics)
+    config.check_keep_best(judged=inputs.judged)
     fork = None
     if resume_from is None:
         fork = find_fork(
@@ -175,17 +171,6 @@ def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
     both = sum(key in known for key in evaluated)
     overlap = f", {both} of them with a prompt that is trained" if both else ""
     return f"{len(evaluated)} held out for evaluation{overlap}"
-
-
-def _measured(config: RolloutConfig, inputs: RolloutInputs) -> set[str]:
-    """Names of an evaluation's metrics that do not depend on what an environment measures."""
-    names = {"eval/response_length", "eval/eos_share"}
-    if inputs.judged:
-        samples = config.eval.samples
-        names |= {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"}
-        names |= {f"eval/pass@{2**n}" for n in range(1, samples.bit_length()) if 2**n <= samples}
-        names |= {f"eval/majority@{samples}"} if samples > 1 else set()
-    return names | ({"eval/reverse_kl"} if teacher_roles(config) else set())
 
 
 def _plan(

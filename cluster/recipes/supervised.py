@@ -24,18 +24,10 @@ from cluster.recipes.context import RunContext
 from cluster.recipes.opening import opened
 from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations, Validation
-from cluster.run_files.best_checkpoint import check_metric
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.learner_alone import LearnerAlone
 from distill.settings import changed
-
-# Metrics of the held-out rows of each recipe, the usual ones.
-_MEASURED = {
-    "sft": {"validation/loss", "validation/nll"},
-    "dpo": {"validation/loss", "validation/accuracy", "validation/margin"},
-    "reward_model": {"validation/loss", "validation/accuracy", "validation/margin"},
-}
 
 
 @contextmanager
@@ -59,7 +51,7 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     held_out = f" ({apart} held out{both})" if apart else ""
     recorded = changed(config, device=asked)
     directory = RunDirectory(kind.recipe, recorded, inputs.digests, inputs.stops)
-    check_metric(config.checkpoint.keep_best, "validation/", _MEASURED[kind.recipe], own=True)
+    config.check_keep_best()
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:

@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 
 from distill.errors import ConfigError
-from distill.lookup import known_names
 from learner.checkpoint import Best, CheckpointStore
 
 # Metrics for which smaller is better: divergences and losses.
 _SMALLER = re.compile(r"(^|[/_])(kl|nll|loss)($|[/_])")
 # Metrics that every evaluation of the policy, or of held-out rows, has.
 _EVALUATIONS = ("time/eval", "time/validation")
-
-
-def check_metric(metric: str | None, family: str, known: Collection[str], *, own: bool) -> None:
-    """Check `keep_best` before the run, as far as the metrics of its evaluations are known.
-
-    Args:
-        family: prefix of the metrics of the run's evaluations: eval/ or validation/.
-        known: metrics of that family that the run measures, without those per source.
-        own: an environment or a loss may measure more, under names that are known only in the run.
-
-    Raises:
-        ConfigError: the run will not measure the metric.
-    """
-    if metric is None or metric.split("/source=")[0] in known:
-        return
-    names = [name.removeprefix(family) for name in known]
-    near = get_close_matches(metric.removeprefix(family), names, n=1, cutoff=0.5)
-    if near or not own or not metric.startswith(family):
-        more = ", or what env= measures" if own else ""
-        raise ConfigError(
-            f"checkpoint.keep_best={metric} is nothing that this run's evaluations measure; "
-            f"{known_names(metric, known)}{more}",
-            field="checkpoint.keep_best",
-        )
 
 
 class BestCheckpoint:

@@ -10,18 +10,16 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import MaskedTokens
-from distill.data.columns import refuse_misspelt, with_chats
+from distill.data.columns import with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
+from distill.data.row_forms import SIDES, check_pair
 from distill.data.sft_rows import supervised_row
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-_SIDES = ("chosen", "rejected")
-FIELDS = frozenset((*_SIDES, "prompt", "messages", "tools"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +65,7 @@ def load_preference_pairs(
     for number, row in read(path):
         where = f"{path}:{number}"
         with located(where):
-            refuse_misspelt(row, FIELDS)
+            check_pair(row)
             chosen, rejected = _chains(encoder, with_chats(row))
         pairs.append(
             PreferencePair(
@@ -98,15 +96,15 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[MaskedToke
         if row.get("messages") is not None:
             raise DataError("give at most one of `prompt` (a string) and `messages` (chat format)")
         prompt = check_text(row, "prompt")
-        if any(isinstance(row.get(side), list) for side in _SIDES):
+        if any(isinstance(row.get(side), list) for side in SIDES):
             return _chains(encoder, _as_chat(row, prompt))
-        chosen, rejected = (encoder.completion(prompt, check_text(row, side)) for side in _SIDES)
+        chosen, rejected = (encoder.completion(prompt, check_text(row, side)) for side in SIDES)
     else:
         context, continuations = _split(row)
         tools = check_tools(row)
         chosen, rejected = (
             _only_chain(encoder, [*context, *continuation], tools, len(context), side)
-            for side, continuation in zip(_SIDES, continuations, strict=True)
+            for side, continuation in zip(SIDES, continuations, strict=True)
         )
     if np.array_equal(chosen.tokens_T, rejected.tokens_T):
         raise _no_preference()
@@ -116,7 +114,7 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[MaskedToke
 def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     """The row without `prompt`: as `messages`, unless both sides are conversations that have it."""
     others = {name: value for name, value in row.items() if name != "prompt"}
-    begins = {side: _begin(_continuation(row, side)) for side in _SIDES}
+    begins = {side: _begin(_continuation(row, side)) for side in SIDES}
     if all(message["role"] == "assistant" for message in begins.values()):
         return others | {"messages": [{"role": "user", "content": prompt}]}
     for side, message in begins.items():
@@ -145,15 +143,15 @@ def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
     """The shared context, and what follows it on either side."""
     if row.get("messages") is not None:
         context = check_messages(row["messages"], "messages")
-        return context, [_continuation(row, side) for side in _SIDES]
-    for side in _SIDES:
+        return context, [_continuation(row, side) for side in SIDES]
+    for side in SIDES:
         if not isinstance(row.get(side), list):
             raise DataError(
                 f"with neither `prompt` nor `messages`, `{side}` must be a whole conversation (a "
                 f"list of messages), got {row.get(side)!r}",
                 field=side,
             )
-    chosen, rejected = (check_messages(row[side], side) for side in _SIDES)
+    chosen, rejected = (check_messages(row[side], side) for side in SIDES)
     if chosen == rejected:
         raise _no_preference()
     shared = 0

@@ -148,7 +148,7 @@ def load_prompts(
     prompts = []
     for number, row in read(path):
         with located(f"{path}:{number}"):
-            refuse_misspelt(row, FIELDS)
+            check_form(row)
             row = with_chats(row)
             prompt = _prompt(row, number, tokenizer, teachers, teacher_tokenizers or {}, chat)
             seen_by_teacher_T = prompt.tokens_T
@@ -173,6 +173,16 @@ def load_prompts(
             path,
         )
     return prompts
+
+
+def check_form(row: Mapping[str, Any]) -> None:
+    """Check the names of a row's fields; it needs no tokenizer.
+
+    Raises:
+        DataError: a field is misspelt, or there is no prompt, or two.
+    """
+    refuse_misspelt(row, FIELDS)
+    _check_prompt(with_chats(row), "")
 
 
 def _prompt(
@@ -236,12 +246,7 @@ def _render(
     chat: ChatStyle | None,
 ) -> tuple[TokenArray, Sequence[Message]]:
     """Tokens and messages of the prompt whose field names begin with `prefix`."""
-    text, messages = f"{prefix}prompt", f"{prefix}messages"
-    if (row.get(text) is None) == (row.get(messages) is None):
-        raise DataError(
-            f"give exactly one of `{text}` (a string) and `{messages}` (chat format)"
-            f"{'' if prefix else _columns_of(row)}"
-        )
+    text, messages = _check_prompt(row, prefix)
     given: list[Message] = []
     if row.get(messages) is not None:
         given = check_messages(row[messages], messages)
@@ -256,6 +261,17 @@ def _render(
     if len(tokens_T) == 0:
         raise DataError(f"the {prefix}prompt is empty after tokenization")
     return tokens_T, given
+
+
+def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:
+    """Names of the fields of a prompt; raises DataError unless the row has one of them."""
+    text, messages = f"{prefix}prompt", f"{prefix}messages"
+    if (row.get(text) is None) == (row.get(messages) is None):
+        raise DataError(
+            f"give exactly one of `{text}` (a string) and `{messages}` (chat format)"
+            f"{'' if prefix else _columns_of(row)}"
+        )
+    return text, messages
 
 
 def _columns_of(row: Mapping[str, Any]) -> str:

@@ -22,9 +22,10 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import MaskedTokens
-from distill.data.columns import refuse_misspelt, with_chats
+from distill.data.columns import with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
+from distill.data.row_forms import check_example, form_of
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 # Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
 SFT_TEMPERATURE = UNSCALED
-# The fields of each form, the one that names it first.
-_FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
-FIELDS = frozenset({"tools", "tokenizer"}.union(*_FORMS))
 
 
 def load_sft_rows(
@@ -65,7 +63,7 @@ def load_sft_rows(
     for number, example in read(path):
         where = f"{path}:{number}"
         with located(where):
-            refuse_misspelt(example, FIELDS)
+            check_example(example)
             chains = _chains(encoder, with_chats(example), vocab_hash)
         rows += [supervised_row(chain, where) for chain in chains]
     return rows
@@ -74,7 +72,7 @@ def load_sft_rows(
 def _chains(
     encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
 ) -> list[MaskedTokens]:
-    form = _form(example)
+    form = form_of(example)
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
         if example.get("completion") is None:
@@ -91,14 +89,7 @@ def _chains(
 
 def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[MaskedTokens]:
     """Chains of `prompt` and `completion`: texts as they stand, or a chat."""
-    prompt, completion = check_text(example, "prompt"), example.get("completion")
-    if completion is None:
-        columns = ", ".join(f"`{name}`" for name in example)
-        raise DataError(
-            f"`completion` is missing; the row has {columns}, and columns.completion= says which "
-            "column is the completion",
-            field="completion",
-        )
+    prompt, completion = check_text(example, "prompt"), example["completion"]
     if not isinstance(completion, list):
         return [encoder.completion(prompt, check_text(example, "completion"))]
     asked: Message = {"role": "user", "content": prompt}
@@ -110,23 +101,6 @@ def _answer(example: Mapping[str, Any]) -> list[Message]:
     if isinstance(example["completion"], list):
         return check_messages(example["completion"], "completion")
     return [{"role": "assistant", "content": check_text(example, "completion")}]
-
-
-def _form(example: Mapping[str, Any]) -> str:
-    given: dict[str, str] = {}
-    for fields in _FORMS:
-        for name in fields:
-            if example.get(name) is not None:
-                given.setdefault(fields[0], name)
-    if given.get("prompt") == "completion" and "messages" in given:
-        del given["prompt"]  # the completion answers the messages
-    if len(given) == 1:
-        return next(iter(given))
-    problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"
-    raise DataError(
-        f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
-        "`tokens` and `loss_mask` (token ids)"
-    )
 
 
 def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:

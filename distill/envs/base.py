@@ -354,6 +354,14 @@ class EnvConfig(ABC):
         """The environment of evaluations."""
         return self
 
+    def check_here(self) -> None:  # noqa: B027 - most name nothing outside
+        """Raise ConfigError for a program, a module or a file that a field names and that is not
+        there. It neither reads rows nor imports what takes seconds."""
+
+    @staticmethod  # noqa: B027 - rows of one's own
+    def check_row(row: Mapping[str, Any]) -> None:
+        """Raise DataError for a row without the fields that the environment reads."""
+
     def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
         """Raise ConfigError for a group size that the environment does not support."""
 

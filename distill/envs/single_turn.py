@@ -12,7 +12,7 @@ import numpy as np
 
 from distill.chat.responses import read_response
 from distill.chat.thinking import Response
-from distill.data.prompts import FIELDS, Prompt, prompt_key
+from distill.data.prompts import FIELDS, Prompt, check_form, prompt_key
 from distill.engine import Sample, Sampler
 from distill.envs.base import (
     Env,
@@ -216,6 +216,7 @@ class SingleTurn(EnvConfig):
     """env=SingleTurn, the default: a prompt, a response, and `reward` against the `answer`."""
 
     row_fields = FIELDS
+    check_row = staticmethod(check_form)
     token_rewards = ("format_reward",)
     takes_reward_model = True
 

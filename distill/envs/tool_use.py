@@ -9,7 +9,7 @@ import chz
 
 from distill.chat.template import Message
 from distill.chat.thinking import Response
-from distill.data.prompts import FIELDS, ChatStyle, Prompt
+from distill.data.prompts import FIELDS, ChatStyle, Prompt, check_form
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
@@ -20,7 +20,7 @@ from distill.rewards.registry import RewardFunction, answer_of, verdict
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.rewards.verdict import Verdict
 from distill.tools.base import Tool
-from distill.tools.load import load_tools
+from distill.tools.load import load_tools, require_tools
 
 
 class Question(MessageEnv):
@@ -60,6 +60,7 @@ class ToolUse(ChatEnvConfig):
     """env=ToolUse: prompts that are answered with tools, as chats."""
 
     row_fields = FIELDS
+    check_row = staticmethod(check_form)
     token_rewards = (*ChatEnvConfig.token_rewards, "format_reward")
     takes_reward_model = True
 
@@ -75,6 +76,9 @@ class ToolUse(ChatEnvConfig):
     @chz.validate
     def _format(self) -> None:
         Format(pattern=self.format, reward=self.format_reward)
+
+    def check_here(self) -> None:
+        require_tools(self.tools)
 
     def toolbox(self) -> Sequence[Tool]:
         return load_tools(self.tools)

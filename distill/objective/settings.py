@@ -13,7 +13,7 @@ import chz
 
 from distill.errors import ConfigError
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, one_of, setting
-from distill.settings import Section, with_default
+from distill.settings import FUNCTION, Section, with_default
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Baseline = Literal["mean", "leave_one_out", "global"]
@@ -72,6 +72,7 @@ class ObjectiveConfig:
         doc="loss over the ratio of the learner's to the sampler's probabilities: "
         "importance_sampling, ppo, cispo, dro, gspo; or module:function of the tensors "
         "(logprobs_N, old_N, advantages_N) that returns each token's loss",
+        metadata=FUNCTION,
     )
     clip: float | tuple[float, float] | None = setting(
         needs("objective.loss", *CLIP),
@@ -200,6 +201,7 @@ class ObjectiveConfig:
         doc="divergence of student and teacher. reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || "
         "p_T); jsd: a Jensen-Shannon divergence; or module:function of the tensors (log_p_NV, "
         "log_q_NV) that returns each row's divergence",
+        metadata=FUNCTION,
     )
     jsd_beta: float | None = setting(
         above(0, _FLAT_JSD),

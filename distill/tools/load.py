@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from distill.errors import ConfigError
 from distill.libraries import require_library
-from distill.lookup import resolve
+from distill.lookup import require_module, resolve
 from distill.sandbox.sandbox import Isolation, SandboxLimits, require_sandbox
 from distill.tools.base import Tool
 from distill.tools.functions import function_tool
@@ -20,6 +20,7 @@ _BUILT_IN: dict[str, Callable[[], Tool]] = {
     "python:process": lambda: _python("process"),
 }
 _RETRIEVAL = ("retrieval", "search")
+_KNOWN = (*_BUILT_IN, *(f"{kind}:DIRECTORY" for kind in _RETRIEVAL))
 
 
 def load_tools(names: str) -> tuple[Tool, ...]:
@@ -39,6 +40,17 @@ def load_tools(names: str) -> tuple[Tool, ...]:
                 f"tools={names!r} has {count} tools named {name!r}; keep one", field="tools"
             )
     return tools
+
+
+def require_tools(names: str) -> None:
+    """Check the names of tools, without making one.
+
+    Raises:
+        ConfigError: an unknown name, or a module that is not there.
+    """
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in _BUILT_IN and name.partition(":")[0] not in _RETRIEVAL:
+            require_module("tools", name, _KNOWN)
 
 
 def _calculator() -> Tool:
@@ -67,8 +79,7 @@ def _load(name: str) -> Tool:
 
 
 def _user_s(name: str) -> Tool:
-    known = [*_BUILT_IN, *(f"{kind}:DIRECTORY" for kind in _RETRIEVAL)]
-    found = resolve("tools", name, known)
+    found = resolve("tools", name, _KNOWN)
     if isinstance(found, type) and issubclass(found, Tool):
         try:
             found = found()

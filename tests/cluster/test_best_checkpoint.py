@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run_files.best_checkpoint import BestCheckpoint, check_metric
+from cluster.config.output import CheckpointSettings
+from cluster.run_files.best_checkpoint import BestCheckpoint
 from distill.errors import ConfigError
 from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
@@ -169,11 +170,12 @@ KNOWN = {"eval/accuracy", "eval/reverse_kl", "eval/response_length"}
     ],
 )
 def test_names_are_checked_before_the_run(metric: str | None, own: bool, good: bool) -> None:
+    settings = CheckpointSettings(keep_best=metric)
     if good:
-        check_metric(metric, "eval/", KNOWN, own=own)
+        settings.check_measured("eval/", KNOWN, own=own)
         return
     with refuses(ConfigError, "checkpoint.keep_best"):
-        check_metric(metric, "eval/", KNOWN, own=own)
+        settings.check_measured("eval/", KNOWN, own=own)
 
 
 def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:

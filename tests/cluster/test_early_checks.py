@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,9 +19,11 @@ from cluster.evaluate import EvaluateConfig
 from cluster.run_files.out_directory import wait_for_other_job
 from cluster.run_files.run_lock import RunLock
 from cluster.train import run_recipe
-from distill.errors import CheckpointError, ConfigError, DataError
+from distill.errors import CheckpointError, ConfigError, IsothermError
+from distill.settings import fields_of, path_of
+from tests.cluster.test_rules import COMMANDS, GIVEN, KINDS, build
 
-OTHERS = ["prompts=README.md", "temperature=0.7", "out=OUT"]
+OTHERS = ["prompts=a/rows", "temperature=0.7", "out=OUT"]
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
     assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher.model == final
     evaluated = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], f"reward=model:{run}"])
     assert (evaluated.model, evaluated.reward_model) == (final, final)
-    dpo = parse(DpoConfig, [f"model={run}", f"reference={run}", "data=README.md", "out=OUT"])
+    dpo = parse(DpoConfig, [f"model={run}", f"reference={run}", "data=a/rows", "out=OUT"])
     assert (dpo.model, dpo.reference) == (final, final)
 
 
@@ -59,21 +64,81 @@ def test_the_moving_teacher_is_no_directory(
     )
 
 
+# Values that lead nowhere, by the flag of the settings that take them.
+NOWHERE = {
+    "model": ("/no/where", "nowhere"),
+    "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl"),
+    "written": ("no/where.json", "."),
+    "run": ("nowhere", "nowhere:3"),
+    "adapter": ("nowhere",),
+    "function": ("no_such:function",),
+}
+# What these settings need beside them.
+BESIDE: dict[str, dict[str, Any]] = {
+    "objective.divergence": {"objective.estimator": "full"},
+    "reference": {"objective.reference_kl_coef": 0.1},
+    "sft.data": {"sft.coef": 0.1},
+    "teacher": {"temperature": 1.0},
+    "teacher.head": {"objective.estimator": "full"},
+}
+
+
+def named() -> Iterator[tuple[str, str, str]]:
+    """Settings that name something, with values that lead nowhere."""
+    for owner in ("opd", "rl", "sft", "dpo", "reward_model", *(kind.__name__ for kind in COMMANDS)):
+        for name, field in fields_of(KINDS[owner]).items():
+            for value in NOWHERE.get((field.metadata or {}).get("path", ""), ()):
+                if value != "bad.jsonl" or hasattr(KINDS[owner], "row_readers"):
+                    yield owner, name, value
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), list(named()))
+def test_what_leads_nowhere_is_refused_by_its_setting(
+    owner: str, name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model in ("m", "s", "t"):
+        Path(model).mkdir()
+        (Path(model) / "config.json").write_text("{}")
+    row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d"}
+    fields = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected")}
+    fields["reward_model"] = fields["dpo"]
+    good = json.dumps({field: row[field] for field in fields.get(owner, ("prompt",))})
+    for file in ("p", "d"):
+        Path(file).write_text(good)
+    Path("bad.jsonl").write_text('{"problem": "1 + 1", "solution": "2"}')
+    known = fields_of(KINDS[owner])
+    beside = {each: given for each, given in BESIDE.get(name, {}).items() if each in known}
+    check_early(build(owner, GIVEN[owner]))
+    given = {path_of(KINDS[owner], each): value for each, value in GIVEN[owner].items()}
+    given.pop(name.partition(".")[0], None)
+    with pytest.raises(IsothermError) as refused:
+        check_early(build(owner, given | beside | {name: value}))
+    assert str(refused.value).startswith((name, value))
+
+
+def test_a_resumed_run_needs_neither_the_run_that_it_began_from_nor_the_adapter(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    begun = [*OTHERS[:-1], f"out={tmp_path}", "fork_from=nowhere", "lora.adapter=nowhere"]
+    check_early(parse(OpdConfig, ["student=a/b", "teacher=a/c", *begun]))
+
+
 @pytest.mark.parametrize(
-    ("given", "error", "field"),
+    ("given", "field"),
     [
-        (["student=/no/where", "teacher=a/b"], CheckpointError, "student"),
-        (["student=a/b", "teachers.x.model=/no/where"], CheckpointError, "teachers.x.model"),
-        (["student=a/b", "teacher=a/c", "eval.source=no-*.jsonl"], DataError, "eval.source"),
-        (["student=a/b", "teacher=a/c", "chat_template=no.jinja"], ConfigError, "chat_template"),
-        (["student=RUN/..", "teacher=a/c"], CheckpointError, "student"),
+        ("teachers.x.model=/no/where", "teachers.x.model"),
+        ("teacher=a/c chat_template=no.jinja", "chat_template"),
+        ("teacher=RUN/..", "teacher.model"),
+        ("teacher=a/c env=ToolUse env.tools=calc", "tools"),
+        ("teacher=a/c env=Agent env.command=no", "env.command"),
+        ("teacher=a/c eval.every=1 keep_best=eval/acc", "checkpoint.keep_best"),
     ],
 )
-def test_wrong_paths_are_refused_by_their_setting(
-    given: list[str], error: type[Exception], field: str, run: Path
-) -> None:
-    config = parse(OpdConfig, [each.replace("RUN", str(run)) for each in given] + OTHERS)
-    with pytest.raises(error) as refused:
+def test_other_slips_are_refused_by_their_setting(given: str, field: str, run: Path) -> None:
+    config = parse(OpdConfig, ["student=a/b", *given.replace("RUN", str(run)).split(), *OTHERS])
+    with pytest.raises(IsothermError) as refused:
         check_early(config)
     assert str(refused.value).startswith(field)
 
@@ -88,7 +153,7 @@ def test_the_directory_of_an_unfinished_run_is_no_model(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "config.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError):
-        check_early(parse(SftConfig, [f"model={tmp_path}", "data=README.md", "out=OUT"]))
+        check_early(parse(SftConfig, [f"model={tmp_path}", "data=a/rows", "out=OUT"]))
 
 
 @pytest.mark.parametrize("out", ["", "no-such/report.json"])
@@ -112,6 +177,6 @@ def test_a_busy_directory_is_waited_for_before_anything_else(tmp_path: Path) -> 
 
 def test_a_file_as_out_is_refused(run: Path) -> None:
     out = run / "final" / "config.json"
-    arguments = ["recipe=sft", f"model={run}", "data=README.md", f"out={out}"]
+    arguments = ["recipe=sft", f"model={run}", "data=a/rows", f"out={out}"]
     with pytest.raises(ConfigError):
         run_recipe(Arguments.of(arguments), Console())

@@ -21,6 +21,12 @@ def test_a_link_to_nowhere_is_not_taken_for_a_name_of_the_hub(
     check_model_path("organisation/student")  # of the hub
 
 
+@pytest.mark.parametrize("path", ["qwen", "./qwen", "a/b/c", "~/qwen"])
+def test_other_names_are_directories(path: str) -> None:
+    with pytest.raises(CheckpointError):
+        check_model_path(path)
+
+
 def test_a_directory_of_nearly_the_name_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,66 @@
+"""Fields of the rows of supervised examples and preference pairs, checked without a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distill.data.columns import refuse_misspelt, with_chats
+from distill.errors import DataError
+
+# The fields of each form of an example, the one that names it first.
+_FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
+EXAMPLE_FIELDS = frozenset({"tools", "tokenizer"}.union(*_FORMS))
+# The responses of a pair.
+SIDES = ("chosen", "rejected")
+PAIR_FIELDS = frozenset((*SIDES, "prompt", "messages", "tools"))
+
+
+def check_example(example: Mapping[str, Any]) -> None:
+    """Check the names of the fields of a supervised example (`distill.data.sft_rows`).
+
+    Raises:
+        DataError: one is misspelt, or they are of no form, or of several.
+    """
+    refuse_misspelt(example, EXAMPLE_FIELDS)
+    form_of(with_chats(example))
+
+
+def form_of(example: Mapping[str, Any]) -> str:
+    """Name of the form of an example: `prompt`, `messages` or `tokens`."""
+    given: dict[str, str] = {}
+    for fields in _FORMS:
+        for name in fields:
+            if example.get(name) is not None:
+                given.setdefault(fields[0], name)
+    if given.get("prompt") == "completion" and "messages" in given:
+        del given["prompt"]  # the completion answers the messages
+    if len(given) == 1:
+        if given.get("prompt") == "prompt" and example.get("completion") is None:
+            raise _missing("completion", example)
+        return next(iter(given))
+    problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"
+    raise DataError(
+        f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
+        "`tokens` and `loss_mask` (token ids)"
+    )
+
+
+def check_pair(row: Mapping[str, Any]) -> None:
+    """Check the names of the fields of a preference pair (`distill.data.preferences`).
+
+    Raises:
+        DataError: a field is misspelt, or one of the two responses is missing.
+    """
+    refuse_misspelt(row, PAIR_FIELDS)
+    for side in SIDES:
+        if not row.get(side):
+            raise _missing(side, row)
+
+
+def _missing(field: str, row: Mapping[str, Any]) -> DataError:
+    columns = ", ".join(f"`{name}`" for name in row) or "no field"
+    return DataError(
+        f"`{field}` is missing; the row has {columns}, and columns.{field}= says which it is",
+        field=field,
+    )
