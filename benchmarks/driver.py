@@ -2,7 +2,7 @@
 
     python -m benchmarks.driver [actors=10,100,1000] [seconds=20]
 
-Supervisor, status poller, announcer and stall detection are the real ones, and so are the calls, on
+Supervisor, `Workers` and stall detection are the real ones, and so are the calls, on
 Ray; the actors are made up, eight processes that answer for all. Half of the members are engines
 and half are workers, each with four groups of four samples at four engines.
 
@@ -14,6 +14,7 @@ and half are workers, each with four groups of four samples at four engines.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +31,9 @@ from cluster.hosts.rollout_actor import GroupUnderWay, RosterChange, WorkerStatu
 from cluster.placement.connect import connect
 from cluster.placement.roles import POLICY, ROLLOUT
 from cluster.queue.ledger_answers import QueueStatus
-from cluster.runtime.announcer import Announcer
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import quiet_s
+from cluster.runtime.workers import Workers
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, whereabouts_call
 from distill.errors import ConfigError
 
@@ -73,18 +73,11 @@ class StandIn:
             published=0, exhausted=False, epoch=1, starved_s=0.0, age_s=60.0,
         )  # fmt: skip
 
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
         change.applied({})
-
-
-class _Queue:
-    """The queue's status is of one actor, and as long as there are workers."""
-
-    def __init__(self, actor: Any, workers: int) -> None:
-        self._actor, self._workers = actor, workers
-
-    def status(self) -> Any:
-        return self._actor.queue_status.remote(self._workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +114,21 @@ class Watched:
                 start_deadline_s=300,
             )
             self.supervisor.adopt(spec, index, handles[index % len(handles)])
-        queue: Any = _Queue(handles[0], number // 2)
-        self._poller = StatusPoller(self.supervisor, queue, self._look_at)
-        self._announcer = Announcer()
-        self.driver = Driver(
-            supervisor=self.supervisor, signals=Signals(), deadline_s=300, idle=self._poller.poll
-        )
+        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=300)
+        self._workers = Workers(self.supervisor, self.driver, drained=print)
+        self.driver.background(self._follow_queue(handles[0], number // 2))
 
-    def _look_at(self, status: QueueStatus) -> None:
-        """As the fleet does, at each status."""
-        quiet_s(status, self._poller.workers, self.supervisor.still_s())
+    async def _follow_queue(self, queue: Any, workers: int) -> None:
+        """As the fleet does."""
+        while True:
+            status = await queue.queue_status.remote(workers)
+            quiet_s(status, self._workers.statuses, self.supervisor.still_s())
+            await asyncio.sleep(1)
 
     def wait(self, seconds: float) -> float:
         """Cores that waiting takes, as it waits for a step of the learner."""
-        began, end = time.process_time(), time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.driver.poll()
-            time.sleep(0.5)  # as `Driver.call` polls
+        began = time.process_time()
+        self.driver.pause(seconds)
         return (time.process_time() - began) / seconds
 
     def announce(self, **restarted: Any) -> tuple[float, float]:
@@ -149,7 +140,7 @@ class Watched:
         workers = self.members(ROLLOUT)
         cpu, began = time.process_time(), time.monotonic()
         roster = {POLICY: self.supervisor.serving(POLICY) | restarted}
-        self._announcer.announce(workers, roster, GROUPS, 0)
+        self._workers.announce(roster, GROUPS, 0)
         sent = time.process_time() - cpu
         # Calls of one actor begin in their order.
         ray.get([member.handle.health.remote() for member in workers], timeout=300)
@@ -175,8 +166,8 @@ def measure_driver(numbers: list[int], seconds: float) -> list[dict[str, float]]
         for number in numbers:
             watched = Watched(actors, number)
             watched.wait(_SETTLING_S)  # all are asked, and admitted
-            cpu = watched.wait(seconds)
             announce, known = watched.announce()
+            cpu = watched.wait(seconds)
             change, _ = watched.announce(**{f"{POLICY} 1": actors[0]})
             cost = DriverCost(actors=number, cpu=cpu, announce=announce, known=known, change=change)
             found.append(asdict(cost))

@@ -1,6 +1,6 @@
 """The driver's waits: for calls of actors, while it polls signals and every actor's life.
 
-The run itself is straight code that waits (`call`, `run`, `until`); what goes on beside it are
+The run itself is straight code that waits (`call`, `run`); what goes on beside it are
 coroutines (`beside`), which advance while it waits. They await `answer` in place of `call`.
 `cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
 Engines that need the weights from the learner itself are admitted then; engines that can read a
@@ -36,7 +36,7 @@ from cluster.supervision.supervise import Member, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed
 
-# How often a wait for a call polls signals and actors, and a wait for something else, seconds.
+# Seconds between two polls of signals and actors: in a wait, and while actors start.
 _POLL_S, _PAUSE_S = 0.5, 0.05
 # Time until a slow start first reports missing actors; it doubles up to the second value.
 SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
@@ -130,9 +130,12 @@ class Driver:
         self._supervisor, self._signals = supervisor, signals
         self._deadline_s, self._idle = deadline_s, idle
         self._loop = asyncio.new_event_loop()
+        self._background: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """End all coroutines that still run beside."""
+        for task in self._background:
+            forget(task)
         while tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
                 task.cancel()
@@ -142,6 +145,10 @@ class Driver:
     def beside(self, coroutine: Coroutine[Any, Any, Value]) -> asyncio.Task[Value]:
         """Begin a coroutine that advances whenever the driver waits."""
         return self._loop.create_task(coroutine)
+
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Begin a coroutine that nobody looks at: `poll` raises its error."""
+        self._background.add(self.beside(coroutine))
 
     @contextmanager
     def ending(self, deadline_s: float) -> Iterator[None]:
@@ -158,6 +165,9 @@ class Driver:
         self._signals.check()
         self._supervisor.tick()
         self._idle()
+        for task in [task for task in self._background if task.done()]:
+            self._background.remove(task)
+            task.result()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner; raises LearnerLost if the learner dies or hangs.
@@ -186,28 +196,34 @@ class Driver:
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
-        began = time.monotonic()
-        ended = self.beside(_ended(reference))
-        try:
-            while not self.waited_for(ended):
-                if why := self._overdue(began, worker):
-                    late = ActorHung if lost is ActorLost else lost
-                    raise late(f"{what} {why}")
-        finally:
-            ended.cancel()
-        return self.value(what, reference, lost=lost)
+        return self.wait_for(self.beside(self.answer(what, reference, worker, lost)))
 
-    async def answer(self, what: str, reference: Any, worker: str | None = None) -> Any:
+    async def answer(
+        self,
+        what: str,
+        reference: Any,
+        worker: str | None = None,
+        lost: type[ActorLost] = ActorLost,
+    ) -> Any:
         """Value of an actor call, for coroutines `beside`; raises as `call` does of the call."""
         began = time.monotonic()
         ended = asyncio.ensure_future(_ended(reference))
         try:
             while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
                 if why := self._overdue(began, worker):
-                    raise ActorHung(f"{what} {why}")
+                    raise (ActorHung if lost is ActorLost else lost)(f"{what} {why}")
         finally:
             ended.cancel()
-        return self.value(what, reference)
+        return self.value(what, reference, lost=lost)
+
+    def wait_for(self, task: asyncio.Task[Value]) -> Value:
+        """The value of a task `beside`, once it has ended. A wait that fails ends the task."""
+        try:
+            while not self.waited_for(task):
+                pass
+            return task.result()
+        finally:
+            forget(task)
 
     def waited_for(self, task: asyncio.Task[Any]) -> bool:
         """Poll, and wait a short while for a task `beside`; True if it has ended."""
@@ -226,15 +242,6 @@ class Driver:
             return None
         return f"has not got on for {self._deadline_s:.0f} s"
 
-    def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
-        """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""
-        deadline = time.monotonic() + deadline_s
-        while not ready():
-            self.poll()
-            if time.monotonic() > deadline:
-                raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
-            self._let_pass(_PAUSE_S)
-
     def until_started(self, roles: Sequence[str], say: Callable[[str], None]) -> None:
         """Wait until every actor of the roles has answered; report missing ones periodically.
 
@@ -245,7 +252,6 @@ class Driver:
         since = said = time.monotonic()
         pause = SAY_FIRST_S
         while missing := self._members(roles, State.STARTING):
-            self.poll()
             now = time.monotonic()
             if now - since > max([self._deadline_s, *(m.spec.start_deadline_s for m in missing)]):
                 names = listed([member.name for member in missing])
@@ -257,18 +263,14 @@ class Driver:
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
                     f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
                 )
-            self._let_pass(_PAUSE_S)
-
-    def _let_pass(self, seconds: float) -> None:
-        self._loop.run_until_complete(asyncio.sleep(seconds))
+            self.pause(_PAUSE_S)
 
     def _members(self, roles: Sequence[str], *states: State) -> list[Member]:
         return [m for role in roles for m in self._supervisor.members(role, *states)]
 
     def pause(self, seconds: float) -> None:
         """Sleep while polling; raises as `call` does."""
-        end = time.monotonic() + seconds
-        self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
+        self.wait_for(self.beside(asyncio.sleep(seconds)))
 
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""

@@ -8,11 +8,12 @@
     the learner dies          the learner and the queue return to its checkpoint (`recover`)
 
 Only the driver has handles of all actors. Workers receive those of the engines that serve
-(`announcer.py`), the learner those of the policy engines that join and leave.
+(`workers.py`), the learner those of the policy engines that join and leave.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,6 @@ from cluster.queue.scoring import read_scoring
 from cluster.run_files.certificate import certificate
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission
-from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
 from cluster.runtime.driver import Signals
@@ -56,8 +56,8 @@ from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
-from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
+from cluster.runtime.workers import Workers
 from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
 from distill.records import CONSTANT_REWARD, TrainedGroups
@@ -66,6 +66,8 @@ from learner.checkpoint import Checkpoint
 _CLOSE_S = 5.0
 # Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
 _LAST_CANARIES_S = 30.0
+# Between two statuses of the queue.
+_STATUS_S = 1.0
 # Prompt groups that may be set aside; one more ends the run.
 _MAX_SET_ASIDE = 100
 
@@ -118,7 +120,8 @@ class Fleet(LearnerAlone):
             self.driver, lambda: self.supervisor.serving(EVALUATION)
         )
         self.queue: GroupQueue = cast.queue(trained)
-        self._poller = StatusPoller(self.supervisor, self.queue, self._on_queue_status)
+        self.workers = Workers(self.supervisor, self.driver, self._dismiss)
+        self._status: QueueStatus | None = None  # the queue's last
         self.bounds = pool_bounds(config)
         self._following = following_role(config)
         self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
@@ -159,10 +162,7 @@ class Fleet(LearnerAlone):
         # that only keep groups are short: engines need not join during them.
         self._join_beside = not (config.engines_sleep or config.only_keeps)
         self._working = False
-        self._announcer = Announcer()
-        self._announced = -1
         self._epoch = 0
-        self._runs: dict[Any, Member] = {}
         self.scaling = Scaling(
             self,
             directory,
@@ -179,7 +179,7 @@ class Fleet(LearnerAlone):
 
     @property
     def statuses(self) -> dict[str, WorkerStatus]:
-        return self._poller.workers
+        return self.workers.statuses
 
     @property
     def scorers(self) -> list[str]:
@@ -262,6 +262,7 @@ class Fleet(LearnerAlone):
 
     def work(self) -> None:
         self._working = True
+        self.driver.background(self._follow_queue())
         self.poll()
 
     def end_waits(self) -> None:
@@ -294,40 +295,31 @@ class Fleet(LearnerAlone):
     # while the driver waits
 
     def poll(self) -> None:
-        """Announces changes of membership; collects ended workers and statuses. Never blocks."""
+        """Announces changes of membership; collects answers to canaries. Never blocks."""
         if not self._working:
             return
-        if self._announced != self.supervisor.changes:
+        if self.workers.announced != self.supervisor.changes:
             self._announce()
-        self._collect_runs()
-        self._poller.poll()
         self.canaries.poll()
         if self._join_beside:
             self.admission.joining.poll()
 
     def _announce(self) -> None:
-        self._announced = self.supervisor.changes
-        self._poller.forget_freshness()  # workers may have other engines now
-        running = set(self._runs.values())
-        members = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-        self._announcer.announce(
-            members, self.roster, self._groups_a_worker(), self._epoch, self.canaries.lives
+        self.workers.announce(
+            self.roster, self._groups_a_worker(), self._epoch, self.canaries.lives
         )
-        for member in members:
-            if member not in running:
-                self._runs[member.handle.run.remote()] = member
 
-    def _collect_runs(self) -> None:
-        for run in calls.ended(self._runs):
-            member = self._runs.pop(run)
+    async def _follow_queue(self) -> None:
+        """Ask the queue for its status, again and again, and act on it."""
+        while True:
             try:
-                calls.get(run)
-            except errors.RayTaskError as error:
-                raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+                status: QueueStatus = await self.queue.status()
             except errors.RayError:
-                continue  # it died, as its heartbeat will show
-            if member in self.supervisor.members(ROLLOUT, State.DRAINING):
-                self._dismiss(member)
+                self._status = None  # the next one answers
+            else:
+                self._status = status
+                self._on_queue_status(status)
+            await asyncio.sleep(_STATUS_S)
 
     def _on_queue_status(self, status: QueueStatus) -> None:
         self._check_set_aside(status)
@@ -352,7 +344,6 @@ class Fleet(LearnerAlone):
     def _when_buried(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
             self.queue.forfeit(worker_title(member.index), why)
-            self._runs = {run: m for run, m in self._runs.items() if m is not member}
         if member.spec.name == EVALUATOR:
             self.evaluator_calls.buried(member)
 
@@ -369,8 +360,8 @@ class Fleet(LearnerAlone):
                 if self.driver.call("groups", self.queue.poll()):
                     return time.monotonic() - started
                 self._pushed(wait=False)  # if it failed, no slot will ever be freed
-                if (status := self._poller.queue) is not None:
-                    self._watchdog.check(status, self.statuses, self.supervisor.still_s())
+                if self._status is not None:
+                    self._watchdog.check(self._status, self.statuses, self.supervisor.still_s())
         finally:
             self.scaling.waited()
 
@@ -434,7 +425,7 @@ class Fleet(LearnerAlone):
 
     def let_go(self) -> None:
         """Terminate draining engines that have no requests in progress."""
-        if not self._poller.all_fresh():
+        if not self.workers.all_heard:
             return
         for role in self._engine_roles:
             for member in self.supervisor.members(role, State.DRAINING):

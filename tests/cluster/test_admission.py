@@ -175,7 +175,8 @@ class House:
         step = self.learner.step.remote()
         self.joining.poll()
         assert self.joining.members
-        self.driver.until("them to join", lambda: not self.joining.members, 60)
+        while self.joining.members:
+            self.driver.pause(0.05)
         assert not step.future.done()
         self.learner.end_step.options(concurrency_group="any").remote()
         assert self.driver.ask_learner("a step", step) == "trained"

@@ -71,10 +71,7 @@ class House:
         return f", in the code of {inside} of env=Bad" if inside else ""
 
     def ask(self, make: Callable[[Any], Any]) -> str:
-        task = self.driver.beside(self.calls.ask("evaluation", make))
-        while not self.driver.waited_for(task):
-            pass
-        return task.result()
+        return self.driver.wait_for(self.driver.beside(self.calls.ask("evaluation", make)))
 
 
 @pytest.fixture

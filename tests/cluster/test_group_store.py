@@ -260,8 +260,7 @@ def test_a_disk_that_takes_nothing_is_a_finding_and_the_run_goes_on(
         (tmp_path / "run" / "out" / "groups").write_text("in the way")
         for _ in range(3):
             assert len(run.step()) == 2
-            loop.let_pass(2.0)
-            run.fleet.poll()
+            run.fleet.driver.pause(2.0)
     assert capsys.readouterr().out.count("groups_not_kept") == 1
 
 

@@ -377,10 +377,7 @@ def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
     run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
     began = loop.now
     asked = run.fleet.evaluator_calls.ask("evaluation", partial(evaluation, run))
-    task = run.fleet.driver.beside(asked)
-    while not run.fleet.driver.waited_for(task):
-        pass
-    evaluated = task.result()
+    evaluated = run.fleet.driver.wait_for(run.fleet.driver.beside(asked))
     assert evaluated.metrics["eval/response_length"] == TOKENS
     assert SECONDS <= loop.now - began < SECONDS + 60
     assert not events(run, "death")

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from cluster.base.outcomes import RunFailed
 from cluster.handles import calls
 from cluster.handshake.handshake import handshake
-from cluster.hosts.rollout_actor import RosterChange
+from cluster.hosts.rollout_actor import RosterChange, WorkerStatus
 from cluster.placement.roles import POLICY
-from cluster.runtime.announcer import Announcer
+from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.workers import Workers
 from cluster.supervision.supervise import Member
 from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings, Transport
@@ -223,35 +225,63 @@ class Told:
         self.roster: dict[str, dict[str, Any]] = {}
         self.heard: list[int] = []
 
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(groups=(), requests={}, max_groups=len(self.heard))
+
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
         self.heard.append(sum(map(len, change.came.values())))
         self.roster = change.applied(self.roster)
 
 
-def test_workers_hear_of_all_engines_once_and_then_of_changes(loop: SimulatedLoop) -> None:
-    def worker(index: int) -> Member:
-        spec: Any = SimpleNamespace(title=lambda index: f"rollout worker {index}")
-        handle = SimulatedActor(loop, Told)
-        return Member(spec=spec, index=index, handle=handle, attempt=0)
+class Office:
+    """Workers that serve, and what announces engines to them."""
 
-    announcer, workers = Announcer(), [worker(i) for i in range(3)]
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+        self.members: list[Member] = []
+        self.supervisor: Any = SimpleNamespace(
+            members=lambda *_: self.members, changes=0, tick=lambda: None
+        )
+        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
+        self.workers = Workers(self.supervisor, self.driver, drained=print)
+
+    def add(self, handle: Any) -> Member:
+        spec: Any = SimpleNamespace(title=lambda index: f"rollout worker {index}")
+        member = Member(spec=spec, index=len(self.members), handle=handle, attempt=0)
+        self.members.append(member)
+        return member
+
+    def announce(self, **roster: Mapping[str, Any]) -> None:
+        self.supervisor.changes += 1
+        assert not self.workers.all_heard
+        self.workers.announce(roster, 4, 0)
+        self._loop.let_pass(3)
+        self.driver.poll()
+        assert self.workers.all_heard
+
+
+def test_workers_hear_of_all_engines_once_and_then_of_changes(loop: SimulatedLoop) -> None:
+    office = Office(loop)
+    workers = [office.add(SimulatedActor(loop, Told)).handle for _ in range(3)]
     engines = {f"policy engine {i}": object() for i in range(50)}
 
     def announce() -> None:
-        roster = {POLICY: dict(engines), "teacher": {"teacher engine 0": 1}}
-        announcer.announce(workers, roster, 4, 0)
-        loop.let_pass(1)
-        assert all(w.handle.plain.roster == roster for w in workers if w.handle.plain is not None)
+        roster: dict[str, Any] = {POLICY: dict(engines), "teacher": {"teacher engine 0": 1}}
+        office.announce(**roster)
+        assert all(worker.plain.roster == roster for worker in workers)
 
     announce()
     engines["policy engine 7"] = object()  # restarted
     del engines["policy engine 8"], engines["policy engine 9"]
     announce()
-    assert [w.handle.plain.heard for w in workers] == [[51, 1]] * 3
-    workers.append(worker(3))
+    assert [worker.plain.heard for worker in workers] == [[51, 1]] * 3
+    workers.append(office.add(SimulatedActor(loop, Told)).handle)
     engines["policy engine 50"] = object()
     announce()
-    assert [w.handle.plain.heard[-1] for w in workers] == [1, 1, 1, 50]
+    assert [worker.plain.heard[-1] for worker in workers] == [1, 1, 1, 50]
 
 
 def test_a_worker_that_missed_a_message_hears_of_all_engines_again(loop: SimulatedLoop) -> None:
@@ -267,13 +297,37 @@ def test_a_worker_that_missed_a_message_hears_of_all_engines_again(loop: Simulat
         def _as_on_ray(self, error: Exception) -> Exception:
             return error
 
-    spec: Any = SimpleNamespace(title=lambda index: f"rollout worker {index}")
-    deaf = Member(spec=spec, index=0, handle=Handle(loop, Deaf), attempt=0)
-    announcer, engines = Announcer(), {}
+    office, engines = Office(loop), {}
+    deaf = office.add(Handle(loop, Deaf)).handle
     for i, misses in enumerate([False, True, False, False]):
         lost.append(misses)
         engines[f"policy engine {i}"] = i
-        announcer.announce([deaf], {POLICY: dict(engines)}, 4, 0)
-        loop.let_pass(1)
-    assert deaf.handle.plain.heard == [1, 3, 1]
-    assert deaf.handle.plain.roster == {POLICY: engines}
+        office.announce(**{POLICY: dict(engines)})
+    assert deaf.plain.heard == [1, 3, 1]
+    assert deaf.plain.roster == {POLICY: engines}
+
+
+def test_a_worker_that_hangs_keeps_no_other_from_being_heard(loop: SimulatedLoop) -> None:
+    office = Office(loop)
+    members = [office.add(SimulatedActor(loop, Told)) for _ in range(2)]
+    office.announce()
+    members[0].handle.freeze()
+    office.supervisor.changes += 1
+    office.workers.announce({}, 4, 0)
+    loop.let_pass(3)
+    assert not office.workers.all_heard
+    assert office.workers.statuses[members[1].name].max_groups == 2
+    members[0].handle.end()
+    loop.let_pass(3)
+    assert list(office.workers.statuses) == [members[1].name]
+
+
+def test_work_that_fails_ends_the_run(loop: SimulatedLoop) -> None:
+    class Fails(Told):
+        async def run(self) -> None:
+            raise ValueError("in the environment")
+
+    office = Office(loop)
+    office.add(SimulatedActor(loop, Fails))
+    with pytest.raises(RunFailed):
+        office.announce()

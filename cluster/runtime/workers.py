@@ -1,0 +1,115 @@
+"""Rollout workers, seen by the driver: which engines they know of, what they do, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from cluster.base.outcomes import RunFailed
+from cluster.handles import calls, errors
+from cluster.handles.failures import reason_of
+from cluster.hosts.rollout_actor import Roster, RosterChange, WorkerStatus
+from cluster.placement.roles import ROLLOUT
+from cluster.runtime.driver import Driver
+from cluster.supervision.supervise import Member, State, Supervisor
+
+_EVERY_S = 1.0  # between two statuses of a worker
+
+
+class Workers:
+    """Announces engines to the rollout workers, and follows each worker until it is gone.
+
+    A worker is told of all engines once, and then of those that come and go: of N workers and as
+    many engines, one that is back costs N short messages, not N times N handles. A worker that
+    missed a message is told of all again.
+
+    Args:
+        drained: called with a worker that has ended its work after it was drained.
+
+    Attributes:
+        statuses: last status by the worker's name, of those that answer.
+        announced: `Supervisor.changes` at the last announcement.
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, driver: Driver, drained: Callable[[Member], None]
+    ) -> None:
+        self._supervisor, self._driver, self._drained = supervisor, driver, drained
+        self.statuses: dict[str, WorkerStatus] = {}
+        self.announced = -1
+        self._heard: dict[str, int] = {}  # `announced` when the last status was asked for
+        self._roster: Roster = {}
+        self._members: set[Member] = set()
+        self._missed: set[Member] = set()
+
+    @property
+    def all_heard(self) -> bool:
+        """True if every worker's status is from after the last change of who serves."""
+        return self.announced == self._supervisor.changes and all(
+            self._heard.get(member.name) == self.announced for member in self._members
+        )
+
+    def announce(
+        self,
+        roster: Roster,
+        max_groups: int,
+        epoch: int,
+        lives: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Send `RolloutActor.update` to every worker, and wait for none; new ones begin to work.
+
+        A worker that fails at it, or at its work, ends the run: the driver raises RunFailed.
+
+        Args:
+            lives: numbers by which scorers are known (cluster/runtime/canaries.py).
+        """
+        members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
+        known = self._members - self._missed
+        change = RosterChange.between(self._roster, roster, lives)
+        everything = RosterChange.between({}, roster, lives)
+        for said, told in ((change, True), (everything, False)):
+            hearers = [member for member in members if (member in known) is told]
+            shared = calls.shared(said, [member.handle for member in hearers])
+            for member in hearers:
+                update = member.handle.update.remote(shared, max_groups, epoch)
+                self._driver.background(self._tell(member, update))
+        new = [member for member in members if member not in self._members]
+        self._roster = {role: dict(engines) for role, engines in roster.items()}
+        self._members, self._missed = set(members), set()
+        self.announced = self._supervisor.changes
+        names = {member.name for member in members}
+        self.statuses = {name: s for name, s in self.statuses.items() if name in names}
+        for member in new:
+            self._driver.background(self._work(member, member.handle.run.remote()))
+            self._driver.background(self._follow(member))
+
+    async def _tell(self, member: Member, update: Any) -> None:
+        try:
+            await update
+        except errors.RayTaskError as error:
+            raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+        except errors.RayError:
+            self._missed.add(member)  # if it lives, it is told of all engines again
+
+    async def _work(self, member: Member, run: Any) -> None:
+        try:
+            await run
+        except errors.RayTaskError as error:
+            raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+        except errors.RayError:
+            return  # it died, as its heartbeat will show
+        if member in self._supervisor.members(ROLLOUT, State.DRAINING):
+            self._drained(member)
+
+    async def _follow(self, member: Member) -> None:
+        """Ask a worker what it does, again and again. One that hangs holds up no other."""
+        while member in self._members:
+            announced = self.announced
+            try:
+                self.statuses[member.name] = await member.handle.status.remote()
+                self._heard[member.name] = announced
+            except errors.RayError:
+                self.statuses.pop(member.name, None)
+            await asyncio.sleep(_EVERY_S)
