@@ -2,10 +2,9 @@
 
     join         first answers of a new model: repeatable, and equal to those of its role's others
     after_step   every `CanarySetup.every` steps: engines' canaries are sent with a worker's next
-                 batch, the learner is idle and answers at once
-    poll         answers are compared with the first ones. An engine or reward model that has
-                 drifted is terminated and restarted; its scores since its last good canary are
-                 repeated
+                 batch, the learner is idle and answers at once.
+                 An engine or reward model whose answer differs from its first ones has drifted. It
+                 is terminated and restarted; its scores since its last good canary are repeated
     check        if weights contain such scores, the learner goes back, with its own frozen models
     after_last   at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
 
@@ -16,17 +15,16 @@ because of the order of the queue's journal (cluster/queue/custody.py): canaries
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.base.outcomes import ActorLost, LearnerLost
+from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
-from cluster.handles import calls, errors
-from cluster.handles.failures import reason_of
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
@@ -41,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of canaries for a batch to be sent with, seconds; then they are sent alone.
 _PATIENCE_S = 60.0
-# Deadline of the queue's answers, which are immediate except during its restart.
-_QUEUE_S = 120.0
 
 
 class ScoredWrongly(LearnerLost):
@@ -87,16 +83,6 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """A canary that was sent at `since`, alone or with a worker's batch."""
-
-    number: int
-    reference: Any
-    since: float
-    alone: bool
-
-
 class Canaries:
     """The canaries of one run's frozen models: on engines, in the learner, and the reward model.
 
@@ -125,9 +111,9 @@ class Canaries:
         self._numbers: dict[Watched, int] = {}  # of the lives in the journal
         self._next_number = 0
         self._digests: dict[object, str] = {}  # that each life of these weights has to have
-        self._starting: dict[Any, Member] = {}  # reward models, by their first canary
-        self._pending: dict[Watched, _Asked] = {}
-        self._told: list[Any] = []  # pending writes of good answers to the journal
+        self._starting: dict[Member, asyncio.Task[None]] = {}  # reward models, not known yet
+        self._pending: dict[Watched, asyncio.Task[None]] = {}
+        self._proven = -1  # the newest step that `trusted` was called with
         self._bad: tuple[int, str] | None = None
         self._turn = 0
         self._step = 0
@@ -140,6 +126,7 @@ class Canaries:
             watched.who: number
             for watched, number in self._numbers.items()
             if isinstance(watched, ScoringEngine)
+            and not self._is_dead(watched)
             and watched.member.state in (State.READY, State.SERVING)
         }
 
@@ -175,7 +162,7 @@ class Canaries:
         """
         for watched in [w for w in self._numbers if w.member is None]:
             del self._numbers[watched]
-        self._learner_asked_at = None
+        self._learner_asked_at, self._proven = None, -1
         if not (self._setup.every and self._setup.copies):
             return
         leader, T, base = self._learner(), self._setup.temperature, self._setup.base
@@ -196,25 +183,37 @@ class Canaries:
         Raises:
             EngineError, RunFailed: a reward model did not answer.
         """
-        self._ask_reward_models()
-        for reference, member in list(self._starting.items()):
-            answer = self._driver.call("the first canary of the reward model", reference)
-            if self._starting.pop(reference, None):  # else a poll within the call has seen it
-                self._join_reward_model(RewardModel(member, answer))
+        for member in self._new_reward_models():
+            self._driver.wait_for(self._driver.beside(self._introduce(member)))
+        for task in list(self._starting.values()):
+            self._driver.wait_for(task)
 
-    def _ask_reward_models(self) -> None:
-        """Send first canaries to reward models that serve and have not been asked."""
-        if self._setup.every:
-            known = {*self._starting.values(), *(watched.member for watched in self._numbers)}
-            for member in self._supervisor.members(REWARD, State.SERVING):
-                if member not in known:
-                    self._starting[member.handle.canary.remote(COMPANY)] = member
+    def ask_new_reward_models(self) -> None:
+        """Get first answers of reward models that have started, without waiting for them."""
+        for member in self._new_reward_models():
+            self._starting[member] = self._driver.background(self._introduce_late(member))
 
-    def _join_reward_model(self, model: RewardModel) -> None:
+    def _new_reward_models(self) -> list[Member]:
+        known = {*self._starting, *(watched.member for watched in self._numbers)}
+        serving = self._supervisor.members(REWARD, State.SERVING) if self._setup.every else []
+        return [member for member in serving if member not in known]
+
+    async def _introduce_late(self, member: Member) -> None:
+        try:
+            await self._introduce(member)
+        except (ActorLost, EngineError) as error:  # if it lives, it is asked again
+            logger.warning("%s: no canary (%s)", member.name, error)
+        finally:
+            del self._starting[member]
+
+    async def _introduce(self, member: Member) -> None:
+        asked = member.handle.canary.remote(COMPANY)
+        answer = await self._driver.answer("the first canary of the reward model", asked)
+        model = RewardModel(member, answer)
         if why := self._changed(model):
             self._terminate(model, why)
         else:
-            calls.get(self._register(model), timeout=_QUEUE_S)
+            await self._driver.answer("writing down a scorer", self._register(model))
 
     def _changed(self, model: LearnerModel | RewardModel) -> str:
         """Description of weights that differ from those of the model's first life; "" if equal."""
@@ -242,8 +241,11 @@ class Canaries:
         """
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
-            idle = [watched for watched in self._serving() if watched not in self._pending]
-            self._pending |= self._ask(idle, alone=False)
+            self.ask_new_reward_models()  # those whose first canary failed
+            numbers = self._written_down(w for w in self._serving() if w not in self._pending)
+            for watched, number in numbers.items():
+                canary = self._canary(watched, number, alone=False)
+                self._pending[watched] = self._driver.background(canary)
             self._ask_learner()
             self.check()
 
@@ -271,7 +273,7 @@ class Canaries:
             raise
         except (ActorLost, EngineError) as error:
             logger.warning("the reward model: no first canary (%s)", error)
-        self._wait(self._ask(self._serving(), alone=True))
+        self._ask_alone(self._serving())
         self.check()
 
     def ask_last(self, members: Sequence[Member]) -> None:
@@ -281,7 +283,7 @@ class Canaries:
             ScoredWrongly: as `check`.
         """
         ending = [watched for watched in self._numbers if watched.member in members]
-        self._wait(self._ask(ending, alone=True))
+        self._ask_alone(ending)
         self.check()
 
     def check(self) -> None:
@@ -296,28 +298,6 @@ class Canaries:
         self._bad = None
         raise ScoredWrongly(why, first_bad)
 
-    def poll(self) -> None:
-        """Collect answers without blocking, and terminate models that have drifted.
-
-        Raises:
-            RunFailed: a model has drifted or died too often.
-        """
-        self._collect_proofs(calls.ended(self._told))
-        self._ask_reward_models()
-        for reference in calls.ended(self._starting):
-            member = self._starting.pop(reference)
-            try:
-                answer = calls.get(reference)
-            except (errors.RayError, EngineError) as error:  # asked again if it lives
-                logger.warning("%s: no canary (%s)", member.name, reason_of(error))
-            else:
-                self._join_reward_model(RewardModel(member, answer))
-        by_reference = {asked.reference: watched for watched, asked in self._pending.items()}
-        for reference in calls.ended(by_reference):
-            watched = by_reference[reference]
-            self._answered(watched, self._pending.pop(watched))
-        self._forget_the_dead()
-
     def _serving(self) -> list[Watched]:
         """The engines and reward models that serve."""
         self._forget_the_dead()
@@ -326,96 +306,84 @@ class Canaries:
     def _forget_the_dead(self) -> None:
         for watched in [each for each in self._numbers if self._is_dead(each)]:
             del self._numbers[watched]
-            self._pending.pop(watched, None)
 
     def _is_dead(self, watched: Watched) -> bool:
         member = watched.member
         return member is not None and member not in self._supervisor.members(member.spec.name)
 
+    def _written_down(self, models: Iterable[Watched]) -> dict[Watched, int]:
+        """Numbers of models that are about to be asked, once they are in the queue's journal."""
+        numbers = {watched: self._numbers[watched] for watched in models}
+        if numbers:
+            self._driver.call("writing down canaries", self._queue.ask(list(numbers.values())))
+        return numbers
+
     def _ask_learner(self) -> None:
         """Check the learner's models, at most once per step, and wait; the learner is idle."""
-        if self._learner_asked_at != self._step:
-            self._learner_asked_at = self._step
-            models = [watched for watched in self._numbers if watched.member is None]
-            self._wait(self._ask(models, alone=True))
-
-    def _ask(self, models: Sequence[Watched], *, alone: bool) -> dict[Watched, _Asked]:
-        """Send canaries, once the queue's journal says so."""
-        if not models:
-            return {}
-        numbers = {watched: self._numbers[watched] for watched in models}
-        for watched in models:  # an earlier answer would count as one to this canary
-            self._pending.pop(watched, None)
-        self._driver.call("writing down canaries", self._queue.ask(list(numbers.values())))
-        sent: dict[Any, Any] = {}  # by actor: one call asks all models in the learner
-        asked: dict[Watched, _Asked] = {}
-        for watched, number in numbers.items():
-            asked[watched] = self._send(watched, number, sent.get(watched.handle), alone=alone)
-            sent[watched.handle] = asked[watched].reference
-        return asked
-
-    def _send(self, watched: Watched, number: int, reference: Any = None, *, alone: bool) -> _Asked:
-        workers = self._supervisor.members(ROLLOUT, State.SERVING)
-        if not alone and workers and isinstance(watched, ScoringEngine):
-            self._turn += 1
-            worker = workers[self._turn % len(workers)].handle
-            return _Asked(number, watched.ride(worker, _PATIENCE_S), time.monotonic(), False)
-        return _Asked(number, reference or watched.ask(), time.monotonic(), True)
-
-    def _wait(self, asked: Mapping[Watched, _Asked]) -> None:
-        """Wait for answers, judge them, and wait until the queue has noted them."""
-        if not asked:
+        if self._learner_asked_at == self._step:
             return
-        for watched, one in asked.items():
-            call = self._driver.ask_learner if watched.member is None else self._driver.call
-            try:
-                answer = call(f"a canary of {watched.who}", one.reference)
-            except LearnerLost:
-                raise
-            except (ActorLost, EngineError) as error:
-                logger.warning("%s: no canary (%s)", watched.who, error)
-            else:
-                self._judge(watched, one, answer)
-        self._collect_proofs(self._told)
+        self._learner_asked_at = self._step
+        numbers = self._written_down(w for w in self._numbers if w.member is None)
+        for reference in [watched.ask() for watched in numbers][:1]:  # all answer one call
+            began = time.monotonic()
+            answer = self._driver.ask_learner("canaries of the learner's models", reference)
+            for watched, number in numbers.items():
+                judged = self._judge(watched, number, answer, began)
+                self._driver.wait_for(self._driver.beside(judged))
 
-    def _answered(self, watched: Watched, asked: _Asked) -> None:
+    def _ask_alone(self, models: Sequence[Watched]) -> None:
+        """Send canaries of their own to engines and reward models, and wait for the verdicts."""
+        for watched in models:  # an earlier answer would count as one to this canary
+            if pending := self._pending.pop(watched, None):
+                pending.cancel()
+        numbers = self._written_down(models)
+        asked = [self._driver.beside(self._canary(*each, alone=True)) for each in numbers.items()]
+        for canary in asked:
+            self._driver.wait_for(canary)
+
+    async def _canary(self, watched: Watched, number: int, *, alone: bool) -> None:
+        """Send a canary, with the next batch of a worker if it may, and judge the answer."""
+        what, began, rode = f"a canary of {watched.who}", time.monotonic(), False
+        workers = self._supervisor.members(ROLLOUT, State.SERVING)
         try:
-            answer = calls.get(asked.reference)
-        except (errors.RayError, EngineError) as error:
-            if not asked.alone and _state(watched) is State.SERVING:
-                # The worker died, or its batch was refused.
-                self._pending[watched] = self._send(watched, asked.number, alone=True)
+            if alone or not workers or not isinstance(watched, ScoringEngine):
+                answer = await self._driver.answer(what, watched.ask())
             else:
-                logger.warning("%s: no canary (%s)", watched.who, reason_of(error))
+                self._turn += 1
+                worker = workers[self._turn % len(workers)].handle
+                ride = watched.ride(worker, _PATIENCE_S)
+                answer, rode = await self._driver.answer(what, ride)
+        except (ActorLost, CallFailed, EngineError) as error:
+            if not alone and _state(watched) is State.SERVING:
+                # The worker died, or its batch was refused.
+                await self._canary(watched, number, alone=True)
+            else:
+                logger.warning("%s: no canary (%s)", watched.who, error)
         else:
-            self._judge(watched, asked, answer)
+            await self._judge(watched, number, answer, began, rode=rode)
+        finally:
+            if not alone:
+                self._pending.pop(watched, None)
 
-    def _judge(self, watched: Watched, asked: _Asked, answer: Any) -> None:
-        answer, rode = (answer, False) if asked.alone else answer
+    async def _judge(
+        self, watched: Watched, number: int, answer: Any, began: float, *, rode: bool = False
+    ) -> None:
+        """Compare an answer with the first one, and have the queue write the verdict down."""
         drift = watched.drift(answer)
         said = {
             "step": self._step,
             "gap": drift.gap,
             "mean": drift.mean,
             "rode": rode,
-            "seconds": time.monotonic() - asked.since,
+            "seconds": time.monotonic() - began,
         } | ({"why": drift.why} if drift.why else {})
-        told = self._queue.canary(asked.number, not drift.why, said)
+        told = self._queue.canary(number, not drift.why, said)
+        note: CanaryAnswer = await self._driver.answer("noting a canary", told)
         if drift.why:
-            self._quarantine(watched, drift.why, calls.get(told, timeout=_QUEUE_S))
-        else:
-            self._told.append(told)
-
-    def _collect_proofs(self, told: Sequence[Any]) -> None:
-        """Take the queue's answers to good canaries; they need not be there yet."""
-        self._told = [reference for reference in self._told if reference not in told]
-        try:
-            notes: list[CanaryAnswer] = [calls.get(each, timeout=_QUEUE_S) for each in told]
-        except errors.GetTimeoutError as error:
-            logger.warning("the queue did not note a canary: %s", error)
-            return
-        if notes:
-            self._trusted(max(note.proven for note in notes))
+            self._quarantine(watched, drift.why, note)
+        elif note.proven > self._proven:
+            self._proven = note.proven
+            self._trusted(note.proven)
 
     def _quarantine(self, watched: Watched, why: str, answer: CanaryAnswer) -> None:
         first_bad = answer.first_bad

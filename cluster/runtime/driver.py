@@ -146,9 +146,10 @@ class Driver:
         """Begin a coroutine that advances whenever the driver waits."""
         return self._loop.create_task(coroutine)
 
-    def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Begin a coroutine that nobody looks at: `poll` raises its error."""
-        self._background.add(self.beside(coroutine))
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a coroutine that nobody needs to look at: `poll` raises its error."""
+        self._background.add(task := self.beside(coroutine))
+        return task
 
     @contextmanager
     def ending(self, deadline_s: float) -> Iterator[None]:
@@ -167,7 +168,8 @@ class Driver:
         self._idle()
         for task in [task for task in self._background if task.done()]:
             self._background.remove(task)
-            task.result()
+            if not task.cancelled():
+                task.result()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner; raises LearnerLost if the learner dies or hangs.

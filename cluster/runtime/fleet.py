@@ -295,12 +295,11 @@ class Fleet(LearnerAlone):
     # while the driver waits
 
     def poll(self) -> None:
-        """Announces changes of membership; collects answers to canaries. Never blocks."""
+        """Announces changes of membership. Never blocks."""
         if not self._working:
             return
         if self.workers.announced != self.supervisor.changes:
             self._announce()
-        self.canaries.poll()
         if self._join_beside:
             self.admission.joining.poll()
 
@@ -308,6 +307,7 @@ class Fleet(LearnerAlone):
         self.workers.announce(
             self.roster, self._groups_a_worker(), self._epoch, self.canaries.lives
         )
+        self.canaries.ask_new_reward_models()
 
     async def _follow_queue(self) -> None:
         """Ask the queue for its status, again and again, and act on it."""

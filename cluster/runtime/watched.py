@@ -55,16 +55,12 @@ class Watched(Protocol):
     def member(self) -> Member | None:
         """Membership; None for a model in the learner, which restarts as a whole."""
 
-    @property
-    def handle(self) -> Any:
-        """Actor that `ask` calls, once for all of the actor's models."""
-
     def described(self) -> dict[str, Any]:
         """Fields of its `scorer` event in the queue's journal."""
         ...
 
     def ask(self) -> Any:
-        """Send a canary; returns a reference to the answer."""
+        """Send a canary; returns a reference to the answer (in the learner, of all its models)."""
 
     def drift(self, answer: Any) -> Drift:
         """Compare an answer with the first one."""
@@ -120,15 +116,11 @@ class ScoringEngine:
     def who(self) -> str:
         return self.member.name
 
-    @property
-    def handle(self) -> Any:
-        return self.member.handle
-
     def described(self) -> dict[str, Any]:
         return self.first.described()
 
     def ask(self) -> Any:
-        return self.handle.score.remote(list(self.first.rows.requests))
+        return self.member.handle.score.remote(list(self.first.rows.requests))
 
     def ride(self, worker: Any, patience_s: float) -> Any:
         """As `ask`, with the next batch of a rollout worker; a reference to (answer, it rode)."""
@@ -263,10 +255,6 @@ class RewardModel:
         return self.member.name
 
     @property
-    def handle(self) -> Any:
-        return self.member.handle
-
-    @property
     def weights(self) -> tuple[object, str]:
         return "reward model", self.answer.digest
 
@@ -294,7 +282,7 @@ class RewardModel:
         }
 
     def ask(self) -> Any:
-        return self.handle.canary.remote()
+        return self.member.handle.canary.remote()
 
     def drift(self, answer: RewardAnswer) -> Drift:
         gap_N = np.abs(np.subtract(answer.scores[0], self.answer.scores[0]))

@@ -133,9 +133,7 @@ class House:
             max_restarts=9,
         )
         self.supervisor.under_way = True
-        driver = Driver(
-            supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S, idle=self._poll
-        )
+        driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
         self.path = path / "ledger.jsonl"
         self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
         self.canaries = Canaries(
@@ -157,9 +155,6 @@ class House:
         self.driver = driver
         self.trained = TrainedGroups()
         self.version = 0
-
-    def _poll(self) -> None:
-        self.canaries.poll()
 
     def _trust(self, step: int) -> None:
         self.trusted = step
@@ -211,11 +206,10 @@ class House:
     def _wait_for_answers(self) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while self._asked() != self._answered():
-            self.driver.poll()
+            self.driver.pause(0.005)
             assert time.monotonic() < deadline
-            time.sleep(0.005)
         calls.get(self.queue.status(), DEADLINE_S)  # it has noted all answers
-        self.driver.poll()
+        self.driver.pause(0.05)
 
     def _asked(self) -> Counter[int]:
         return Counter(
@@ -239,6 +233,7 @@ class House:
         plain.rewind(self.trained, "it was told to")
 
     def close(self) -> None:
+        self.driver.close()
         if self.learner is not None:
             self.learner.end()
         self.supervisor.end_all()
