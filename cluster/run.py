@@ -19,10 +19,10 @@
   a full disk               room on it                      1,800 s, then the run fails
   last canaries             answers of scorers              30 s after a signal
 
-While it waits, the driver polls (`Driver.poll`, twice a second): signals; heartbeats, restarts
-(`Supervisor.tick`); and, of a run with engines, `Fleet.poll`: changes of membership, statuses of
-workers and queue, leases, canaries. An actor that dies or hangs is restarted there. Engines that
-join and the evaluation beside training are coroutines, which advance meanwhile (`Driver.beside`).
+While it waits, the driver polls signals and heartbeats (`Driver.poll`, `Supervisor.tick`): an actor
+that dies or hangs is restarted there. All else beside the steps are coroutines, which advance
+meanwhile (`Driver.background`): announcements to workers, statuses of workers and of the queue,
+canaries, engines that join, the evaluation beside training.
 A lost learner concerns `train` alone: see `recover`.
 
 sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.

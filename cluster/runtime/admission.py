@@ -1,7 +1,16 @@
-"""Admission of engines that start in the middle of a run: weights, handshake, then announcement."""
+"""Admission of engines that start in the middle of a run: weights, handshake, then announcement.
+
+beside a step    policy engines load the copy of the last push, and are compared with an engine
+                 that serves; again, if a push falls into the comparison
+between steps    all others: the learner pushes to them, and is compared with them. So are
+                 engines that could not join beside a step: they can read no copy, no other
+                 engine serves, they fail, or their handshake does
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +18,23 @@ from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
 from cluster.handles.engine_pool import EnginePool
+from cluster.handles.failures import reason_of
 from cluster.handshake.handshake import EnginesSilent
 from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.driver import Driver
-from cluster.runtime.joining import Joining
-from cluster.supervision.supervise import Member, State, Supervisor
+from cluster.supervision.supervise import JOIN_GROUP, Member, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
 from distill.lookup import listed
 
+logger = logging.getLogger(__name__)
+
 # Longest wait of a ready engine for others that restart, seconds; a round takes longer.
 _TOGETHER_S = 10.0
+# Tries of a handshake that pushes interrupt, and seconds between looks for the end of a push and
+# for engines that wait.
+_TRIES = 3
+_PUSH_PAUSE_S, _PAUSE_S = 0.2, 0.5
 # Handshake of joining policies and scorers, by name; the report says whether they agree. A third
 # argument is a policy engine that replaces the learner while the learner computes.
 Examine = Callable[..., Coroutine[Any, Any, CalibrationReport]]
@@ -45,6 +60,9 @@ class Admission:
             reasons of refusals, by name.
         require_handshake: False admits engines whose handshake fails.
         deadline_s: longest that a handshake during a step may take.
+
+    Attributes:
+        joining: engines that are joining beside a step.
     """
 
     def __init__(
@@ -65,14 +83,76 @@ class Admission:
         self._learner, self._examine, self._say = learner, examine, say
         self._require_handshake, self._join = require_handshake, join
         self._following = following
-        self.joining = Joining(
-            supervisor,
-            driver,
-            learner=learner,
-            examine=examine,
-            serve=self._serve_if_they_agree,
-            deadline_s=deadline_s,
+        self._deadline_s = deadline_s
+        self.joining: Sequence[Member] = ()
+        self._join_task: asyncio.Task[None] | None = None
+
+    def begin_joining(self) -> None:
+        """Let policy engines join beside the learner's steps from now on."""
+        self._join_task = self._driver.background(self._join_all())
+
+    def end_joining(self) -> None:
+        """The learner is lost: what its engines load is of no use."""
+        if self._join_task is not None:
+            self._join_task.cancel()
+        self.joining = ()
+
+    async def _join_all(self) -> None:
+        """Let all engines that wait join together, and then those that have come meanwhile."""
+        left: list[Member] = []  # to `admit_waiting`
+        while True:
+            waiting = [m for m in self._supervisor.waiting() if m.spec.name == POLICY]
+            left = [member for member in left if member in waiting]
+            new = [member for member in waiting if member not in left]
+            if new and self._supervisor.serving(POLICY):
+                self.joining = new
+                try:
+                    why = await self._joined({member.name: member.handle for member in new})
+                except Exception as error:  # any: it recurs between steps, and is raised there
+                    why = reason_of(error)
+                if why is not None:
+                    names = listed([member.name for member in new])
+                    logger.info("%s: not admitted beside a step: %s", names, why)
+                    left += new
+                self.joining = ()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _joined(self, handles: Mapping[str, Any]) -> str | None:
+        """Load, compare and serve; returns why not, or None."""
+        joins = self._learner().join.options(concurrency_group=JOIN_GROUP)
+        if await joins.remote(handles) is None:
+            return "the last push left no copy that they can read"
+        if not (serving := self._supervisor.serving(POLICY)):
+            return "no engine serves"
+        name, engine = next(iter(serving.items()))
+        compared = self._compared(
+            EnginePool(POLICY, handles).each(), EnginePool(POLICY, {name: engine})
         )
+        report = await asyncio.wait_for(compared, self._deadline_s)
+        if report is None:
+            return "pushes fell into their handshake"
+        if not self._agree(report):
+            return report.complaint()
+        self._say_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)
+        return None
+
+    async def _compared(
+        self, joining: Mapping[str, EnginePool], reference: EnginePool
+    ) -> CalibrationReport | None:
+        """Handshake at one weight version of all engines; None if pushes interrupted all tries."""
+        everyone = [*joining.values(), reference]
+
+        async def versions() -> set[int]:
+            infos = await asyncio.gather(*(engine.info() for engine in everyone))
+            return {info.weight_version for info in infos}
+
+        for _ in range(_TRIES):
+            while len(before := await versions()) > 1:
+                await asyncio.sleep(_PUSH_PAUSE_S)
+            report = await self._examine(joining, {}, reference)
+            if await versions() == before:
+                return report
+        return None
 
     def admit_waiting(self) -> None:
         """Admit waiting engines, and terminate those that fail; call it while the learner is idle.
@@ -86,7 +166,7 @@ class Admission:
         waiting = [
             m
             for m in self._supervisor.waiting()
-            if m.spec.name in self._roles and m not in self.joining.members
+            if m.spec.name in self._roles and m not in self.joining
         ]
         self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
         if self._supervisor.serving(POLICY):  # else there are no samples to score
@@ -166,12 +246,6 @@ class Admission:
         if len(left) < len(members):  # else they are tried again with another policy engine
             present = self._supervisor.waiting()
             self._admit([member for member in left if member in present])
-
-    def _serve_if_they_agree(self, members: Sequence[Member], report: CalibrationReport) -> bool:
-        """Let policy engines that joined during a step serve; False if they do not agree."""
-        if self._agree(report):
-            self._say_admitted(members, report)
-        return self._agree(report)
 
     def _agree(self, report: CalibrationReport) -> bool:
         return report.agrees or not self._require_handshake

@@ -4,7 +4,7 @@ The run itself is straight code that waits (`call`, `run`); what goes on beside 
 coroutines (`beside`), which advance while it waits. They await `answer` in place of `call`.
 `cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
 Engines that need the weights from the learner itself are admitted then; engines that can read a
-copy join at any time (cluster/runtime/joining.py).
+copy join at any time (cluster/runtime/admission.py).
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class Driver:
 
     Args:
         deadline_s: longest any one call may take.
-        idle: called repeatedly while a call is awaited; may raise.
     """
 
     def __init__(
@@ -125,10 +124,9 @@ class Driver:
         supervisor: Supervisor,
         signals: Signals,
         deadline_s: float,
-        idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._supervisor, self._signals = supervisor, signals
-        self._deadline_s, self._idle = deadline_s, idle
+        self._deadline_s = deadline_s
         self._loop = asyncio.new_event_loop()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -162,10 +160,9 @@ class Driver:
             self._deadline_s = usual
 
     def poll(self) -> None:
-        """Poll once during a wait: signals, supervisor, idle work. Raises as `call` does."""
+        """Poll once during a wait: signals, supervisor, coroutines in the background."""
         self._signals.check()
         self._supervisor.tick()
-        self._idle()
         for task in [task for task in self._background if task.done()]:
             self._background.remove(task)
             if not task.cancelled():

@@ -66,8 +66,8 @@ from learner.checkpoint import Checkpoint
 _CLOSE_S = 5.0
 # Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
 _LAST_CANARIES_S = 30.0
-# Between two statuses of the queue.
-_STATUS_S = 1.0
+# Between two looks for changes of who serves, and between two statuses of the queue.
+_CHANGES_S, _STATUS_S = 0.25, 1.0
 # Prompt groups that may be set aside; one more ends the run.
 _MAX_SET_ASIDE = 100
 
@@ -101,7 +101,6 @@ class Fleet(LearnerAlone):
             directory,
             signals,
             say,
-            idle=self.poll,
             buried=self._when_buried,
         )
         self._config, self._placement, self._cast = config, placement, cast
@@ -158,9 +157,6 @@ class Fleet(LearnerAlone):
             self._specs[EVALUATOR] = cast.evaluator_spec()
         if config.eval.engines:
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
-        # Sleeping engines leave their memory to the learner, so none may load during a step. Steps
-        # that only keep groups are short: engines need not join during them.
-        self._join_beside = not (config.engines_sleep or config.only_keeps)
         self._working = False
         self._epoch = 0
         self.scaling = Scaling(
@@ -262,8 +258,9 @@ class Fleet(LearnerAlone):
 
     def work(self) -> None:
         self._working = True
+        self.driver.background(self._announce_changes())
         self.driver.background(self._follow_queue())
-        self.poll()
+        self._begin_joining()
 
     def end_waits(self) -> None:
         self.queue.close()
@@ -294,14 +291,12 @@ class Fleet(LearnerAlone):
 
     # while the driver waits
 
-    def poll(self) -> None:
-        """Announces changes of membership. Never blocks."""
-        if not self._working:
-            return
-        if self.workers.announced != self.supervisor.changes:
-            self._announce()
-        if self._join_beside:
-            self.admission.joining.poll()
+    async def _announce_changes(self) -> None:
+        """Tell the rollout workers, again and again, which engines serve now."""
+        while True:
+            if self.workers.announced != self.supervisor.changes:
+                self._announce()
+            await asyncio.sleep(_CHANGES_S)
 
     def _announce(self) -> None:
         self.workers.announce(
@@ -439,8 +434,16 @@ class Fleet(LearnerAlone):
                 self._dismiss(member)
 
     def recover(self, lost: LearnerLost) -> int:
-        self.admission.joining.forget()
-        return super().recover(lost)
+        self.admission.end_joining()
+        step = super().recover(lost)
+        self._begin_joining()
+        return step
+
+    def _begin_joining(self) -> None:
+        # Sleeping engines leave their memory to the learner, so none may load during a step. Steps
+        # that only keep groups are short: engines need not join during them.
+        if not (self._config.engines_sleep or self._config.only_keeps):
+            self.admission.begin_joining()
 
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())

@@ -34,7 +34,7 @@ class LearnerAlone:
         make: creates the learner's workers from a checkpoint, or from the run's start; the number
             counts how often they were created before.
         say: prints a line on the console.
-        idle, buried: see `Driver` and `Supervisor`.
+        buried: see `Supervisor`.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class LearnerAlone:
         signals: Signals,
         say: Callable[[str], None],
         *,
-        idle: Callable[[], None] = lambda: None,
         buried: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
         self._make, self._directory, self._say = make, directory, say
@@ -58,7 +57,6 @@ class LearnerAlone:
             supervisor=self.supervisor,
             signals=signals,
             deadline_s=config.cluster.no_progress_s,
-            idle=idle,
         )
 
     @property

@@ -15,7 +15,6 @@ from cluster.handles.local_actor import LocalActor
 from cluster.placement.roles import POLICY, REFERENCE
 from cluster.runtime.admission import Admission
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.joining import Joining
 from cluster.supervision.supervise import (
     ActorSpec,
     Member,
@@ -49,7 +48,8 @@ class Learner:
     """Takes note of each push, and fails those to `unreachable`. Has a copy to join from if so
     told."""
 
-    def __init__(self, unreachable: str, copy: bool) -> None:
+    def __init__(self, unreachable: str, copy: bool, joined: list[list[str]]) -> None:
+        self._joined = joined
         self.pushes: list[list[str]] = []
         self.waits = 0  # for the push beside a step, which scorers are not examined in
         self._unreachable, self._copy = unreachable, copy
@@ -64,6 +64,7 @@ class Learner:
         self._served.set()
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
+        self._joined.append(list(engines))
         if self._unreachable in engines:
             raise EngineError("pushing weights failed: no answer")
         return 0 if self._copy else None
@@ -113,7 +114,8 @@ class House:
         # Scorers are examined with it, and so are policy engines that join beside a step.
         self.present = [self._adopt(POLICY, 99, State.SERVING)]
         self.members = [self._adopt(role, index, State.READY) for index in range(number)]
-        self.learner = LocalActor(Learner, unreachable, copy)
+        self.joined: list[list[str]] = []  # beside a step
+        self.learner = LocalActor(Learner, unreachable, copy, self.joined)
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self._admission = Admission(
             self.supervisor,
@@ -166,16 +168,19 @@ class House:
     def told(self) -> tuple[list[list[str]], int]:
         return self.learner.told.remote().future.result(60)
 
-    @property
-    def joining(self) -> Joining:
-        return self._admission.joining
+    def begin_joining(self) -> None:
+        self._admission.begin_joining()
+        while not self.joined:
+            self.driver.pause(0.01)
+
+    def with_another_learner(self) -> None:
+        self._admission.end_joining()
 
     def step(self) -> None:
         """A step of the learner that ends when nobody is about to join any more."""
         step = self.learner.step.remote()
-        self.joining.poll()
-        assert self.joining.members
-        while self.joining.members:
+        self.begin_joining()
+        while self._admission.joining:
             self.driver.pause(0.05)
         assert not step.future.done()
         self.learner.end_step.options(concurrency_group="any").remote()
@@ -262,9 +267,9 @@ def test_who_cannot_join_beside_a_step_is_admitted_after_it(
 
 def test_with_another_learner_they_join_anew(house: Any) -> None:
     few = house(POLICY, 2)
-    few.joining.poll()
-    assert len(few.joining.members) == 2
+    few.members[0].handle.hold.remote(1)  # a push goes on, whose end is waited for
+    few.begin_joining()
     assert few.admit() == []  # they are under way
-    few.joining.forget()
-    assert not few.joining.members and few.admit() == ["policy 0", "policy 1"]
+    few.with_another_learner()
+    assert few.admit() == ["policy 0", "policy 1"]
     assert few.told[0] == [["policy 0", "policy 1"]]
