@@ -3,7 +3,8 @@
 between   the driver waits; the metrics are in the step's own line
 during    the weights of the step are pushed to separate engines, which hold them until the
           evaluation ends; its metrics are a separate line of the same step, with `eval/version`.
-          Lines are written between steps, while no checkpoint is being saved
+          Lines are written between steps, while no checkpoint is being saved. One whose engines
+          are all gone is lost, and repeated with later weights
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers,
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.tracking import measured_line
-from cluster.runtime.background_evaluation import EvaluationSchedule
 from cluster.runtime.driver import forget
 from cluster.runtime.fleet import Fleet
 from distill.rewards.model_reward import REWARD_MODEL
@@ -40,6 +40,52 @@ class Measured:
     responses: list[EvaluatedResponse]
 
 
+class EvaluationSchedule:
+    """Schedule of the steps whose weights are evaluated. One evaluation runs at a time.
+
+    Args:
+        every: steps between two evaluations.
+        steps: steps of the run; the evaluation after the last one is not scheduled here.
+    """
+
+    def __init__(self, every: int, steps: int) -> None:
+        self._every, self._steps = every, steps
+        self._owed: int | None = None  # a due step whose evaluation has not begun, or was lost
+        self._newest = (0, 0)  # the due step, and the one whose weights were taken
+        self.running: int | None = None
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0 and step < self._steps
+
+    def wanted(self, step: int) -> bool:
+        """True if an evaluation should begin after `step`: its own, or one that was lost."""
+        if self.due(step):
+            self._owed = step
+        return self._owed is not None and step < self._steps
+
+    def began(self, step: int) -> None:
+        assert self.running is None and self._owed is not None
+        self.running, self._newest, self._owed = step, (self._owed, step), None
+
+    def done(self) -> None:
+        self.running = None
+
+    def lost(self) -> None:
+        """Schedule the running evaluation again, with the weights of a later step."""
+        self.running, self._owed = None, self._newest[0]
+
+    def rewound(self, step: int) -> int | None:
+        """Go back to `step`. Returns the step of the running evaluation if its weights are lost."""
+        given_up = None
+        due, taken = self._newest
+        if taken > step:
+            given_up, self.running = self.running, None
+            self._owed, self._newest = due, (0, 0)
+        if self._owed is not None and self._owed > step:
+            self._owed = None  # it will be reached again
+        return given_up
+
+
 class Evaluations(NoEvaluations):
     """All evaluations of one run.
 
@@ -53,6 +99,8 @@ class Evaluations(NoEvaluations):
         self._config, self._context, self._fleet = config, context, fleet
         self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
+        self._running: asyncio.Task[Measured] | None = None  # during steps
+        self._pinned: Mapping[str, Any] = {}  # its engines
         self._began_now = False
         self._learner_lost = False
 
@@ -146,14 +194,13 @@ class Evaluations(NoEvaluations):
             return
         if self._config.checkpoint.keep_best is not None:
             self._context.directory.store.hold(step)
-        background = self._fleet.background
-        background.begin(
-            pinned,
+        self._pinned = pinned.engines
+        self._running = self._begun(
             self._measured(
                 f"step {step}",
-                lambda: EnginePool(EVALUATION, background.engines, self._patience_s),
+                lambda: EnginePool(EVALUATION, self._holding, self._patience_s),
                 pinned.version,
-            ),
+            )
         )
         self._schedule.began(step)
         self._began_now = True
@@ -161,19 +208,31 @@ class Evaluations(NoEvaluations):
             "evaluation begins", step=step, version=pinned.version, engines=list(pinned.engines)
         )
 
+    @property
+    def _holding(self) -> dict[str, Any]:
+        """Engines that hold the weights that are evaluated. One that was restarted does not."""
+        serving = self._fleet.supervisor.serving(EVALUATION)
+        return {name: h for name, h in self._pinned.items() if serving.get(name) == h}
+
+    @property
+    def _is_over(self) -> bool:
+        """True if no evaluation runs, it has ended, or its engines are gone."""
+        return self._running is None or self._running.done() or not self._holding
+
     def collect(self) -> None:
         """Record the evaluation that runs during training, if it has ended.
 
         Raises:
             IsothermError: the evaluation failed; the same error as of one between steps.
         """
-        step, background = self._schedule.running, self._fleet.background
-        if step is None or not background.is_over:
+        step, task = self._schedule.running, self._running
+        if step is None or task is None or not self._is_over:
             return
-        measured: Measured | None = background.collect()
-        if measured is None:
+        self._discard()
+        if not self._holding and (not task.done() or task.exception()):
             self._lost(step, "its engines died")
             return
+        measured = task.result()
         self._schedule.done()
         self._note(f"step {step}", step, measured)
         self._context.record_late(measured.metrics, step)
@@ -193,8 +252,8 @@ class Evaluations(NoEvaluations):
         began = time.monotonic()
         for_whom = "the run ends" if step is None else f"that of step {step} is due"
         self._context.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
-        while not self._fleet.background.is_over:
-            self._fleet.background.wait()
+        while self._running is not None and not self._is_over:
+            self._fleet.driver.waited_for(self._running)
             if not self._learner_lost:
                 self._fleet.admission.admit_waiting()
         seconds = time.monotonic() - began
@@ -216,7 +275,7 @@ class Evaluations(NoEvaluations):
         """Abandon the running evaluation, if any, and report why."""
         if (step := self._schedule.running) is None:
             return
-        self._fleet.background.give_up()
+        self._discard()
         self._schedule.done()
         self._context.directory.store.release()
         self._say_given_up(step, why)
@@ -224,9 +283,14 @@ class Evaluations(NoEvaluations):
     def rewound(self, step: int) -> None:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""
         if (given_up := self._schedule.rewound(step)) is not None:
-            self._fleet.background.give_up()
+            self._discard()
             self._context.directory.store.release()
             self._say_given_up(given_up, f"the learner is back at step {step}")
+
+    def _discard(self) -> None:
+        if self._running is not None:
+            forget(self._running)
+        self._running = None
 
     def _say_given_up(self, step: int, why: str) -> None:
         self._context.directory.append_event("evaluation given up", step=step, why=why)

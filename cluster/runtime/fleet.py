@@ -49,7 +49,6 @@ from cluster.queue.scoring import read_scoring
 from cluster.run_files.certificate import certificate
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission
-from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
 from cluster.runtime.driver import Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
@@ -114,9 +113,6 @@ class Fleet(LearnerAlone):
             self.driver,
             say=say,
             deadline_s=config.cluster.no_progress_s,
-        )
-        self.background: BackgroundEvaluation[Any] = BackgroundEvaluation(
-            self.driver, lambda: self.supervisor.serving(EVALUATION)
         )
         self.queue: GroupQueue = cast.queue(trained)
         self.workers = Workers(self.supervisor, self.driver, self._dismiss)

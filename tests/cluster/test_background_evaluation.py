@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.rollout.evaluator import Evaluation
+from cluster.config.on_policy import OpdConfig
+from cluster.placement.roles import EVALUATION
+from cluster.recipes.evaluations import Evaluations, EvaluationSchedule
 from cluster.runtime.admission import Pinned
-from cluster.runtime.background_evaluation import BackgroundEvaluation, EvaluationSchedule
 from cluster.runtime.driver import Driver, Signals
 from distill.errors import DataError
 from tests.refusals import refuses
@@ -75,89 +78,120 @@ def test_what_was_recorded_of_lost_weights_is_evaluated_again() -> None:
 
 
 class House:
-    """A background evaluation of two calls, its engines, and what it asked."""
+    """Evaluations of every fifth step, of two calls each, on two engines, and what was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, opd: Callable[..., OpdConfig]) -> None:
         self.serving = {"evaluation engine 0": "a", "evaluation engine 1": "b"}
-        self.asked: list[str] = []
-        self.answers = {name: asyncio.Event() for name in ("first", "second")}
+        self.asked: list[list[str]] = []  # engines of each call
+        self.answers: list[asyncio.Event] = []
         self.error: Exception | None = None
-        idle: Any = SimpleNamespace(tick=lambda: None)
-        self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
-        self.background: BackgroundEvaluation[list[Any]] = BackgroundEvaluation(
-            self.driver, lambda: self.serving
+        self.events: list[tuple[str, int]] = []
+        self.recorded: list[int] = []
+        supervisor: Any = SimpleNamespace(
+            tick=lambda: None, serving=lambda role: self.serving if role == EVALUATION else {},
+            hang_after_s=60,
+        )  # fmt: skip
+        self.driver = Driver(supervisor=supervisor, signals=Signals(), deadline_s=60)
+        fleet: Any = SimpleNamespace(
+            driver=self.driver, supervisor=supervisor, pool=lambda *_, **__: None,
+            admission=SimpleNamespace(
+                pin=lambda: Pinned(7, dict(self.serving)), admit_waiting=lambda: None
+            ),
+            evaluator_calls=SimpleNamespace(ask=self._ask),
+        )  # fmt: skip
+        context: Any = SimpleNamespace(
+            directory=SimpleNamespace(
+                append_event=lambda event, step=0, **_: self.events.append((event, step)),
+                store=SimpleNamespace(release=lambda: None),
+            ),
+            progress=SimpleNamespace(note=lambda _line: None), summary={},
+            record_late=lambda _metrics, step: self.recorded.append(step),
+        )  # fmt: skip
+        config = opd(eval_every=5, eval_engines=2, steps=20)
+        self.evaluations = Evaluations(config, context, fleet, problems=4)
+
+    async def _ask(self, _what: str, make: Callable[[Any], Any]) -> Any:
+        evaluator: Any = SimpleNamespace(
+            evaluate=SimpleNamespace(remote=lambda engines, *_: (engines, None)),
+            reverse_kl=SimpleNamespace(remote=lambda engines, *_, **__: (engines, {})),
         )
-
-    def start(self) -> None:
-        self.background.begin(Pinned(7, dict(self.serving)), self._evaluation())
-        self.driver.pause(0.05)
-
-    def answer(self, name: str) -> None:
-        self.answers[name].set()
-        self.driver.pause(0.05)
-
-    async def _evaluation(self) -> list[Any]:
-        return [await self._call(name) for name in ("first", "second")]
-
-    async def _call(self, name: str) -> str:
-        self.asked.append(f"{name} of {sorted(self.background.engines)}")
-        await self.answers[name].wait()
+        engines, metrics = make(evaluator)
+        self.asked.append(sorted(engines.each()))
+        self.answers.append(asyncio.Event())
+        await self.answers[-1].wait()
         if self.error is not None:
             raise self.error
-        return name
+        return Evaluation({}, []) if metrics is None else metrics
+
+    def start(self) -> None:
+        self.evaluations.after_step(5)
+        self.driver.pause(0.05)
+
+    def answer(self) -> None:
+        self.answers[-1].set()
+        self.driver.pause(0.05)
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    made = House()
+def house(opd: Callable[..., OpdConfig]) -> Iterator[House]:
+    made = House(opd)
     yield made
     made.driver.close()
 
 
-def test_calls_follow_one_another_and_end_with_a_value(house: House) -> None:
+BOTH = ["evaluation engine 0", "evaluation engine 1"]
+
+
+def test_calls_follow_one_another_and_end_with_a_record(house: House) -> None:
     house.start()
-    assert not house.background.is_over
-    house.answer("first")
-    assert not house.background.is_over
-    both = "['evaluation engine 0', 'evaluation engine 1']"
-    assert house.asked == [f"first of {both}", f"second of {both}"]
-    house.answer("second")
-    assert house.background.is_over
+    house.evaluations.collect()
+    house.answer()
+    house.evaluations.collect()
+    assert house.asked == [BOTH, BOTH] and not house.recorded
+    house.answer()
     house.serving.clear()  # it is over: nobody needs them
-    assert house.background.collect() == ["first", "second"]
+    house.evaluations.collect()
+    house.evaluations.collect()
+    assert house.recorded == [5]
 
 
 def test_it_goes_on_with_the_engines_that_are_left_and_is_lost_with_the_last(house: House) -> None:
     house.start()
     house.serving["evaluation engine 0"] = "restarted, with other weights"
-    house.answer("first")
-    assert house.asked[1] == "second of ['evaluation engine 1']"
+    house.answer()
+    assert house.asked[1] == BOTH[1:]
     del house.serving["evaluation engine 1"]
-    assert house.background.is_over
-    assert house.background.collect() is None
+    house.evaluations.collect()
+    assert house.events[-1] == ("evaluation lost", 5) and not house.recorded
+    house.evaluations.after_step(6)
+    assert house.events[-1] == ("evaluation begins", 6)
 
 
 @pytest.mark.parametrize("engines_are_left", [True, False])
-def test_an_error_is_raised_where_its_value_is_asked_for(
+def test_an_error_is_raised_unless_its_engines_are_gone(
     house: House, engines_are_left: bool
 ) -> None:
     house.start()
     house.error = DataError("in the reward of problem 3")
-    house.answer("first")
-    assert house.background.is_over
+    house.answer()
     if not engines_are_left:  # they may be its cause
         house.serving.clear()
-        assert house.background.collect() is None
+        house.evaluations.collect()
+        assert house.events[-1] == ("evaluation lost", 5)
         return
     with refuses(DataError, None, names="problem 3"):
-        house.background.collect()
+        house.evaluations.collect()
 
 
 def test_one_that_is_given_up_leaves_nothing_behind(house: House) -> None:
     house.start()
-    house.background.give_up()
-    house.answer("first")
-    house.answer("second")
-    assert len(house.asked) == 1
-    house.start()
-    assert house.background.collect() == ["first", "second"] and len(house.asked) == 3
+    house.evaluations.give_up("the run ends")
+    house.answer()
+    house.evaluations.collect()
+    assert len(house.asked) == 1 and house.events[-1] == ("evaluation given up", 5)
+    house.evaluations.after_step(10)
+    house.driver.pause(0.05)
+    house.answer()
+    house.answer()
+    house.evaluations.finish()
+    assert house.recorded == [10]
