@@ -41,11 +41,10 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import SupervisedConfig
 from cluster.handles import calls, errors
 from cluster.queue.group_queue import QueueClosed
+from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import RunContext
 from cluster.recipes.opening import begun, placed
 from cluster.recipes.plan import RunPlan, is_over
-from cluster.runtime.checkpoints import Checkpoints
-from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -94,15 +93,8 @@ class Run:
         self, context: RunContext, actors: LearnerAlone, evaluations: NoEvaluations
     ) -> None:
         self.context, self.actors, self.evaluations = context, actors, evaluations
-        config = context.config
-        self.step, self.steps = context.first_step, config.steps
-        self.checkpoints = Checkpoints(
-            actors,
-            self,
-            every=1 if config.only_keeps else config.checkpoint.every,
-            steps=config.steps,
-            wanted=lambda: context.best.due or evaluations.wants_checkpoint,
-        )
+        self.step, self.steps = context.first_step, context.config.steps
+        self.checkpoints = Checkpoints(actors, context, evaluations)
         self._begun: Any = None  # the learner's call of the step that it computes
 
     def to_the_end(self) -> None:
@@ -202,16 +194,3 @@ class Run:
         self.evaluations.after_steps(checkpoint.step)
         self.context.certify(self.actors.certificate())
         self.context.complete(checkpoint)  # final/, summary.json
-
-    # what becomes of checkpoints
-
-    def saving(self, step: int) -> None:
-        self.actors.ask_learner_canaries(step)
-        self.context.best.saving(step)
-
-    def saved(self, checkpoint: Checkpoint) -> None:
-        self.actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
-        self.context.saved(checkpoint)
-
-    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        self.context.unsaved(error, again=again)

@@ -44,13 +44,12 @@ class EvaluatorCalls:
     ) -> None:
         self._supervisor, self._driver = supervisor, driver
         self._say, self._deadline_s = say, deadline_s
-        self._last_words: dict[object, list[str]] = {}  # of evaluators, during each call
+        self._last_words: list[str] = []  # of evaluators that ended in somebody's code
 
     def buried(self, member: Member) -> None:
         """Record the problems in whose code an evaluator ended, before its successor begins."""
         if words := member.spec.last_words():
-            for each in self._last_words.values():
-                each.append(words)
+            self._last_words.append(words)
 
     async def ask(self, what: str, make: Callable[[Any], Any]) -> Any:
         """Value of the call that `make` makes of the evaluator's handle.
@@ -58,22 +57,15 @@ class EvaluatorCalls:
         Raises:
             RunFailed: it did not end, or its actor died, too often.
         """
-        call = object()
-        self._last_words[call] = []
-        try:
-            return await self._asked(what, make, self._last_words[call])
-        finally:
-            del self._last_words[call]
-
-    async def _asked(self, what: str, make: Callable[[Any], Any], last_words: list[str]) -> Any:
+        before = len(self._last_words)
         for left in reversed(range(_TRIES)):
             member = await self._serving(what)
             try:
                 return await self._driver.answer(what, make(member.handle), worker=EVALUATOR)
             except ActorLost as lost:
                 self._replace(member, lost)
-                if len(last_words) >= _TRIES_INSIDE:
-                    raise RunFailed(self._explain(what, last_words)) from lost
+                if len(ends := self._last_words[before:]) >= _TRIES_INSIDE:
+                    raise RunFailed(self._explain(what, ends)) from lost
                 if not left:
                     raise RunFailed(str(lost)) from lost
                 self._say(f"{lost}; trying again")
@@ -94,9 +86,9 @@ class EvaluatorCalls:
         if isinstance(lost, ActorHung) or dead_among({member.name: member.handle}):
             self._supervisor.bury(member, str(lost))
 
-    def _explain(self, what: str, last_words: list[str]) -> str:
+    def _explain(self, what: str, ends: list[str]) -> str:
         return (
-            f"{what} failed: its actor died or hung {len(last_words)} times{last_words[-1]}. Make "
+            f"{what} failed: its actor died or hung {len(ends)} times{ends[-1]}. Make "
             "that code end, and raise instead of ending or holding up its process, or take the "
             f"problem out; deadline_s={self._deadline_s:g} is the longest that an evaluation may "
             "not get on"

@@ -8,10 +8,11 @@ evaluation's marked, once it is complete on disk: between two later steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.base.outcomes import RunFailed
+from cluster.recipes.context import RunContext
+from cluster.recipes.validation import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
@@ -28,48 +29,24 @@ _LAST_S = 600.0
 _RESCUE_S = 120.0
 
 
-class Told(Protocol):
-    """Receives what becomes of checkpoints."""
-
-    def saving(self, step: int) -> None:
-        """A checkpoint of the present weights is about to be copied.
-
-        Raises:
-            LearnerLost: these weights must not be saved.
-        """
-        ...
-
-    def saved(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is complete on disk."""
-        ...
-
-    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        """A checkpoint could not be written; `again`: one is tried after the next step."""
-        ...
-
-
 class Checkpoints:
     """Checkpoints when they are due, one at a time. A disk that is full is given time.
 
-    A checkpoint is saved every so many steps, after each step that is `wanted`, and after the last.
+    A checkpoint is saved every so many steps, after each step whose evaluation may be the best,
+    and after the last.
 
     Args:
-        actors: the learner, and the driver that waits for it.
-        every, steps: steps between two checkpoints; those of the run.
-        wanted: whether the present step's weights must be kept.
+        actors: the learner, the driver that waits for it, and the queue that is told.
     """
 
     def __init__(
-        self,
-        actors: LearnerAlone,
-        told: Told,
-        *,
-        every: int,
-        steps: int,
-        wanted: Callable[[], bool],
+        self, actors: LearnerAlone, context: RunContext, evaluations: NoEvaluations
     ) -> None:
-        self._actors, self._driver, self._told = actors, actors.driver, told
-        self._every, self._steps, self._wanted = every, steps, wanted
+        self._actors, self._driver, self._context = actors, actors.driver, context
+        self._evaluations = evaluations
+        config = context.config
+        self._every = 1 if config.only_keeps else config.checkpoint.every
+        self._steps = config.steps
         self._writing: int | None = None  # the step of the one beside training
         self._failures = 0
         self._first_failure = self._not_before = 0.0
@@ -78,7 +55,8 @@ class Checkpoints:
     def after_step(self, step: int) -> None:
         """Between two steps: notes the checkpoint that is written, and begins the next if due."""
         self._collect(wait=False)
-        due = step % self._every == 0 or self._failures or self._wanted()
+        best = self._context.best.due or self._evaluations.wants_checkpoint
+        due = step % self._every == 0 or self._failures or best
         if step < self._steps and due:
             self._collect(wait=True)
             if self._failures >= _SAVE_TRIES:  # rather than train what may be lost
@@ -114,10 +92,10 @@ class Checkpoints:
             except CheckpointError as error:
                 if not is_full(str(error)) or time.monotonic() > deadline:
                     raise
-                self._told.unsaved(error, again=True)
+                self._context.unsaved(error, again=True)
                 time.sleep(self._next_pause())
             else:
-                self._told.saved(saved)
+                self._note_saved(saved)
                 return
 
     def rescue(self) -> None:
@@ -127,7 +105,7 @@ class Checkpoints:
         except (RunFailed, IsothermError) as error:
             step, self._writing = self._writing, None
             why = f"the checkpoint of step {step} was being written when the run failed: {error}"
-            self._told.unsaved(CheckpointError(why), again=False)
+            self._context.unsaved(CheckpointError(why), again=False)
 
     def forget(self) -> None:
         """The learner is gone, and what it was writing."""
@@ -136,7 +114,8 @@ class Checkpoints:
 
     def _begin(self, step: int) -> None:
         self._writing = step
-        self._told.saving(step)
+        self._actors.ask_learner_canaries(step)
+        self._context.best.saving(step)
         begun = self._ask(self._actors.learner.begin_save.remote())
         if isinstance(begun, Checkpoint):  # no copy: it is written
             self._written(begun)
@@ -161,7 +140,7 @@ class Checkpoints:
             self._note(self._driver.value("writing a checkpoint", written, timeout=timeout))
         except CheckpointError as error:
             self._writing = None
-            self._told.unsaved(error, again=False)
+            self._context.unsaved(error, again=False)
 
     def _ask(self, reference: Any) -> Any:
         """The learner's answer; None if it could not write."""
@@ -178,7 +157,7 @@ class Checkpoints:
             if self._failures > _SAVE_TRIES and not patient:
                 raise
             self._not_before = now + pause
-            self._told.unsaved(error, again=True)
+            self._context.unsaved(error, again=True)
             return None
         finally:
             self._add("time/checkpoint", time.monotonic() - began)
@@ -196,7 +175,11 @@ class Checkpoints:
     def _written(self, checkpoint: Checkpoint) -> None:
         self._writing = None
         self._failures = 0
-        self._told.saved(checkpoint)
+        self._note_saved(checkpoint)
+
+    def _note_saved(self, checkpoint: Checkpoint) -> None:
+        self._actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
+        self._context.saved(checkpoint)
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
