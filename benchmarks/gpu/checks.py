@@ -57,6 +57,7 @@ class Check:
 
 
 _SGLANG = ("sglang",)
+_RAY_AND_SGLANG = ("ray", "sglang")
 
 CHECKS = {
     "gradient_truth": Check(
@@ -219,12 +220,33 @@ CHECKS = {
         needs=_SGLANG,
         cuda=True,
     ),
-    "run_of_20": Check(
+    "served_run": Check(
         part="run",
-        question="do 20 steps of recipe=opd on Ray end well?",
-        passes="20 steps, and the audit says exactly once",
+        question="20 steps of recipe=opd on Ray and SGLang, one GPU: what does each stage reach?",
+        passes="exit code 0, 20 steps, and the audit says exactly once",
         deadline_s=560.0,
-        needs=("ray",),
+        needs=_RAY_AND_SGLANG,
+    ),
+    "states_run": Check(
+        part="run",
+        question="the same with a served teacher's whole distributions, by hidden states?",
+        passes="the same, 5 steps",
+        deadline_s=400.0,
+        needs=_RAY_AND_SGLANG,
+    ),
+    "adapter_run": Check(
+        part="run",
+        question="the same with an adapter that is pushed alone?",
+        passes="the same, 5 steps",
+        deadline_s=400.0,
+        needs=_RAY_AND_SGLANG,
+    ),
+    "sleeping_run": Check(
+        part="run",
+        question="the same with a policy engine that sleeps while the learner computes?",
+        passes="the same, 5 steps",
+        deadline_s=400.0,
+        needs=_RAY_AND_SGLANG,
     ),
 }
 PARTS = tuple(dict.fromkeys(check.part for check in CHECKS.values()))

@@ -1,33 +1,42 @@
-"""Check of a whole run on Ray."""
+"""Checks of whole runs on Ray, with SGLang servers that share the learner's GPU."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-from statistics import fmean, median
+from typing import Any
 
-from benchmarks.gpu.commands import trained
-from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting
-from tests.tiny import make_tiny_pair
+from benchmarks.gpu.pair_run import pair_run, teacher_of
+from benchmarks.gpu.setting import Numbers, Setting
 
 _DEADLINE_S = 500.0
+# Learner, policy and teacher on one GPU.
+_SHARE = 0.33
 
 
-def run_of_20(setting: Setting) -> Numbers:
-    """recipe=opd on Ray: 20 steps, every group trained once by the audit of its journal."""
-    root, out = Path(setting.scratch) / "pair", Path(setting.scratch) / "run"
-    root.mkdir(exist_ok=True)
-    shutil.rmtree(out, ignore_errors=True)
-    pair = make_tiny_pair(root)
-    shares = {"gpus_per_actor": 0.3} if setting.cuda else {}
-    steps = trained(
-        _DEADLINE_S, out, 20, student=pair.student, teacher=pair.teacher, prompts=pair.prompts,
-        temperature=TEMPERATURE, prompts_per_step=4, group_size=4, max_new_tokens=8, lr=1e-3,
-        eval_size=0, device=setting.device, **shares,
+def served_run(setting: Setting) -> Numbers:
+    """20 steps; the learner's weights go to the policy's server by CUDA IPC."""
+    return _run(setting, "served", steps=20, estimator="sampled")
+
+
+def states_run(setting: Setting) -> Numbers:
+    """A teacher's whole distributions, by hidden states from its server."""
+    return _run(setting, "states", estimator="full", **{"teacher.head": teacher_of(setting)})
+
+
+def adapter_run(setting: Setting) -> Numbers:
+    """An adapter, each version of which is loaded into the server beside the older ones."""
+    return _run(
+        setting, "adapter", estimator="sampled",
+        **{"lora.rank": 16, "lora.alpha": 32, "weights.transport": "adapter"},
     )  # fmt: skip
-    return {
-        "tokens_per_s": median(step["tokens_per_s"] for step in steps[2:]),
-        "logprob_gap": fmean(step["train/logprob_gap"] for step in steps),
-        "kl_first": steps[0]["opd/reverse_kl"],
-        "kl_last": steps[-1]["opd/reverse_kl"],
-    }
+
+
+def sleeping_run(setting: Setting) -> Numbers:
+    """The policy's server sleeps while the learner computes a step."""
+    return _run(setting, "sleeping", estimator="sampled", colocate="sleep")
+
+
+def _run(setting: Setting, name: str, steps: int = 5, **settings: Any) -> Numbers:
+    shares = {"gpus_per_actor": _SHARE} if setting.cuda else {}
+    return pair_run(
+        setting, name, steps=steps, deadline_s=_DEADLINE_S, engine="sglang", **shares, **settings
+    )
