@@ -47,6 +47,11 @@ def headroom(total: int) -> int:
     return min(_MOST_HEADROOM, total // 16)
 
 
+def part_bytes(total: int, share: float, beside: int) -> int:
+    """Bytes that the owner of a `share` of a GPU may fill, less those of others `beside` it."""
+    return int((total - headroom(total)) * share) - beside
+
+
 def no_gpu_here() -> bool:
     """True only if torch can find no GPU here: there is no device file, and no CUDA driver.
 

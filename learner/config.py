@@ -247,9 +247,10 @@ class LearnerConfig:
     )
     gpu_taken: int = chz.field(
         default=0,
-        doc="bytes of its GPU that belong to another process, such as a sleeping engine; 0: only "
-        "free memory is the learner's",
+        doc="bytes of its part of a GPU that belong to another process, such as a sleeping engine; "
+        "0: only free memory is the learner's",
     )
+    gpu_share: float = chz.field(default=1.0, doc="its part of the GPU, where gpu_taken is given")
     shadow: ShadowRule | None = chz.field(
         default=None,
         doc="update rule of a lagged or EMA teacher, a second set of weights; None: no such "

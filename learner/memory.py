@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, gib, gpu_bytes, headroom
+from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, gib, gpu_bytes, headroom, part_bytes
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import (
     load_config,
@@ -133,16 +133,18 @@ def largest_bucket(model: str, dtype: torch.dtype) -> int:
 
 
 def check_fits(
-    model: str, device: str, holding: Holding = TRAINED, share: float = 1.0, beside: int = 0
-) -> None:
-    """Raise ConfigError if a share of the learner's `model` exceeds the free memory of `device`.
+    model: str, device: str, holding: Holding = TRAINED, share: float = 1.0,
+    room: int | None = None,
+) -> None:  # fmt: skip
+    """Raise ConfigError if a share of the learner's `model` exceeds the memory of `device`.
 
-    `beside`: see `room_bytes`.
+    Args:
+        room: bytes that it may fill; None: those that are free.
     """
     estimate = estimate_memory(model, holding)
     if estimate is None:
         return
-    free, needed = room_bytes(device, beside), int(estimate.bytes * share)
+    free, needed = room_bytes(device) if room is None else room, int(estimate.bytes * share)
     if needed > free:
         raise ConfigError(
             f"{model} in the learner needs {readable(needed)} here ({estimate}) and {device} "
@@ -217,17 +219,17 @@ class WorkerMemory:
             )
 
 
-def room_bytes(device: str, beside: int) -> int:
+def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
     """Memory in bytes that a learner may fill: the free memory of the device.
 
-    On a GPU where `beside` bytes belong to another process, it is all the rest of the GPU, whatever
-    the other process holds at the moment.
+    On a GPU where `beside` bytes of a `share` belong to another process, it is all the rest of the
+    share, whatever the other process holds at the moment.
     """
     if not device.startswith("cuda"):
         return free_bytes(device)
     total = gpu_bytes() if beside else None
     if total is not None:
-        return max(0, total - headroom(total) - beside - CONTEXT_BYTES)
+        return max(0, part_bytes(total, share, beside) - CONTEXT_BYTES)
     return max(0, free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1]))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from actors.sglang.flags import parse_flags
 from actors.sglang.parallelism import Parallelism, parallelism
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, GIB, gib, headroom
+from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, GIB, gib
 from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.loading import load_config, tensor_layouts, vocab_size
 
@@ -42,11 +42,6 @@ _LARGE_GPU, _RESERVED_OF_LARGE = 60 * GIB, 10 * GIB
 _LOGPROB_ROWS, _PER_LOGIT = 2048, 3
 # Tokens that run in one prefill, where the flags do not say.
 _PREFILL_TOKENS = 8192
-
-
-def engine_room(total: int, share: float, beside: int) -> int:
-    """Bytes of a GPU that a server may fill: its share, less those of a learner `beside` it."""
-    return int((total - headroom(total)) * share) - beside
 
 
 def served_bytes(model: str, dtype: str) -> int:

@@ -19,7 +19,7 @@ from actors.sglang.nodes import MeetingPoint
 from actors.sglang.parallelism import Parallelism, parallelism
 from actors.sglang.server import SglangServer
 from distill.errors import ConfigError
-from distill.gpu import gpu_bytes
+from distill.gpu import gpu_bytes, part_bytes
 from distill.nccl import nccl_settings
 
 if TYPE_CHECKING:
@@ -134,9 +134,8 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
             "driver's tools, or use gpus_per_actor=1 without colocate",
             field="gpus_per_actor",
         )
-    from actors.sglang.memory import engine_room
 
-    return memory.tokens_in(engine_room(total, share, beside), what, least)
+    return memory.tokens_in(part_bytes(total, share, beside), what, least)
 
 
 def server_environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:

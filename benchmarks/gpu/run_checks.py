@@ -14,20 +14,19 @@ _SHARE = 0.33
 
 def served_run(setting: Setting) -> Numbers:
     """20 steps; the learner's weights go to the policy's server by CUDA IPC."""
-    return _run(setting, "served", steps=20, estimator="sampled")
+    return _run(setting, "served", steps=20, estimator="sampled", colocate="share")
 
 
 def states_run(setting: Setting) -> Numbers:
     """A teacher's whole distributions, by hidden states from its server."""
-    return _run(setting, "states", estimator="full", **{"teacher.head": teacher_of(setting)})
+    head: dict[str, Any] = {"teacher.head": teacher_of(setting)}
+    return _run(setting, "states", estimator="full", **head)
 
 
 def adapter_run(setting: Setting) -> Numbers:
     """An adapter, each version of which is loaded into the server beside the older ones."""
-    return _run(
-        setting, "adapter", estimator="sampled",
-        **{"lora.rank": 16, "lora.alpha": 32, "weights.transport": "adapter"},
-    )  # fmt: skip
+    adapter: dict[str, Any] = {"lora.rank": 16, "weights.transport": "adapter"}
+    return _run(setting, "adapter", estimator="sampled", **adapter)
 
 
 def sleeping_run(setting: Setting) -> Numbers:

@@ -39,6 +39,11 @@ class PolicyClusterSettings(ClusterSettings):
         """True if policy engines are on the GPUs of the learner's workers."""
         return self.colocate != "no" and self.gpus_per_actor < 1 and device.startswith("cuda")
 
+    @property
+    def pair_share(self) -> float:
+        """Part of a GPU that a learner worker and the policy engine beside it have by turns."""
+        return min(1.0, 2 * self.gpus_per_actor)
+
     def check_sleep(self, engine: PolicyEngineSettings) -> None:
         """Raises ConfigError if engines are set to sleep and cannot."""
         if self.colocate != "sleep":

@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import chz
-
 from actors.config import EngineConfig, choose_dtype
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
-from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
 from actors.sglang.start import start_server
 from cluster.config.on_policy import RolloutConfig
@@ -27,7 +24,7 @@ from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
-from cluster.placement.engines import RunEngines
+from cluster.placement.engines import RunEngines, by_turns
 from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
@@ -357,9 +354,7 @@ class RolloutCast:
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:
-            learner_config = chz.replace(
-                learner_config, offload_optimizer=True, gpu_taken=ASLEEP_BYTES
-            )
+            learner_config = by_turns(learner_config, config.cluster.pair_share)
         return policy_learners(
             config,
             learner_config,

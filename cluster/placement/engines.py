@@ -13,6 +13,7 @@ from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.stops import StopTokens
+from learner.config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class RunEngines:
         if device.startswith("cuda"):
             lent = lent_bytes(config, device) if lends_weights(config, device) else 0
             beside = _learner_resting(config, device) + lent
-        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
+        share = config.cluster.pair_share
+        return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
 
     def evaluation(self, model: str, log_path: str) -> EngineConfig:
         """Settings of a policy engine on GPUs that it does not share with the learner."""
@@ -83,6 +85,14 @@ class RunEngines:
             request_deadline_s=cluster.no_progress_s,
             stops=self.stops,
         )
+
+
+def by_turns(learner: LearnerConfig, share: float) -> LearnerConfig:
+    """The learner's settings where it has a `share` of each GPU by turns with sleeping engines."""
+    from actors.sglang.memory import ASLEEP_BYTES  # imports torch
+
+    settings = chz.replace(learner.learner, offload_optimizer=True)
+    return chz.replace(learner, learner=settings, gpu_share=share, gpu_taken=ASLEEP_BYTES)
 
 
 def lends_weights(config: RolloutConfig, device: str) -> bool:

@@ -7,11 +7,12 @@ that engines and learner workers use when they start (actors/sglang/memory.py, l
 from __future__ import annotations
 
 from actors.config import EngineConfig, choose_dtype
-from actors.sglang.memory import ASLEEP_BYTES, ServerMemory, engine_room
+from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.pools import PolicyClusterSettings
 from cluster.config.supervised import SupervisedConfig
-from distill.gpu import GIB, gib, gpu_bytes, headroom
+from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
 from distill.models.loading import context_length, load_config, weight_files
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
 
@@ -80,7 +81,7 @@ class GpuPlan:
         if self._total is None:
             return f"{_parts(memory)} + cache ({memory.token or '?'} bytes a token){beside}"
         if engine.shares_gpu:
-            room = engine_room(self._total, engine.gpu_share, engine.gpu_beside)
+            room = part_bytes(self._total, engine.gpu_share, engine.gpu_beside)
         else:
             room, memory = self._total, memory.alone(self._total)
         least = context_length(load_config(engine.model))
@@ -128,10 +129,10 @@ class GpuPlan:
         return f"{line} of {gib(room)}"
 
     def _learner_room(self, total: int, sleeps: bool) -> int:
-        usable = total - headroom(total)
-        if sleeps:
-            return usable - ASLEEP_BYTES
-        return int(usable * min(1.0, self._config.cluster.gpus_per_actor))
+        cluster = self._config.cluster
+        if sleeps and isinstance(cluster, PolicyClusterSettings):
+            return part_bytes(total, cluster.pair_share, ASLEEP_BYTES)
+        return part_bytes(total, min(1.0, cluster.gpus_per_actor), 0)
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:
         tokens, row = max(plan.token_budget, self._longest_rows), self._longest_rows or None

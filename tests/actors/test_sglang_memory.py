@@ -17,12 +17,11 @@ from actors.sglang.memory import (
     ASLEEP_BYTES,
     ServerMemory,
     cache_bytes_per_token,
-    engine_room,
     served_bytes,
 )
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
-from distill.gpu import GIB
+from distill.gpu import GIB, part_bytes
 from tests.refusals import refuses
 from tests.tiny import tiny_model_dir
 
@@ -88,8 +87,8 @@ def test_a_server_alone_has_the_cache_that_sglang_leaves_it() -> None:
 
 
 def test_what_shares_a_gpu_leaves_some_of_it_free() -> None:
-    assert engine_room(80 * GIB, 1.0, 10 * GIB) == 66 * GIB
-    assert engine_room(24 * GIB, 0.5, 0) == 11.25 * GIB
+    assert part_bytes(80 * GIB, 1.0, 10 * GIB) == 66 * GIB
+    assert part_bytes(24 * GIB, 0.5, 0) == 11.25 * GIB
     assert 2 * GIB < ASLEEP_BYTES < 5 * GIB, "context, workspaces, communicators"
 
 

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from cluster.config.on_policy import OpdConfig
 from cluster.placement.device_choice import with_device
-from cluster.placement.engines import RunEngines
+from cluster.placement.engines import RunEngines, by_turns
 from cluster.placement.layout import describe_layout
 from cluster.placement.roles import placed_roles
 from distill.errors import ConfigError
-from distill.gpu import GIB
+from distill.gpu import GIB, part_bytes
 from distill.settings import changed
+from distill.stops import StopTokens
 from tests.refusals import refuses
 
 Opd = Callable[..., OpdConfig]
@@ -131,6 +132,25 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     engine = RunEngines(config, "cuda").policy(config.student, "")
     assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
     assert not RunEngines(config, "cuda").evaluation(config.student, "").sleeps
+    alone = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
+    worker = by_turns(alone, config.cluster.pair_share)
+    assert worker.learner.offload_optimizer
+    assert part_bytes(79 * GIB, worker.gpu_share, worker.gpu_taken) == 72 * GIB
+
+
+def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_path: Path) -> None:
+    small = hollow(
+        tmp_path / "small", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16,
+    )  # fmt: skip
+    config = eight(
+        student=small, teacher=small, gpus_per_actor=1 / 3, learner_workers=1, policy_engines=1,
+        teacher_server_flags="",
+    )  # fmt: skip
+    learner, policy = line(config, "learner"), line(config, "policy")
+    assert RunEngines(config, "cuda").policy(config.student, "").gpu_share == pytest.approx(2 / 3)
+    assert learner.endswith("of 47.0"), "two thirds of 76 GiB, less 3 of the sleeping engine"
+    assert float(re.findall(r" of ([0-9.]+);", policy)[0]) < 50
 
 
 def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> None:
