@@ -247,10 +247,13 @@ class LearnerConfig:
     )
     gpu_taken: int = chz.field(
         default=0,
-        doc="bytes of its part of a GPU that belong to another process, such as a sleeping engine; "
-        "0: only free memory is the learner's",
+        doc="bytes of its part of a GPU that belong to another process, such as a sleeping engine",
     )
-    gpu_share: float = chz.field(default=1.0, doc="its part of the GPU, where gpu_taken is given")
+    gpu_part: float = chz.field(
+        default=1.0,
+        doc="its part of a GPU, whatever others hold at the moment: they may not have started yet; "
+        "1, and nothing taken: all that is free",
+    )
     shadow: ShadowRule | None = chz.field(
         default=None,
         doc="update rule of a lagged or EMA teacher, a second set of weights; None: no such "

@@ -222,12 +222,12 @@ class WorkerMemory:
 def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
     """Memory in bytes that a learner may fill: the free memory of the device.
 
-    On a GPU where `beside` bytes of a `share` belong to another process, it is all the rest of the
-    share, whatever the other process holds at the moment.
+    Of a GPU that it shares it is its `share`, less the bytes of others `beside` it, as the plan has
+    it, whatever the others hold at the moment: servers fill their part after the learner starts.
     """
     if not device.startswith("cuda"):
         return free_bytes(device)
-    total = gpu_bytes() if beside else None
+    total = gpu_bytes() if beside or share < 1 else None
     if total is not None:
         return max(0, part_bytes(total, share, beside) - CONTEXT_BYTES)
     return max(0, free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1]))

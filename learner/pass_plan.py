@@ -33,7 +33,7 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
     plan = None
     if memory is not None:
         # This process has its context already: it is not in what is free.
-        room = room_bytes(device, config.gpu_share, config.gpu_taken) // sharers + CONTEXT_BYTES
+        room = room_bytes(device, config.gpu_part, config.gpu_taken) // sharers + CONTEXT_BYTES
         plan = memory.plan(
             room,
             PassRequest.of(config.learner, config.longest_rows),

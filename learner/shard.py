@@ -89,7 +89,7 @@ class ModelShard:
         self._config, self._group = config, group
         holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
         share = group.share_here(self.device)
-        room = room_bytes(self.device, config.gpu_share, config.gpu_taken)
+        room = room_bytes(self.device, config.gpu_part, config.gpu_taken)
         check_fits(config.model, self.device, holding, share, room)
         if config.learner.offload_optimizer and self.device.startswith("cuda"):
             check_offload_fits(config.model, group.size, group.workers_here())

@@ -99,6 +99,9 @@ class Setting:
             model.to(getattr(torch, self.dtype)).save_pretrained(partial)
             save_tokenizer(partial)
             partial.rename(path)
+            del model
+            if self.cuda:  # to whatever process the check starts
+                torch.cuda.empty_cache()
         return str(path)
 
     def random(self, config: Any, kind: Any, seed: int = 0) -> Any:

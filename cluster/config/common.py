@@ -280,6 +280,7 @@ class CommonConfig(
             dtype=choose_dtype(self.learner.dtype, device),
             replays_routing=self.replays_routing(),
             stops=stops,
+            gpu_part=min(1.0, self.cluster.gpus_per_actor),
         )
         return config if resume_from is None else config.resumed(resume_from)
 

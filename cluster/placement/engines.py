@@ -92,7 +92,7 @@ def by_turns(learner: LearnerConfig, share: float) -> LearnerConfig:
     from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
     settings = chz.replace(learner.learner, offload_optimizer=True)
-    return chz.replace(learner, learner=settings, gpu_share=share, gpu_taken=ASLEEP_BYTES)
+    return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=ASLEEP_BYTES)
 
 
 def lends_weights(config: RolloutConfig, device: str) -> bool:

@@ -135,7 +135,7 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     alone = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
     worker = by_turns(alone, config.cluster.pair_share)
     assert worker.learner.offload_optimizer
-    assert part_bytes(79 * GIB, worker.gpu_share, worker.gpu_taken) == 72 * GIB
+    assert part_bytes(79 * GIB, worker.gpu_part, worker.gpu_taken) == 72 * GIB
 
 
 def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_path: Path) -> None:
@@ -149,6 +149,8 @@ def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_
     )  # fmt: skip
     learner, policy = line(config, "learner"), line(config, "policy")
     assert RunEngines(config, "cuda").policy(config.student, "").gpu_share == pytest.approx(2 / 3)
+    shared = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
+    assert part_bytes(79 * GIB, shared.gpu_part, shared.gpu_taken) == 25 * GIB
     assert learner.endswith("of 47.0"), "two thirds of 76 GiB, less 3 of the sleeping engine"
     assert float(re.findall(r" of ([0-9.]+);", policy)[0]) < 50
 

@@ -21,14 +21,14 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
-from distill.gpu import headroom
+from distill.gpu import CONTEXT_BYTES, GIB, headroom
 from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from distill.settings import changed
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner
-from learner.memory import TRAINED, WorkerMemory, estimate_memory
+from learner.memory import TRAINED, WorkerMemory, estimate_memory, room_bytes
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
@@ -69,7 +69,6 @@ QWEN3_8B = Qwen3Config(
     head_dim=128,
     tie_word_embeddings=False,
 )
-GIB = 1 << 30
 
 
 def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) -> int:
@@ -316,3 +315,12 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
     with refuses(ConfigError, "learner.token_budget"):
         Learner(changed(config, token_budget=4096), str(tmp_path))
+
+
+def test_a_shared_gpu_is_shared_before_the_others_have_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.memory.gpu_bytes", lambda: 79 * GIB)
+    assert room_bytes("cuda", 0.2) == 15 * GIB - CONTEXT_BYTES, "4 GiB of 79 stay free"
+    assert room_bytes("cuda", 0.2, beside=3 * GIB) == 12 * GIB - CONTEXT_BYTES
+    assert room_bytes("cuda", 0.2, beside=20 * GIB) == 0
