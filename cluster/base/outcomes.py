@@ -38,6 +38,16 @@ class Diverged(RunFailed):
         )
 
 
+class OutOfMemory(RunFailed):
+    """A GPU had no room for what a part asked of it."""
+
+    remedy = (
+        "The same command resumes from the newest checkpoint, and needs other settings to get "
+        "further: a smaller learner.token_budget, learner.gradient_checkpointing=True, "
+        "learner.offload_optimizer=True, or fewer others on that GPU"
+    )
+
+
 class CallFailed(RunFailed):
     """An awaited call failed or took too long, although all actors may be alive."""
 

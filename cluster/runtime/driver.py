@@ -26,6 +26,7 @@ from cluster.base.outcomes import (
     Diverged,
     Interrupted,
     LearnerLost,
+    OutOfMemory,
     RunFailed,
     StoppedAtOnce,
 )
@@ -309,6 +310,8 @@ class Driver:
             return cause
         if isinstance(cause, NonFiniteError):
             return Diverged(f"{what} failed: {cause}")
+        if type(cause).__name__ == "OutOfMemoryError":  # torch's; the driver does not import it
+            return OutOfMemory(f"{what} failed: {cause}")
         # A connection error is explained by the death of the actor at the other end.
         if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.inspect.audit import audit
 from cluster.run_files.replay_log import KeptSteps
@@ -245,6 +246,30 @@ def test_a_run_that_diverges_says_how_to_go_on(
     assert "the gradient norm is nan" in last and "a lower lr" in last
     assert f"config={out} fork_from={out}:2 out=DIR lr=RATE" in last
     assert summary(out)["status"] == "failed"
+
+
+def test_a_learner_without_room_goes_on_with_a_smaller_budget(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, calls = Learner.step, count(1)
+
+    def step_without_room(self: Learner, *arguments: Any) -> Any:
+        if next(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
+        return step(self, *arguments)
+
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=2, checkpoint_every=1, local=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "step", step_without_room)
+        assert main(["recipe=opd", *arguments]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "Tried to allocate 34.00 MiB" in last and "a smaller learner.token_budget" in last
+    assert main(["recipe=opd", *arguments, "learner.token_budget=96"]) == 0
+    assert_whole(out, 2)
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(
