@@ -34,7 +34,7 @@ from cluster.queue.ledger_answers import QueueStatus
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.watchdog import quiet_s
 from cluster.runtime.workers import Workers
-from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, whereabouts_call
+from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor
 from distill.errors import ConfigError
 
 PROCESSES = 8
@@ -110,13 +110,12 @@ class Watched:
                 title=lambda index, role=role: f"{role} {index}",
                 create=None,
                 heartbeat=lambda actor: actor.health.remote(),
-                introduction=whereabouts_call,
                 start_deadline_s=300,
             )
             self.supervisor.adopt(spec, index, handles[index % len(handles)])
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=300)
         self._workers = Workers(self.supervisor, self.driver, drained=print)
-        self.driver.background(self._follow_queue(handles[0], number // 2))
+        self.driver.background.start(self._follow_queue(handles[0], number // 2))
 
     async def _follow_queue(self, queue: Any, workers: int) -> None:
         """As the fleet does."""

@@ -19,10 +19,9 @@
   a full disk               room on it                      1,800 s, then the run fails
   last canaries             answers of scorers              30 s after a signal
 
-While it waits, the driver polls signals and heartbeats (`Driver.poll`, `Supervisor.tick`): an actor
-that dies or hangs is restarted there. All else beside the steps are coroutines, which advance
-meanwhile (`Driver.background`): announcements to workers, statuses of workers and of the queue,
-canaries, engines that join, the evaluation beside training.
+While it waits, the driver looks for signals twice a second, and coroutines advance (`Background`):
+heartbeats and restarts of each actor (`Supervisor`), announcements to workers, statuses of workers
+and of the queue (`Fleet`), canaries, engines that join, the evaluation beside training.
 A lost learner concerns `train` alone: see `recover`.
 
 sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.

@@ -51,7 +51,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return done
 
     def close(self) -> None:
-        """Nothing: the loop belongs to `simulated_time`, not to the driver."""
+        """Nothing: the loop belongs to `simulated_time`, not to a supervisor."""
 
     def let_pass(self, seconds: float) -> None:
         self.run_until_complete(asyncio.sleep(seconds))
@@ -182,7 +182,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
     monkeypatch.setattr(calls, "wait", wait)
     monkeypatch.setattr(calls, "get", get)
     monkeypatch.setattr(asyncio, "run", loop.run_until_complete)
-    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)  # the driver's
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)  # of `Background`
     monkeypatch.setattr(time, "sleep", loop.let_pass)
     for kind in _CLOCKED:
         _set_clock(monkeypatch, kind, clock)

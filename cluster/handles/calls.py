@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from cluster.handles import errors
@@ -45,6 +46,12 @@ def ended(references: Iterable[Any]) -> list[Any]:
     """References of the calls that have ended, in order, without waiting."""
     pending = list(references)
     return wait(pending, num_returns=len(pending), timeout=0)[0]
+
+
+async def end_of(reference: Any) -> None:
+    """Wait until a call has ended, in whatever way. `get` has its value or error then."""
+    with suppress(Exception):
+        await reference
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:

@@ -46,7 +46,6 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
     ActorSpec,
-    aside_whereabouts_call,
     health_call,
     progress_call,
     ready_call,
@@ -302,13 +301,11 @@ class RolloutCast:
         model: str | None = None,
         **changes: Any,
     ) -> ActorSpec:
-        aside = heartbeat in (ready_call, progress_call)
         return ActorSpec(
             name=name,
             title=title,
             create=create,
             heartbeat=heartbeat,
-            introduction=aside_whereabouts_call if aside else whereabouts_call,
             start_deadline_s=self._config.cluster.start_deadline_of(model),
             **changes,
         )

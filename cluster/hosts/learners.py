@@ -37,7 +37,6 @@ from cluster.supervision.supervise import (
     HEALTH_GROUP,
     JOIN_GROUP,
     ActorSpec,
-    aside_whereabouts_call,
     progress_call,
 )
 from cluster.weights.collective import own_address
@@ -213,7 +212,6 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
         title=(lambda _: KEEPER) if config.only_keeps else learner_title,
         create=None,
         heartbeat=progress_call,
-        introduction=aside_whereabouts_call,
         critical=True,
         start_deadline_s=max(config.cluster.no_progress_s, START_S + loading_s(read)),
     )

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from actors.rollout.evaluator import EvaluatedResponse
+from cluster.base.background import forget
 from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles.engine_pool import EnginePool
@@ -24,7 +25,6 @@ from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers,
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.tracking import measured_line
-from cluster.runtime.driver import forget
 from cluster.runtime.fleet import Fleet
 from distill.rewards.model_reward import REWARD_MODEL
 
@@ -315,7 +315,7 @@ class Evaluations(NoEvaluations):
             forget(evaluation)
 
     def _begun(self, evaluation: Coroutine[Any, Any, Measured]) -> asyncio.Task[Measured]:
-        return self._fleet.driver.beside(evaluation)
+        return self._fleet.driver.background.beside(evaluation)
 
     async def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None

@@ -89,7 +89,7 @@ class Admission:
 
     def begin_joining(self) -> None:
         """Let policy engines join beside the learner's steps from now on."""
-        self._join_task = self._driver.background(self._join_all())
+        self._join_task = self._driver.background.start(self._join_all())
 
     def end_joining(self) -> None:
         """The learner is lost: what its engines load is of no use."""
@@ -283,6 +283,6 @@ class Admission:
         return self._driver.run(f"the handshake of {names}", examined)
 
     def _refuse(self, member: Member, why: str) -> None:
-        self._supervisor.tick()  # it may be the learner that died
+        self._driver.pause(0)  # it may be the learner that died
         if member in self._supervisor.members(member.spec.name):
             self._supervisor.bury(member, f"it was not admitted: {why}")

@@ -184,14 +184,14 @@ class Canaries:
             EngineError, RunFailed: a reward model did not answer.
         """
         for member in self._new_reward_models():
-            self._driver.wait_for(self._driver.beside(self._introduce(member)))
+            self._driver.wait_for(self._introduce(member))
         for task in list(self._starting.values()):
             self._driver.wait_for(task)
 
     def ask_new_reward_models(self) -> None:
         """Get first answers of reward models that have started, without waiting for them."""
         for member in self._new_reward_models():
-            self._starting[member] = self._driver.background(self._introduce_late(member))
+            self._starting[member] = self._driver.background.start(self._introduce_late(member))
 
     def _new_reward_models(self) -> list[Member]:
         known = {*self._starting, *(watched.member for watched in self._numbers)}
@@ -245,7 +245,7 @@ class Canaries:
             numbers = self._written_down(w for w in self._serving() if w not in self._pending)
             for watched, number in numbers.items():
                 canary = self._canary(watched, number, alone=False)
-                self._pending[watched] = self._driver.background(canary)
+                self._pending[watched] = self._driver.background.start(canary)
             self._ask_learner()
             self.check()
 
@@ -328,8 +328,7 @@ class Canaries:
             began = time.monotonic()
             answer = self._driver.ask_learner("canaries of the learner's models", reference)
             for watched, number in numbers.items():
-                judged = self._judge(watched, number, answer, began)
-                self._driver.wait_for(self._driver.beside(judged))
+                self._driver.wait_for(self._judge(watched, number, answer, began))
 
     def _ask_alone(self, models: Sequence[Watched]) -> None:
         """Send canaries of their own to engines and reward models, and wait for the verdicts."""
@@ -337,8 +336,8 @@ class Canaries:
             if pending := self._pending.pop(watched, None):
                 pending.cancel()
         numbers = self._written_down(models)
-        asked = [self._driver.beside(self._canary(*each, alone=True)) for each in numbers.items()]
-        for canary in asked:
+        beside = self._driver.background.beside
+        for canary in [beside(self._canary(*each, alone=True)) for each in numbers.items()]:
             self._driver.wait_for(canary)
 
     async def _canary(self, watched: Watched, number: int, *, alone: bool) -> None:

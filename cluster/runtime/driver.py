@@ -1,7 +1,7 @@
 """The driver's waits: for calls of actors, while it polls signals and every actor's life.
 
 The run itself is straight code that waits (`call`, `run`); what goes on beside it are
-coroutines (`beside`), which advance while it waits. They await `answer` in place of `call`.
+coroutines (`background`), which advance while it waits. They await `answer` in place of `call`.
 `cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
 Engines that need the weights from the learner itself are admitted then; engines that can read a
 copy join at any time (cluster/runtime/admission.py).
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from cluster.base.background import forget
 from cluster.base.outcomes import (
     ActorHung,
     ActorLost,
@@ -113,7 +114,7 @@ def _starts(members: Sequence[Member]) -> list[str]:
 
 
 class Driver:
-    """Waits for actor calls while watching signals and every actor's life. Close it.
+    """Waits for actor calls while watching signals and every actor's life.
 
     Args:
         deadline_s: longest any one call may take.
@@ -128,27 +129,7 @@ class Driver:
     ) -> None:
         self._supervisor, self._signals = supervisor, signals
         self._deadline_s = deadline_s
-        self._loop = asyncio.new_event_loop()
-        self._background: set[asyncio.Task[None]] = set()
-
-    def close(self) -> None:
-        """End all coroutines that still run beside."""
-        for task in self._background:
-            forget(task)
-        while tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
-
-    def beside(self, coroutine: Coroutine[Any, Any, Value]) -> asyncio.Task[Value]:
-        """Begin a coroutine that advances whenever the driver waits."""
-        return self._loop.create_task(coroutine)
-
-    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a coroutine that nobody needs to look at: `poll` raises its error."""
-        self._background.add(task := self.beside(coroutine))
-        return task
+        self.background = supervisor.background
 
     @contextmanager
     def ending(self, deadline_s: float) -> Iterator[None]:
@@ -161,13 +142,9 @@ class Driver:
             self._deadline_s = usual
 
     def poll(self) -> None:
-        """Poll once during a wait: signals, supervisor, coroutines in the background."""
+        """Raise what a signal, or a coroutine in the background that failed, has to say."""
         self._signals.check()
-        self._supervisor.tick()
-        for task in [task for task in self._background if task.done()]:
-            self._background.remove(task)
-            if not task.cancelled():
-                task.result()
+        self.background.check()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner; raises LearnerLost if the learner dies or hangs.
@@ -196,7 +173,7 @@ class Driver:
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
-        return self.wait_for(self.beside(self.answer(what, reference, worker, lost)))
+        return self.wait_for(self.answer(what, reference, worker, lost))
 
     async def answer(
         self,
@@ -205,9 +182,9 @@ class Driver:
         worker: str | None = None,
         lost: type[ActorLost] = ActorLost,
     ) -> Any:
-        """Value of an actor call, for coroutines `beside`; raises as `call` does of the call."""
+        """Value of an actor call, for coroutines; raises as `call` does of the call."""
         began = time.monotonic()
-        ended = asyncio.ensure_future(_ended(reference))
+        ended = asyncio.ensure_future(calls.end_of(reference))
         try:
             while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
                 if why := self._overdue(began, worker):
@@ -216,8 +193,9 @@ class Driver:
             ended.cancel()
         return self.value(what, reference, lost=lost)
 
-    def wait_for(self, task: asyncio.Task[Value]) -> Value:
-        """The value of a task `beside`, once it has ended. A wait that fails ends the task."""
+    def wait_for(self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]) -> Value:
+        """The value of a coroutine, once it has ended. A wait that fails ends the coroutine."""
+        task = self.background.beside(coroutine)
         try:
             while not self.waited_for(task):
                 pass
@@ -226,10 +204,9 @@ class Driver:
             forget(task)
 
     def waited_for(self, task: asyncio.Task[Any]) -> bool:
-        """Poll, and wait a short while for a task `beside`; True if it has ended."""
+        """Poll, and wait a short while for a task; True if it has ended."""
         self.poll()
-        self._loop.run_until_complete(asyncio.wait([task], timeout=_POLL_S))
-        return task.done()
+        return self.background.advance(task, _POLL_S)
 
     def _overdue(self, began: float, worker: str | None) -> str | None:
         """Reason to stop waiting for a call that began at `began`, or None. See `call`."""
@@ -270,11 +247,11 @@ class Driver:
 
     def pause(self, seconds: float) -> None:
         """Sleep while polling; raises as `call` does."""
-        self.wait_for(self.beside(asyncio.sleep(seconds)))
+        self.wait_for(asyncio.sleep(seconds))
 
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
-        task = self.beside(coroutine)
+        task = self.background.beside(coroutine)
         deadline = time.monotonic() + self._deadline_s
         try:
             while not self.waited_for(task):
@@ -318,16 +295,3 @@ class Driver:
         if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")
-
-
-async def _ended(reference: Any) -> None:
-    """Waits until a call has ended, in whatever way."""
-    with suppress(Exception):
-        await reference
-
-
-def forget(task: asyncio.Task[Any]) -> None:
-    """End a task whose value or error nobody asks for; asyncio would report the error."""
-    task.cancel()
-    if task.done() and not task.cancelled():
-        task.exception()

@@ -161,7 +161,7 @@ class Fleet(LearnerAlone):
             say,
             steps_in_flight=config.steps_in_flight,
         )
-        self._watchdog = Watchdog(self, say, config.cluster.no_progress_s)
+        self._watchdog = Watchdog(self.re_lease, self.bury, say, config.cluster.no_progress_s)
 
     # who there is
 
@@ -254,8 +254,8 @@ class Fleet(LearnerAlone):
 
     def work(self) -> None:
         self._working = True
-        self.driver.background(self._announce_changes())
-        self.driver.background(self._follow_queue())
+        self.driver.background.start(self._announce_changes())
+        self.driver.background.start(self._follow_queue())
         self._begin_joining()
 
     def end_waits(self) -> None:

@@ -96,7 +96,7 @@ class LearnerAlone:
     def close(self) -> None:
         """End all actors."""
         self.supervisor.end_all()
-        self.driver.close()
+        self.supervisor.background.close()
 
     def _create_learner(self, checkpoint: Checkpoint | None) -> None:
         """Create the learner's workers, without waiting for their start."""

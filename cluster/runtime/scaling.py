@@ -12,8 +12,8 @@ begins with the first step's groups: before, a pool of any size would keep the l
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
 from statistics import fmean
 from typing import Protocol
 
@@ -29,15 +29,6 @@ from cluster.supervision.supervise import State, Supervisor
 _WINDOW_S = 5.0
 # A size that was too small is not tried again for so many times `down_after_s`: 30 min, of 120 s.
 _MEMORY = 15
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A moment of a window: groups by where they are."""
-
-    sampling: float
-    environment: float
-    scoring: float
 
 
 class Pools(Protocol):
@@ -102,7 +93,7 @@ class Scaling:
         self._wait_began = 0.0
         self._waited_s = 0.0
         self._ended: tuple[float, float] | None = None  # seconds of a window, and of its waits
-        self._samples: list[_Sample] = []
+        self._samples: list[Counter[str]] = []  # moments of a window: groups by stage
         self._before: QueueStatus | None = None  # the window began
         self._recorded: dict[str, object] = {}
 
@@ -125,7 +116,8 @@ class Scaling:
         """Takes a sample; after a window's end decides and acts."""
         self._record_sizes()
         self._record_nodes()
-        self._samples.append(self._sample())
+        workers = self._pools.statuses.values()
+        self._samples.append(Counter(group.stage for worker in workers for group in worker.groups))
         if self._before is None or self._began is None:
             self._before = status
         if self._ended is None:
@@ -144,20 +136,9 @@ class Scaling:
         if self._elastic:
             self._act(observation)
 
-    def _sample(self) -> _Sample:
-        workers = self._pools.statuses.values()
-        stages = [group.stage for worker in workers for group in worker.groups]
-        return _Sample(
-            sampling=stages.count("sampling"),
-            environment=stages.count("environment"),
-            scoring=stages.count("scoring"),
-        )
-
     def _observe(
         self, before: QueueStatus, status: QueueStatus, seconds: float, waited_s: float
     ) -> Observation:
-        columns = zip(*map(astuple, self._samples), strict=True)
-        sampling, environment, scoring = map(fmean, columns)
         # Measured in the queue (a new one counts from 0): samples are taken in step with steps.
         passed_s = status.age_s - before.age_s
         starved_s = status.starved_s - before.starved_s
@@ -165,9 +146,9 @@ class Scaling:
             seconds=seconds,
             learner_wait=min(1.0, waited_s / seconds),
             credit_starved=min(1.0, max(0.0, starved_s / passed_s)) if passed_s > 0 else 0.0,
-            sampling=sampling,
-            environment=environment,
-            scoring=scoring,
+            sampling=fmean(sample["sampling"] for sample in self._samples),
+            environment=fmean(sample["environment"] for sample in self._samples),
+            scoring=fmean(sample["scoring"] for sample in self._samples),
             queue_depth=status.depth,
             sizes={name: self._size(roles) for name, roles in self._roles.items()},
             ready={

@@ -15,7 +15,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
@@ -27,27 +26,26 @@ STALL_AFTER_S = 300.0
 _SHOWN = 8
 
 
-class StallActions(Protocol):
-    """Actions of stall detection: re-lease groups, restart an actor."""
-
-    def re_lease(self, ids: list[int], reason: str) -> None: ...
-
-    def bury(self, name: str, why: str) -> None: ...
-
-
 class Watchdog:
-    """Stall detection on the queue, while the learner waits for groups."""
+    """Stall detection on the queue, while the learner waits for groups.
+
+    Args:
+        re_lease: leases groups again, for a reason.
+        bury: restarts an actor by its name, for a reason.
+    """
 
     def __init__(
         self,
-        actions: StallActions,
+        re_lease: Callable[[list[int], str], None],
+        bury: Callable[[str, str], None],
         say: Callable[[str], None],
         deadline_s: float,
         *,
         stall_after_s: float = STALL_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._actions, self._say, self._clock = actions, say, clock
+        self._re_lease, self._bury = re_lease, bury
+        self._say, self._clock = say, clock
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
         self._since = clock()
@@ -93,9 +91,9 @@ class Watchdog:
         ]
         if self._stalls > 1:
             for name in sorted(suspects(status, workers, still_s, self._stall_after_s)):
-                self._actions.bury(name, f"nothing came of its work for {stalled_s:.0f} s")
+                self._bury(name, f"nothing came of its work for {stalled_s:.0f} s")
         if late:
-            self._actions.re_lease(late, f"no progress for {stalled_s:.0f} s")
+            self._re_lease(late, f"no progress for {stalled_s:.0f} s")
 
 
 def quiet_s(

@@ -74,7 +74,7 @@ class Workers:
             shared = calls.shared(said, [member.handle for member in hearers])
             for member in hearers:
                 update = member.handle.update.remote(shared, max_groups, epoch)
-                self._driver.background(self._tell(member, update))
+                self._driver.background.start(self._tell(member, update))
         new = [member for member in members if member not in self._members]
         self._roster = {role: dict(engines) for role, engines in roster.items()}
         self._members, self._missed = set(members), set()
@@ -82,8 +82,8 @@ class Workers:
         names = {member.name for member in members}
         self.statuses = {name: s for name, s in self.statuses.items() if name in names}
         for member in new:
-            self._driver.background(self._work(member, member.handle.run.remote()))
-            self._driver.background(self._follow(member))
+            self._driver.background.start(self._work(member, member.handle.run.remote()))
+            self._driver.background.start(self._follow(member))
 
     async def _tell(self, member: Member, update: Any) -> None:
         try:

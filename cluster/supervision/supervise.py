@@ -4,7 +4,8 @@
         \\____________________\\_______________\\_________________\\
                                  a death: buried; after a back-off, within a budget, restarted
 
-The driver owns every actor and calls `tick` wherever it waits. A tick waits for nothing. A
+The driver owns every actor. Each has a coroutine that sends its heartbeats and advances while the
+driver waits; what ends the run, or concerns the learner, is raised by `Background.check`. A
 heartbeat is a call that a healthy actor answers whatever else it does. One that has not answered
 for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
 
@@ -15,6 +16,7 @@ of one is the loss of all, and is raised as `LearnerLost`: the driver goes back 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from cluster.base.background import Background
 from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.handles import calls, errors
 from cluster.handles.failures import reason_of
@@ -34,6 +37,7 @@ from distill.errors import IsothermError
 HEALTH_GROUP = "health"  # heartbeats
 JOIN_GROUP = "join"  # engines that join while the learner computes
 _BEAT_S = 2.0
+_LOOK_S = 0.5  # at an answer that takes long
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _WINDOW_S = 3600.0
 # Deaths this near to one another make the next restart wait longer.
@@ -68,7 +72,6 @@ class ActorSpec:
         follow: makes its followers, the actors on other nodes without which it is nothing: each
             with the call that lasts as long as it does. They start and end with it.
         heartbeat: asks an actor whether it is healthy.
-        introduction: asks it for its process and its node.
         gated: it serves only once it is admitted; the others at their first heartbeat.
         critical: its death ends the call that the driver waits for; it is not restarted here.
         restarted_by_ray: Ray restarts it by itself, and its handle stays good; only a hang is
@@ -83,7 +86,6 @@ class ActorSpec:
     title: Callable[[int], str]
     create: Callable[[int, int], Any] | None
     heartbeat: Callable[[Any], Any]
-    introduction: Callable[[Any], Any]
     follow: Callable[[int, int, Any], Mapping[Any, Any]] = lambda _index, _attempt, _handle: {}
     placed: Callable[[int], bool] = lambda _index: True
     last_words: Callable[[], str] = lambda: ""
@@ -98,8 +100,8 @@ class ActorSpec:
 class Member:
     """One actor of a role.
 
-    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer,
-    `moved` when that last differed from the one before, and `ready` when it answered first.
+    `said` is the last heartbeat's answer, `moved` when that last differed from the one before,
+    `ready` when it answered first, and `died` when it, or the one before it, did.
     `followers` are handles, by the call of each that lasts as long as it does.
     """
 
@@ -109,8 +111,6 @@ class Member:
     attempt: int
     followers: Mapping[Any, Any] = field(default_factory=dict)
     state: State = State.STARTING
-    beat: Any = None
-    asked: float = 0.0
     said: Any = None
     moved: float = field(default_factory=time.monotonic)
     died: float | None = None
@@ -144,15 +144,6 @@ class Budget:
         return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (recent - 1))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Restart:
-    spec: ActorSpec
-    index: int
-    attempt: int
-    died: float
-    due: float
-
-
 class Supervisor:
     """Supervisor of the actors of a run.
 
@@ -162,6 +153,9 @@ class Supervisor:
         buried: called at every death, after the actor is gone from its role.
         hang_after_s: an actor that answers no heartbeat for so long is ended.
         max_restarts: of one actor within an hour; the next death ends the run.
+
+    Attributes:
+        background: the coroutines that watch the actors; whoever waits advances and checks them.
     """
 
     def __init__(
@@ -176,8 +170,9 @@ class Supervisor:
         self._say, self._record, self._buried = say, record, buried
         self.hang_after_s, self._max_restarts = hang_after_s, max_restarts
         self._members: dict[Member, None] = {}  # in order of their start
-        self._restarts: list[_Restart] = []
-        self._introductions: dict[Any, Member] = {}
+        self.background = Background()
+        self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._restarts: list[Member] = []  # dead ones, whose successors come after a back-off
         self._budgets: dict[tuple[str, int], Budget] = {}
         self.changes = 0  # of who serves; whoever keeps a list compares it
         # Before everyone has started once, an actor that does not is an error of the run.
@@ -191,6 +186,7 @@ class Supervisor:
         """Watches over an actor that is there already."""
         member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
         self._members[member] = None
+        self._watches[spec.name, index] = self.background.start(self._watch(member))
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
@@ -232,6 +228,8 @@ class Supervisor:
         assert spec.create is not None
         member = self.adopt(spec, index, spec.create(index, attempt), attempt)
         member.followers = spec.follow(index, attempt, member.handle)
+        for call in member.followers:
+            self.background.start(self._follow(member, call))
         return member
 
     def expected(self, role: str) -> int:
@@ -280,97 +278,102 @@ class Supervisor:
         return coming[-1].index
 
     def dismiss_all(self, role: str) -> None:
-        """Ends all members of a role, and cancels its pending restarts."""
+        """Ends all members of a role, cancels its pending restarts, and forgets its deaths."""
         for member in self.members(role):
             self.dismiss(member)
+        for (name, _), watch in self._watches.items():
+            if name == role:
+                self.background.forget(watch)
         self._restarts = [restart for restart in self._restarts if restart.spec.name != role]
 
-    def tick(self) -> None:
-        """Checks all heartbeats and restarts what is due.
+    async def _watch(self, member: Member) -> None:
+        """Send a member's heartbeats, one after the other, until it is gone.
 
         Raises:
-            LearnerLost: a critical actor died.
-            RunFailed: an actor died at the run's start, or too often.
+            LearnerLost: it is critical, and died.
+            RunFailed: it died at the run's start, or too often.
         """
-        now = time.monotonic()
-        self._listen()
-        self._listen_to_followers()
-        if self._introductions:
-            self._introduce()
-        self._ask(now)
-        due = [restart for restart in self._restarts if restart.due <= now]
-        for restart in due:
-            self._restarts.remove(restart)
-            member = self._create(restart.spec, restart.index, restart.attempt)
-            member.died = restart.died
-
-    def _listen(self) -> None:
-        beats = {member.beat: member for member in self._members if member.beat is not None}
-        for reference in calls.ended(beats):
-            member = beats[reference]
+        spec = member.spec
+        while member in self._members and not spec.placed(member.index):
+            await asyncio.sleep(_BEAT_S)
+        while member in self._members:
+            asked = time.monotonic()
+            beat = spec.heartbeat(member.handle)
+            comes_back = spec.restarted_by_ray and member.died is not None
+            slow = member.state is State.STARTING or comes_back
+            limit = spec.start_deadline_s if slow else self.hang_after_s
+            answered = await self._answered(member, beat, limit)
             if member not in self._members:
-                continue  # buried in this very round, with another
-            member.beat = None
-            try:
-                said = calls.get(reference)
-            except errors.RayError as error:
-                self.bury(member, reason_of(error), error)
-                continue
-            if member.spec.restarted_by_ray and said != member.said is not None:
-                self._healed(member)
-            if said != member.said:
-                member.moved = time.monotonic()
-            member.said = said
-            if member.state is State.STARTING:
-                member.state, member.ready = State.READY, time.monotonic()
-                self._introductions[member.spec.introduction(member.handle)] = member
-                if not member.spec.gated:
-                    self.admit(member)
-
-    def _listen_to_followers(self) -> None:
-        """Buries the members of which a follower has ended: a server is whole, or it is none."""
-        lasting = {call: member for member in self._members for call in member.followers}
-        for call in calls.ended(lasting):
-            member = lasting[call]
-            if member not in self._members:
-                continue  # buried in this very round, with another
-            try:
-                calls.get(call)
-            except errors.RayError as error:
-                self.bury(member, f"on another of its nodes: {reason_of(error)}", error)
-            else:
-                self.bury(member, "its processes on another of its nodes have ended")
-
-    def _introduce(self) -> None:
-        """Records the process and node of an actor, once it has answered."""
-        for reference in calls.ended(self._introductions):
-            member = self._introductions.pop(reference)
-            try:
-                pid, node = calls.get(reference)
-            except errors.RayError:
-                continue  # it died meanwhile, as its heartbeat will tell
-            self._record("start", who=member.name, pid=pid, node=node)
-
-    def _ask(self, now: float) -> None:
-        for member in list(self._members):
-            starting = member.state is State.STARTING
-            comes_back = member.spec.restarted_by_ray and member.died is not None
-            slow = starting or comes_back
-            limit = member.spec.start_deadline_s if slow else self.hang_after_s
-            if member.beat is None:
-                if now - member.asked < _BEAT_S:
-                    continue
-                member.asked = now
-                if not starting or member.spec.placed(member.index):
-                    member.beat = member.spec.heartbeat(member.handle)
-            elif member.spec.restarted_by_ray and self._ray_restarts_it(member, now):
-                continue
-            elif now - member.asked > limit:
+                return
+            if not answered:
                 what = "did not start" if slow else "gave no sign of life"
                 self.bury(member, f"it {what} within {limit:.0f} s")
+                continue
+            try:
+                said = calls.get(beat)
+            except errors.RayError as error:
+                self.bury(member, reason_of(error), error)
+            else:
+                self._hear(member, said, asked)
+            await asyncio.sleep(asked + _BEAT_S - time.monotonic())
+
+    async def _answered(self, member: Member, beat: Any, limit_s: float) -> bool:
+        """Wait for a heartbeat; False if it hangs. While Ray restarts the actor it does not."""
+        since, ended = time.monotonic(), asyncio.ensure_future(calls.end_of(beat))
+        try:
+            while not (await asyncio.wait([ended], timeout=_LOOK_S))[0]:
+                if calls.ended([beat]):  # the driver was busy elsewhere
+                    return True
+                if member.spec.restarted_by_ray and not calls.is_alive(member.handle):
+                    since = time.monotonic()
+                elif time.monotonic() - since > limit_s or member not in self._members:
+                    return False
+            return True
+        finally:
+            ended.cancel()
+
+    def _hear(self, member: Member, said: Any, asked: float) -> None:
+        if member.spec.restarted_by_ray and said != member.said is not None:
+            self._healed(member, asked)
+        if said != member.said:
+            member.moved = time.monotonic()
+        member.said = said
+        if member.state is State.STARTING:
+            member.state, member.ready = State.READY, time.monotonic()
+            self.background.start(self._introduce(member))
+            if not member.spec.gated:
+                self.admit(member)
+
+    async def _introduce(self, member: Member) -> None:
+        """Record the process and node of an actor that has answered."""
+        try:
+            aside = member.spec.heartbeat in (ready_call, progress_call)
+            pid, node = await whereabouts_call(member.handle, aside=aside)
+        except errors.RayError:
+            return  # it died meanwhile, as its heartbeat will tell
+        self._record("start", who=member.name, pid=pid, node=node)
+
+    async def _follow(self, member: Member, follower: Any) -> None:
+        """Bury a member when a follower of it has ended: a server is whole, or it is none."""
+        await calls.end_of(follower)
+        if member not in self._members:
+            return
+        try:
+            calls.get(follower)
+        except errors.RayError as error:
+            self.bury(member, f"on another of its nodes: {reason_of(error)}", error)
+        else:
+            self.bury(member, "its processes on another of its nodes have ended")
+
+    async def _restart(self, dead: Member, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        if dead in self._restarts:
+            self._restarts.remove(dead)
+            member = self._create(dead.spec, dead.index, dead.attempt + 1)
+            member.died = dead.died
 
     def bury(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
-        """Ends an actor that is dead or as good as dead, and plans its restart; raises as `tick`.
+        """Ends an actor that is dead or as good as dead, and plans its restart; raises as `_watch`.
 
         Args:
             error: what its heartbeat or another call raised, if that is how it was noticed.
@@ -393,15 +396,9 @@ class Supervisor:
             raise LearnerLost(f"{member.name} died ({why})")
         delay = self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
         self._say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
-        self._restarts.append(
-            _Restart(
-                spec=member.spec,
-                index=member.index,
-                attempt=member.attempt + 1,
-                died=now if member.died is None else member.died,
-                due=now + delay,
-            )
-        )
+        member.died = now if member.died is None else member.died
+        self._restarts.append(member)
+        self.background.start(self._restart(member, delay))
 
     def allow(self, role: str, index: int, what: str) -> float:
         """Counts a death; seconds before the restart. Raises RunFailed if there were too many."""
@@ -412,23 +409,16 @@ class Supervisor:
             raise RunFailed(f"{what}, {limit}")
         return delay
 
-    def _ray_restarts_it(self, member: Member, now: float) -> bool:
-        """True while Ray restarts it: the heartbeat then counts from here."""
-        if calls.is_alive(member.handle):
-            return False
-        member.asked = now
-        return True
-
-    def _healed(self, member: Member) -> None:
+    def _healed(self, member: Member, asked: float) -> None:
         """Ray has restarted it, between two heartbeats perhaps: another process answers."""
         now = time.monotonic()
         if member.died is None:
             self._record("death", who=member.name, why="Ray restarted it")
             self.allow(member.spec.name, member.index, f"{member.name} died")
-        seconds = now - (member.asked if member.died is None else member.died)
+        seconds = now - (asked if member.died is None else member.died)
         self._say(f"{member.name} is back after {seconds:.1f} s")
         self._record("restart", who=member.name, seconds=seconds)
-        self._introductions[member.spec.introduction(member.handle)] = member
+        self.background.start(self._introduce(member))
         member.died = None
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
@@ -436,7 +426,6 @@ class Supervisor:
         self._say(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)
-        member.beat = None
         member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
@@ -457,14 +446,10 @@ def progress_call(actor: Any) -> Any:
     return actor.progress.options(concurrency_group=HEALTH_GROUP).remote()
 
 
-def whereabouts_call(actor: Any) -> Any:
-    """(process id, address of its node) of an asynchronous actor."""
-    return actor.__ray_call__.remote(_whereabouts)
-
-
-def aside_whereabouts_call(actor: Any) -> Any:
-    """The same of an actor that was created with the concurrency group `HEALTH_GROUP`."""
-    return actor.__ray_call__.options(concurrency_group=HEALTH_GROUP).remote(_whereabouts)
+def whereabouts_call(actor: Any, *, aside: bool = False) -> Any:
+    """(process id, address of its node); `aside`: of an actor with the group `HEALTH_GROUP`."""
+    call = actor.__ray_call__
+    return (call.options(concurrency_group=HEALTH_GROUP) if aside else call).remote(_whereabouts)
 
 
 def _whereabouts(_actor: object) -> tuple[int, str]:

@@ -21,7 +21,6 @@ from cluster.supervision.supervise import (
     State,
     Supervisor,
     ready_call,
-    whereabouts_call,
 )
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport, Comparison
@@ -134,7 +133,6 @@ class House:
             title=lambda index: f"{role} {index}",
             create=lambda _index, _attempt: LocalActor(Engine),
             heartbeat=ready_call,
-            introduction=whereabouts_call,
             gated=True,
             start_deadline_s=60,
         )
@@ -187,7 +185,7 @@ class House:
         assert self.driver.ask_learner("a step", step) == "trained"
 
     def close(self) -> None:
-        self.driver.close()
+        self.driver.background.close()
         self.supervisor.end_all()
         self.learner.end()
 

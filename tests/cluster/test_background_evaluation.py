@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.evaluator import Evaluation
+from cluster.base.background import Background
 from cluster.config.on_policy import OpdConfig
 from cluster.placement.roles import EVALUATION
 from cluster.recipes.evaluations import Evaluations, EvaluationSchedule
@@ -88,7 +89,8 @@ class House:
         self.events: list[tuple[str, int]] = []
         self.recorded: list[int] = []
         supervisor: Any = SimpleNamespace(
-            tick=lambda: None, serving=lambda role: self.serving if role == EVALUATION else {},
+            background=Background(),
+            serving=lambda role: self.serving if role == EVALUATION else {},
             hang_after_s=60,
         )  # fmt: skip
         self.driver = Driver(supervisor=supervisor, signals=Signals(), deadline_s=60)
@@ -136,7 +138,7 @@ class House:
 def house(opd: Callable[..., OpdConfig]) -> Iterator[House]:
     made = House(opd)
     yield made
-    made.driver.close()
+    made.driver.background.close()
 
 
 BOTH = ["evaluation engine 0", "evaluation engine 1"]

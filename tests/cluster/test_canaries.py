@@ -29,7 +29,6 @@ from cluster.supervision.supervise import (
     State,
     Supervisor,
     ready_call,
-    whereabouts_call,
 )
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError
@@ -165,7 +164,6 @@ class House:
             title=lambda index: f"{role} engine {index}",
             create=lambda _index, _attempt: LocalActor(Frozen, 1),
             heartbeat=ready_call,
-            introduction=whereabouts_call,
             gated=True,
             start_deadline_s=60,
         )
@@ -233,7 +231,7 @@ class House:
         plain.rewind(self.trained, "it was told to")
 
     def close(self) -> None:
-        self.driver.close()
+        self.driver.background.close()
         if self.learner is not None:
             self.learner.end()
         self.supervisor.end_all()

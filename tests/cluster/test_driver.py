@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,18 @@ from typing import Any
 import pytest
 
 import cluster.runtime.driver
+from cluster.base.background import Background
 from cluster.base.outcomes import RunFailed
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import State
 
 
 class Starting:
-    """Members of two roles; each poll one of them answers, as long as there are polls to come."""
+    """Members of two roles; one after the other answers, as long as there are answers to come."""
 
     def __init__(self, answers: int, start_deadline_s: float = 0.0) -> None:
-        self._left = answers
+        self.background = Background()
+        self.background.start(self._answer(answers))
         spec = SimpleNamespace(start_deadline_s=start_deadline_s, start_is=lambda _: "")
         self._members = [
             SimpleNamespace(name=f"{role} {i}", index=i, role=role, state=State.STARTING, spec=spec)
@@ -29,9 +32,9 @@ class Starting:
     def members(self, role: str, *states: State) -> list[Any]:
         return [m for m in self._members if m.role == role and (not states or m.state in states)]
 
-    def tick(self) -> None:
-        if self._left > 0:
-            self._left -= 1
+    async def _answer(self, answers: int) -> None:
+        for _ in range(answers):
+            await asyncio.sleep(0.05)
             next(m for m in self._members if m.state is State.STARTING).state = State.SERVING
 
 

@@ -19,7 +19,6 @@ from cluster.supervision.supervise import (
     ActorSpec,
     Supervisor,
     ready_call,
-    whereabouts_call,
 )
 from tests.cluster.stuck_evaluator import StuckEvaluator
 
@@ -53,7 +52,6 @@ class House:
             title=lambda _index: EVALUATOR,
             create=self.create,
             heartbeat=ready_call,
-            introduction=whereabouts_call,
             last_words=self.last_words,
             start_deadline_s=120,
         )
@@ -71,7 +69,7 @@ class House:
         return f", in the code of {inside} of env=Bad" if inside else ""
 
     def ask(self, make: Callable[[Any], Any]) -> str:
-        return self.driver.wait_for(self.driver.beside(self.calls.ask("evaluation", make)))
+        return self.driver.wait_for(self.calls.ask("evaluation", make))
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
     made = House(tmp_path)
     yield made
     made.supervisor.end_all()
-    made.driver.close()
+    made.driver.background.close()
 
 
 @pytest.mark.parametrize(

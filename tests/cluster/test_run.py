@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import cluster.recipes.checkpoints
+from cluster.base.background import Background
 from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
 from cluster.recipes.validation import NoEvaluations
@@ -65,7 +66,7 @@ class Actors(LearnerAlone):
     """A learner and nothing else; notes what it is told, in order."""
 
     def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
-        idle: Any = SimpleNamespace(tick=lambda: None, critical=list)
+        idle: Any = SimpleNamespace(background=Background(), critical=list)
         self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
         self._told, self._make = told, make
         self.leader = make()

@@ -68,7 +68,6 @@ class Crew:
             title=lambda index: f"{role} engine {index}",
             create=None,
             heartbeat=lambda _: None,
-            introduction=lambda _: None,
             start_deadline_s=1,
         )
         index = len(self.members(role))

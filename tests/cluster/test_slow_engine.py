@@ -377,7 +377,7 @@ def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
     run = run_of(loop, tmp_path, student, eval_every=5, no_progress_s=300)
     began = loop.now
     asked = run.fleet.evaluator_calls.ask("evaluation", partial(evaluation, run))
-    evaluated = run.fleet.driver.wait_for(run.fleet.driver.beside(asked))
+    evaluated = run.fleet.driver.wait_for(asked)
     assert evaluated.metrics["eval/response_length"] == TOKENS
     assert SECONDS <= loop.now - began < SECONDS + 60
     assert not events(run, "death")

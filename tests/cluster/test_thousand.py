@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from cluster.base.background import Background
 from cluster.base.outcomes import RunFailed
 from cluster.handles import calls
 from cluster.handshake.handshake import handshake
@@ -243,7 +244,7 @@ class Office:
         self._loop = loop
         self.members: list[Member] = []
         self.supervisor: Any = SimpleNamespace(
-            members=lambda *_: self.members, changes=0, tick=lambda: None
+            members=lambda *_: self.members, changes=0, background=Background()
         )
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self.workers = Workers(self.supervisor, self.driver, drained=print)

@@ -98,8 +98,9 @@ class Patient:
 
     def __init__(self) -> None:
         self.clock, self.hospital, self.said = Clock(), Hospital(), list[str]()
+        re_lease, bury = self.hospital.re_lease, self.hospital.bury
         self.dog = Watchdog(
-            self.hospital, self.said.append, 350, stall_after_s=100, clock=self.clock
+            re_lease, bury, self.said.append, 350, stall_after_s=100, clock=self.clock
         )
 
     def look(self, times: range, **changes: Any) -> None:
@@ -142,7 +143,7 @@ class SlowRun:
             groups_per_step=groups, max_staleness=0, total_groups=groups, lease_s=900
         )
         self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=self.clock)
-        self._dog = Watchdog(self, self.said.append, 1800, clock=self.clock)
+        self._dog = Watchdog(self.re_lease, self.bury, self.said.append, 1800, clock=self.clock)
         self._lease()
 
     def re_lease(self, ids: list[int], reason: str) -> None:
