@@ -39,11 +39,11 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     inputs = check_rollout(config)
     dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
     engines = RunEngines(config, "cpu")
-    policy = engines.policy(config.student, str(scratch / "policy.log")).build()
+    policy = engines.policy(config.model.path, str(scratch / "policy.log")).build()
     teacher = engines.teacher(
         config.teacher_models()[""].model, str(scratch / "teacher.log")
     ).build()
-    learner = Learner(config.learner_config(config.student, "cpu"), str(scratch))
+    learner = Learner(config.learner_config("cpu"), str(scratch))
     loss = PolicyObjectiveLoss(objective=config.objective)
 
     async def rollout(step: int) -> list[TrajectoryGroup]:

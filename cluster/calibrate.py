@@ -18,13 +18,14 @@ from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
+from cluster.config.model import ModelSettings
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
 from distill.sampling import check_temperature
-from distill.settings import ESSENTIAL, Section
-from distill.stops import StopSettings, StopTokens
+from distill.settings import ESSENTIAL, Section, section_field
+from distill.stops import StopTokens
 from distill.tokenizer import (
     TokenizerProbe,
     check_same_tokenizer,
@@ -40,14 +41,12 @@ if TYPE_CHECKING:
 
 
 @chz.chz
-class CalibrateConfig(StopSettings, LocalEngineConfig):
+class CalibrateConfig(LocalEngineConfig):
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = model_field(
-        doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
-    )
+    model: ModelSettings = section_field(ModelSettings)
     teacher: str = model_field(
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
         "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
@@ -68,9 +67,9 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
     """Prints the agreement table; raises CalibrationError (exit code 3) on disagreement."""
     from distill.models.loading import ends_of  # torch, which settings do without
 
-    student = load_tokenizer(config.student)
+    student = load_tokenizer(config.model.path)
     prints = {"student": asdict(fingerprint(student))}
-    ends: list[frozenset[int] | None] = [ends_of(config.student, student)]
+    ends: list[frozenset[int] | None] = [ends_of(config.model.path, student)]
     if not is_url(config.teacher):  # a running server is asked, in the handshake
         teacher = load_tokenizer(config.teacher)
         check_same_tokenizer(student, teacher)
@@ -78,7 +77,7 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
         ends.append(ends_of(config.teacher, teacher))
     else:
         ends.append(None)
-    stops = config.stops(student, ends)
+    stops = config.model.stops(student, ends)
     report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
     console.print(f"stops at {stops.described(student)}", highlight=False, markup=False)
     console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)
@@ -98,7 +97,7 @@ async def _handshake(
 
     with tempfile.TemporaryDirectory() as scratch:
         learner_config = LearnerConfig.of(
-            model=config.student,
+            model=config.model.path,
             total_steps=1,
             device=config.cluster.device,
             threads=config.cluster.threads,
@@ -109,7 +108,7 @@ async def _handshake(
         async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
             return learner.logprobs(rows_D)
 
-        engines = [config.engine_config(m, stops) for m in (config.student, config.teacher)]
+        engines = [config.engine_config(m, stops) for m in (config.model.path, config.teacher)]
         async with running_engines(*engines) as (policy, teacher):
             return await handshake(
                 policies={"policy": policy},

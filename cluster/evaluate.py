@@ -21,10 +21,10 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings, LengthSettings
+from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, PromptSettings, RowCheck, reader_of, unweighted_sources
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
-from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
@@ -33,7 +33,7 @@ from distill.rewards.model_reward import REWARD_MODEL
 from distill.rules import at_least, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, section_field
-from distill.stops import StopSettings, StopTokens
+from distill.stops import StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
@@ -55,19 +55,13 @@ class EvaluatedSettings(PromptSettings):
 @chz.chz
 class EvaluateConfig(
     EnvSettings,
-    ChatTemplateSettings,
-    StopSettings,
     LocalEngineConfig,
 ):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
     section: ClassVar[Section] = Section.MODEL
 
-    model: str = model_field(
-        doc="checkpoint to evaluate: a Hugging Face directory (or hub name); or a run's directory, "
-        "for its final/",
-        metadata=ESSENTIAL,
-    )
+    model: ModelSettings = section_field(ModelSettings)
     data: EvaluatedSettings = section_field(EvaluatedSettings)
     sampling: LengthSettings = section_field(LengthSettings)
     eval: DecoderSettings = section_field(DecoderSettings)
@@ -134,15 +128,15 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     """Print a table of metrics; write `out` if it is set."""
     from distill.models.loading import context_length, ends_of, load_config, vocab_size
 
-    tokenizer = load_tokenizer(config.model)
-    model_config = load_config(config.model)
-    ends = [ends_of(config.model, tokenizer)]
+    tokenizer = load_tokenizer(config.model.path)
+    model_config = load_config(config.model.path)
+    ends = [ends_of(config.model.path, tokenizer)]
     if config.teacher is not None:
         of_teacher = load_tokenizer(config.teacher)
         check_same_tokenizer(tokenizer, of_teacher)
         ends.append(ends_of(config.teacher, of_teacher))
-    stops = config.stops(tokenizer, ends)
-    tokenizer = config.choose_template(tokenizer)
+    stops = config.model.stops(tokenizer, ends)
+    tokenizer = config.model.choose_template(tokenizer)
     read = reader_of(config.data, config.env.row_fields)
     setting = EnvContext(
         tokenizer=tokenizer,
@@ -164,7 +158,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     console.print(_table(config, results))
     if config.out is not None:
         report = {
-            "model": config.model,
+            "model": config.model.path,
             "serving decoder": asdict(config.eval.sampling(config.sampling.max_new_tokens)),
             "data sets": {
                 name: {"metrics": metrics, "responses": [asdict(each) for each in responses]}
@@ -187,7 +181,7 @@ async def _measure(
     config: EvaluateConfig, evaluators: Mapping[str, Evaluator], stops: StopTokens
 ) -> Results:
     """Metrics and responses of each data set, on one set of engines."""
-    models = [config.model] if config.teacher is None else [config.model, config.teacher]
+    models = [config.model.path] if config.teacher is None else [config.model.path, config.teacher]
     results: Results = {}
     asked = _models_to_ask(config)
     decoder = config.eval.sampling(config.sampling.max_new_tokens)
@@ -223,7 +217,8 @@ def _table(config: EvaluateConfig, results: Results) -> Table:
     decoder = config.eval.sampling(config.sampling.max_new_tokens)
     how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
     table = Table(
-        title=f"{config.model}, {how}", caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval"
+        title=f"{config.model.path}, {how}",
+        caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval",
     )
     table.add_column("metric")
     for name, (_, responses) in results.items():

@@ -42,6 +42,7 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.evaluation import LengthSettings
+from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.jsonl_log import write_rows
 from distill.chat.responses import read_response
@@ -54,7 +55,6 @@ from distill.chat.template import (
     render_messages,
     render_text,
 )
-from distill.chat.template_choice import ChatTemplateSettings
 from distill.chat.thinking import THINK, Response, ThinkingMarks, thinking_marks
 from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
@@ -73,7 +73,6 @@ from distill.rewards.registry import (
 from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, section_field
-from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 
@@ -86,16 +85,25 @@ Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 
 
 @chz.chz
-class SampleToSftConfig(PromptColumns, ChatTemplateSettings, StopSettings, LocalEngineConfig):
-    """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
+class SamplerSettings(ModelSettings):
+    """The model that samples, and how text is written for it."""
 
     section: ClassVar[Section] = Section.MODEL
 
-    model: str = model_field(
+    path: str = model_field(
         doc="model that samples: a checkpoint (or a run's directory), or http://host:port/v1 of an "
         "OpenAI-compatible endpoint (its key in ISOTHERM_ENDPOINT_API_KEY)",
         metadata=ESSENTIAL,
     )
+
+
+@chz.chz
+class SampleToSftConfig(PromptColumns, LocalEngineConfig):
+    """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: SamplerSettings = section_field(SamplerSettings)
     name: str | None = chz.field(default=None, doc="name of the model at the endpoint")
     prompts: str = chz.field(
         doc="sources of rows, in the format of prompts= in recipe=opd", metadata=ESSENTIAL | ROWS
@@ -142,10 +150,10 @@ class SampleToSftConfig(PromptColumns, ChatTemplateSettings, StopSettings, Local
     def _sampling_is_consistent(self) -> None:
         if Path(self.data).suffix != ".jsonl":
             raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object per line")
-        if is_url(self.model) != (self.name is not None):
+        if is_url(self.model.path) != (self.name is not None):
             raise ConfigError(
-                f"model={self.model} with name={self.name}: an endpoint's model has a name, and a "
-                "checkpoint has none"
+                f"model={self.model.path} with name={self.name}: an endpoint's model has a name, "
+                "and a checkpoint has none"
             )
         if self.name is not None:
             self.address()
@@ -156,7 +164,7 @@ class SampleToSftConfig(PromptColumns, ChatTemplateSettings, StopSettings, Local
         """The endpoint's; of a `name` that is given."""
         assert self.name is not None
         return EndpointAddress(
-            url=self.model, name=self.name, url_setting="model", name_setting="name"
+            url=self.model.path, name=self.name, url_setting="model", name_setting="name"
         )
 
     def decoder(self) -> EvalSampling:
@@ -366,11 +374,11 @@ async def _answer(
 async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
     from distill.models.loading import ends_of  # transformers: not for --help
 
-    tokenizer = load_tokenizer(config.model)
-    stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
-    tokenizer = config.choose_template(tokenizer)
+    tokenizer = load_tokenizer(config.model.path)
+    stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])
+    tokenizer = config.model.choose_template(tokenizer)
     marks = thinking_marks(tokenizer)
-    async with running_engines(config.engine_config(config.model, stops)) as (engine,):
+    async with running_engines(config.engine_config(config.model.path, stops)) as (engine,):
 
         async def respond(asked: SamplePrompt) -> list[SampledAnswer]:
             with located(asked.where):

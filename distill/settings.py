@@ -40,6 +40,7 @@ ADAPTER: Final[dict[str, Any]] = {"path": "adapter"}
 _SECTION = "section"
 # Names of settings that are no last names of their paths, and last names of several.
 _SHORT: Final[Mapping[str, str]] = {
+    "student": "model.path",
     "prompts": "data.source",
     "prompts_per_step": "data.batch_size",
     "dtype": "engine.dtype",
@@ -108,6 +109,11 @@ def fields_of(kind: type) -> Mapping[str, Field]:
         if not inner:
             found[name] = field
     return MappingProxyType(found)
+
+
+def short_names(kind: type) -> list[str]:
+    """Names of settings of `kind` that are no last names of their paths: `temperature`."""
+    return [name for name, path in _SHORT.items() if path in fields_of(kind)]
 
 
 def meant_by(kind: type, name: str) -> list[str]:

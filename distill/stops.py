@@ -67,6 +67,7 @@ class StopSettings:
     """Settings of the tokens at which responses end."""
 
     section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "model."
 
     stop_tokens: str = chz.field(
         default="",
@@ -109,8 +110,10 @@ def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]
             raise ConfigError(
                 f"stop_tokens={text}: {given!r} is neither a token nor an id below "
                 f"{len(tokenizer)}; {known_names(given, special)}",
-                field="stop_tokens",
+                field="model.stop_tokens",
             )
     if text and not ids:
-        raise ConfigError(f"stop_tokens={text!r} names no token; leave it out", field="stop_tokens")
+        raise ConfigError(
+            f"stop_tokens={text!r} names no token; leave it out", field="model.stop_tokens"
+        )
     return ids

@@ -59,4 +59,4 @@ def _served(config: RolloutConfig) -> AdapterForm:
             f"on_weight_update={config.engine.on_weight_update} is about merged weights; samples "
             "keep the adapter that they began with"
         )
-    return served_adapter(config.lora, config.student)
+    return served_adapter(config.lora, config.model.path)

@@ -23,7 +23,7 @@ from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings,
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.settings import fields_of, is_section, meant_by
+from distill.settings import fields_of, is_section, meant_by, short_names
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
@@ -211,6 +211,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
 
 
 def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
+    yield from short_names(kind)
     for path, field in fields_of(kind).items():
         name = path.rpartition(".")[2]
         yield from (path, path.replace(".", "_"), *[name] * (meant_by(kind, name) == [path]))

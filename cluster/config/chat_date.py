@@ -14,15 +14,12 @@ Config = TypeVar("Config", bound=CommonConfig)
 
 
 def with_chat_date(config: Config) -> Config:
-    """The settings with a `chat_date`: as given, else that of the run in `out=`, else today's.
-
-    A run that began before the setting existed has none, and goes on without.
-    """
-    if getattr(config, "chat_date", None) is not None:
+    """The settings with a `chat_date`: as given, else that of the run in `out=`, else today's."""
+    if config.model.chat_date is not None:
         return config
     try:
         written = json.loads((Path(config.out) / "config.json").read_text(encoding="utf-8"))
-        began = written["settings"].get("chat_date")
+        began = written["settings"]["model"]["chat_date"]
     except FileNotFoundError:
         began = date.today().isoformat()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -19,6 +19,7 @@ from actors.config import (
 from actors.sglang.flags import parse_flags
 from actors.sglang.installed import require_sglang
 from cluster.config.early_checks import RUN
+from cluster.config.model import ModelSettings
 from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
@@ -208,6 +209,7 @@ class CommonConfig(
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
+    model: ModelSettings = section_field(ModelSettings)
     cluster: ClusterSettings = section_field(ClusterSettings)
     lora: LoraSettings = section_field(LoraSettings)
     learner: RunLearnerSettings = learner_section(RunLearnerSettings)
@@ -261,20 +263,19 @@ class CommonConfig(
 
     def learner_config(
         self,
-        start: str,
         device: str,
         *,
         resume_from: Checkpoint | None = None,
         updates_per_step: int = 1,
         stops: StopTokens | None = None,
     ) -> LearnerConfig:
-        """Settings of a learner that starts from the model `start`, or from `resume_from`."""
+        """Settings of a learner that starts from the model, or from `resume_from`."""
         config = LearnerConfig(
             learner=self.learner,
             lora=self.lora,
             seed=self.seed,
             threads=self.cluster.threads,
-            model=start,
+            model=self.model.path,
             total_steps=self.steps * updates_per_step,
             device=device,
             dtype=choose_dtype(self.learner.dtype, device),

@@ -24,9 +24,9 @@ class DiskPlan:
     final: int
 
     @staticmethod
-    def of(config: CommonConfig, model: str) -> DiskPlan | None:
+    def of(config: CommonConfig) -> DiskPlan | None:
         """The plan, from the headers of the model's files; None where there are none to read."""
-        estimate = estimate_memory(model)
+        estimate = estimate_memory(config.model.path)
         if estimate is None or config.only_keeps:
             return None
         held = holding_of(

@@ -24,7 +24,7 @@ from distill.errors import CheckpointError, ConfigError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
 from distill.model_paths import check_model_path, directory_meant, trained_model
-from distill.rules import get
+from distill.rules import ABSENT, get
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
@@ -63,7 +63,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
             _check_small_files(name, get(config, name), read, check_row)
     if (reward_model := getattr(config, "reward_model", None)) is not None:
         _check_model("reward_model", reward_model)
-    if (template := getattr(config, "chat_template", None)) is not None:
+    if (template := get(config, "model.chat_template")) not in (None, ABSENT):
         template_text(template)
     if (env := getattr(config, "env", None)) is not None:
         env.check_here()

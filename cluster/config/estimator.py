@@ -74,7 +74,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
         for name, teacher in teachers.items()
         if is_url(teacher.model)
     }
-    width = vocab_size(load_config(config.student))
+    width = vocab_size(load_config(config.model.path))
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
     if reverse and without:  # of others a sampled token tells nothing
@@ -100,10 +100,10 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
     device = resolve_device(config.cluster.device)
     dtype = config.engine.dtype_on(device)
-    student = estimate_memory(config.student, config.learner_holding)
+    student = estimate_memory(config.model.path, config.learner_holding)
     copied = frozen_bytes(teachers, dtype)
     passes = estimate_pass(
-        config.student,
+        config.model.path,
         dtype=choose_dtype(config.learner.dtype, device),
         device=device,
         workers=config.learner.workers,

@@ -49,7 +49,7 @@ def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str,
     Raises:
         CheckpointError: the model that is trained has no readable config.
     """
-    model = given.get("student", given.get("model"))
+    model = given.get("model.path")
     if text_of(given.get(_LR)) != AUTO or model is None:  # without a model there is no run
         return dict(given), ""
     from distill.models.loading import load_config  # transformers: seconds of imports

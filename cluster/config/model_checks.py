@@ -211,15 +211,14 @@ def _shards(directory: Path) -> list[str]:
 
 def check_routers(
     config: CommonConfig,
-    model: str,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
 ) -> None:
     """Raises ConfigError if router_aux_coef has no loss of the model to scale."""
     if config.learner.router_aux_coef:
-        check_balances(meta_model(model))
+        check_balances(meta_model(config.model.path))
 
 
-def check_adapter(config: CommonConfig, base: str) -> None:
+def check_adapter(config: CommonConfig) -> None:
     """Raises ConfigError or CheckpointError if the run's adapter does not fit its base."""
     if config.lora.trains_adapter:
-        check_lora(config.lora, base)
+        check_lora(config.lora, config.model.path)

@@ -11,9 +11,10 @@ import chz
 from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
 from cluster.config.common import CommonConfig, RunLearnerSettings
-from cluster.config.early_checks import RUN, model_field
+from cluster.config.early_checks import RUN
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
+from cluster.config.model import ReferredModelSettings
 from cluster.config.pools import (
     PolicyClusterSettings,
     PolicyPoolSettings,
@@ -27,7 +28,6 @@ from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
 )
-from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.feedback import FeedbackTemplate
 from distill.data.row_forms import check_example
 from distill.data.row_reader import RowReader
@@ -41,8 +41,8 @@ from distill.objective.settings import (
     is_own,
 )
 from distill.rules import not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
-from distill.stops import StopSettings, StopTokens
+from distill.settings import MAY_CHANGE, Section, section_field
+from distill.stops import StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig, learner_section
 
@@ -59,21 +59,11 @@ Keep = int | Literal["sample", "all", "none"]
 
 
 @chz.chz
-class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
-    """The student and its training data."""
+class DataSettings(EnvSettings):
+    """Training data of a policy."""
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = model_field(
-        doc="student checkpoint: a Hugging Face directory (or hub name), or a run's directory "
-        "(for its final/), RUN:STEP or RUN:best",
-        metadata=ESSENTIAL,
-    )
-    reference: str | None = model_field(
-        default=None,
-        doc="checkpoint of the reference model, to which reference_kl_coef keeps the policy near; "
-        "default with lora.rank: the student without its adapter, in the learner",
-    )
     data: StepPromptSettings = section_field(StepPromptSettings)
     sft: SftMixSettings = section_field(SftMixSettings)
 
@@ -114,6 +104,7 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    model: ReferredModelSettings = section_field(ReferredModelSettings)
     learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
     objective: ObjectiveConfig = section_field(ObjectiveConfig)
     sampling: SamplingSettings = section_field(SamplingSettings)
@@ -173,7 +164,7 @@ class RolloutConfig(
     def _check_reference(self) -> None:
         """Raises ConfigError for a reference model that is missing, or that nothing uses."""
         coefficient = self.objective.reference_kl_coef
-        if coefficient > 0 and self.reference is None and not self.lora.trains_adapter:
+        if coefficient > 0 and self.model.reference is None and not self.lora.trains_adapter:
             raise ConfigError(
                 f"reference_kl_coef={coefficient} needs a reference model; give "
                 "reference=DIR, the student's own checkpoint for example, or train an adapter "
@@ -181,13 +172,13 @@ class RolloutConfig(
                 field="objective.reference_kl_coef",
             )
         asked = "reference" in self.env.asks
-        if self.reference is not None and coefficient == 0 and not asked:
+        if self.model.reference is not None and coefficient == 0 and not asked:
             raise ConfigError(
-                f"reference={self.reference} changes nothing with reference_kl_coef=0; give a "
-                "coefficient, or leave the reference out",
-                field="reference",
+                f"reference={self.model.reference} changes nothing with reference_kl_coef=0; give "
+                "a coefficient, or leave the reference out",
+                field="model.reference",
             )
-        if self.reference is None and asked:
+        if self.model.reference is None and asked:
             raise ConfigError(
                 "env.opponent=reference needs a reference model; give reference=DIR, the student's "
                 "own checkpoint for example",
@@ -331,12 +322,12 @@ class RolloutConfig(
     @property
     def scored_by_reference(self) -> bool:
         """True if reference engines score the rollouts. Otherwise see `base_is_reference`."""
-        return self.reference is not None and self.objective.reference_kl_coef > 0
+        return self.model.reference is not None and self.objective.reference_kl_coef > 0
 
     @property
     def base_is_reference(self) -> bool:
         """True if the learner's model without its adapter is the reference policy."""
-        referred = self.reference is None and self.objective.reference_kl_coef > 0
+        referred = self.model.reference is None and self.objective.reference_kl_coef > 0
         return referred and not self.only_keeps
 
     @property
@@ -381,7 +372,6 @@ class RolloutConfig(
     ) -> LearnerConfig:
         """Settings of the student's learner, from the start of the run or from a checkpoint."""
         made = self.learner_config(
-            self.student,
             device,
             resume_from=resume_from,
             updates_per_step=self.objective.num_substeps,
@@ -437,7 +427,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
             return self.teachers
         return {
             "": TeacherConfig(
-                model=self.student if self.teacher_moves else self.teacher.model,
+                model=self.model.path if self.teacher_moves else self.teacher.model,
                 samples_from=self.teacher.samples_from,
                 head=self.teacher.head,
             )

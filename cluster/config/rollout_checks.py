@@ -114,30 +114,30 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         ConfigError, CheckpointError, DataError: names the field or file, its value and a remedy.
     """
     config.engine.kind_on(config.cluster.device)
-    student = check_model(config.student)
+    student = check_model(config.model.path)
     if config.learner.packing:
-        check_packs(meta_causal_lm(config.student))
-    check_export(config.student)
-    check_routers(config, config.student)
-    check_adapter(config, config.student)
-    tokenizer = load_tokenizer(config.student)
+        check_packs(meta_causal_lm(config.model.path))
+    check_export(config.model.path)
+    check_routers(config)
+    check_adapter(config)
+    tokenizer = load_tokenizer(config.model.path)
     own_template = tokenizer.chat_template
-    tokenizer = config.choose_template(tokenizer)
-    check_model_files(config.student, tokenizer)
-    check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
+    tokenizer = config.model.choose_template(tokenizer)
+    check_model_files(config.model.path, tokenizer)
+    check_holds_tokenizer("student", config.model.path, vocab_size(student), tokenizer)
     named = {
         f"teachers.{name}" if name else "teacher": teacher.model
         for name, teacher in config.teacher_models().items()
     }
-    if config.reference is not None:
-        named["reference"] = config.reference
+    if config.model.reference is not None:
+        named["reference"] = config.model.reference
     if config.engine.kind_on(config.cluster.device) == "sglang":
-        for role, model in {"student": config.student, **named}.items():
+        for role, model in {"student": config.model.path, **named}.items():
             if not is_url(model):
                 check_served_ties(role, model)
     scorers = {role: check_scorer(role, model, tokenizer) for role, model in named.items()}
-    own = ends_of(config.student, tokenizer)
-    stops = config.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
+    own = ends_of(config.model.path, tokenizer)
+    stops = config.model.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
     _check_stops(config, stops, own, tokenizer)
     for role, scorer in scorers.items():
         check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
@@ -222,8 +222,8 @@ def _check_stops(
     if missing and config.engine.kind_on(config.cluster.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
         raise ConfigError(
-            f"stop_tokens={config.stop_tokens} leaves out {names}, at which an SGLang server of "
-            f"student={config.student} ends in any case; add it, change eos_token in the student's "
+            f"stop_tokens={config.model.stop_tokens} leaves out {names}, at which an SGLang server "
+            f"of student={config.model.path} ends in any case; add it, change eos_token in its "
             "tokenizer_config.json and generation_config.json, or use engine=embedded"
         )
 
@@ -388,7 +388,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
                 f"{config.data.source} names it; leave it out"
             )
         same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
-            config.student
+            config.model.path
         )
         hinted = any(builder.hinted for builder in its_P)
         if objective.hint_bonus_coef and not hinted:
@@ -454,7 +454,7 @@ def _for_teacher_messages(
     the run's template, the returned tokenizer raises an error when it renders a chat.
     """
     if teacher.tokenizer is not None:
-        return config.choose_teacher_template(teacher.tokenizer, own_template, run)
+        return config.model.choose_teacher_template(teacher.tokenizer, own_template, run)
     if teacher.chat is None or teacher.chat == probe_tokenizer(run).chat:
         return run
     refusing = copy(run)

@@ -27,7 +27,7 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
     wanted = config.learner.routing_replay
     if wanted is False:
         return config, ""
-    if wanted is None and MixtureShape.of(load_config(config.student)) is None:
+    if wanted is None and MixtureShape.of(load_config(config.model.path)) is None:
         return changed(config, routing_replay=False), ""
     try:
         _check(config)
@@ -42,7 +42,7 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
 
 
 def _check(config: RolloutConfig) -> None:
-    check_replays(meta_causal_lm(config.student))
+    check_replays(meta_causal_lm(config.model.path))
     if config.learner.compile:
         raise ConfigError(
             "routing_replay=True with compile=True: routers inside compiled layers have not been "

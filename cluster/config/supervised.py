@@ -10,16 +10,14 @@ import chz
 from chz.mungers import default_munger
 
 from cluster.config.common import CommonConfig
-from cluster.config.early_checks import model_field
 from cluster.config.evaluation import RowEvaluationSettings
+from cluster.config.model import ReferredModelSettings
 from cluster.config.rows import RowCheck, RowSettings, reader_of
-from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.row_forms import EXAMPLE_FIELDS, PAIR_FIELDS, check_example, check_pair
 from distill.data.row_reader import RowReader
 from distill.errors import ConfigError
 from distill.rules import above, at_least, get, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
-from distill.stops import StopSettings
 
 _STEPS = 100
 # The steps of a run whose epochs have no length yet: its rows are to be read first.
@@ -38,7 +36,7 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
 
 
 @chz.chz
-class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
+class SupervisedConfig(CommonConfig):
     """Settings that sft, dpo and reward_model share."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -49,11 +47,6 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     check_row: ClassVar[RowCheck] = staticmethod(check_pair)
     measured: ClassVar[Collection[str]] = ("loss", "accuracy", "margin")
 
-    model: str = model_field(
-        doc="checkpoint to start from: a Hugging Face directory (or hub name), or a run's "
-        "directory (for its final/), RUN:STEP or RUN:best",
-        metadata=ESSENTIAL,
-    )
     steps: int = chz.field(
         default=None,
         munger=default_munger(_steps),
@@ -115,6 +108,7 @@ class PreferenceSettings:
     """DPO's objective."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
+    within: ClassVar[str] = "objective."
 
     beta: float = setting(
         above(0, "at 0 the gradient is zero"),
@@ -131,15 +125,14 @@ class PreferenceSettings:
 
 
 @chz.chz
-class DpoConfig(SupervisedConfig, PreferenceSettings):
+class DpoConfig(SupervisedConfig):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
 
-    reference: str | None = model_field(
-        default=None, doc="checkpoint of the reference model of DPO; default: model"
-    )
+    model: ReferredModelSettings = section_field(ReferredModelSettings)
+    objective: PreferenceSettings = section_field(PreferenceSettings)
 
 
 @chz.chz

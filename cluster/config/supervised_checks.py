@@ -90,12 +90,12 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits, stops, tokenizer = _limits(config)
-    if config.reference is not None:
-        reference = check_scorer("reference", config.reference, tokenizer)
-        check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
+    if config.model.reference is not None:
+        reference = check_scorer("reference", config.model.reference, tokenizer)
+        check_holds_tokenizer("reference", config.model.reference, reference.vocab_size, tokenizer)
         if reference.context_length < limits["max_length"]:
             raise ConfigError(
-                f"reference={config.reference} has a context of {reference.context_length}, "
+                f"reference={config.model.reference} has a context of {reference.context_length}, "
                 f"shorter than max_length={limits['max_length']}; lower max_length"
             )
     return _pair_inputs(config, limits, stops, tokenizer)
@@ -107,10 +107,10 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    meta_reward_model(config.model)
+    meta_reward_model(config.model.path)
     limits, stops, tokenizer = _limits(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
     # A token more goes behind each row: see `scored_row`.
-    context = context_length(load_config(config.model))
+    context = context_length(load_config(config.model.path))
     limits["max_length"] = min(limits["max_length"], context - 1)
     inputs = _pair_inputs(config, limits, stops, tokenizer)
     rows = chain(inputs.rows_D, *(source.rows_D for source in inputs.held_out))
@@ -260,12 +260,12 @@ def _limits(
 ) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
     """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
     tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
-    model = check_model(config.model)
+    model = check_model(config.model.path)
     if config.learner.packing:
-        check_packs(meta_model(config.model))
-    check_export(config.model, meta_model, fresh)
-    check_routers(config, config.model, meta_model)
-    check_adapter(config, config.model)
+        check_packs(meta_model(config.model.path))
+    check_export(config.model.path, meta_model, fresh)
+    check_routers(config, meta_model)
+    check_adapter(config)
     limit = context_length(model)
     if config.data.max_length is not None:
         if config.data.max_length > limit:
@@ -275,8 +275,8 @@ def _limits(
             )
         limit = config.data.max_length
     # Supervised tokens are trained as they are: each is an outcome of its own.
-    tokenizer = config.choose_template(load_tokenizer(config.model))
-    check_model_files(config.model, tokenizer)
-    stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
+    tokenizer = config.model.choose_template(load_tokenizer(config.model.path))
+    check_model_files(config.model.path, tokenizer)
+    stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])
     limits = {"vocab_size": vocab_size(model), "max_length": limit, "stop_ids": stops.ids}
     return limits, replace(stops, one_event=False), tokenizer

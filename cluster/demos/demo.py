@@ -132,7 +132,7 @@ class _FineTuning:
         with self._log.open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        write_untrained(Path(self.config.model), self._problems, seed=self._seed)
+        write_untrained(Path(self.config.model.path), self._problems, seed=self._seed)
         sys.exit(run_and_report(partial(cluster.run.run, self.config)))
 
 

@@ -149,7 +149,7 @@ class RolloutCast:
             title=config.problems_title(config.data.source),
         )
         dataset = calls.shared(dataset, [queue.actor])  # all workers read the same
-        teacher_samples = config.teacher_sampled(vocab_size(load_config(config.student)))
+        teacher_samples = config.teacher_sampled(vocab_size(load_config(config.model.path)))
 
         def create(index: int, attempt: int) -> Any:
             build = partial(
@@ -216,7 +216,7 @@ class RolloutCast:
         """`model` is what the first ones start from; those restarted start as the student."""
         engines = self._engines
         settings = engines.evaluation if role == EVALUATION else engines.policy
-        return self._engine_spec(role, settings, self._config.student, first=model)
+        return self._engine_spec(role, settings, self._config.model.path, first=model)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
@@ -225,8 +225,8 @@ class RolloutCast:
             (role, engines.teacher, config.teacher_models()[name].model)
             for name, role in served_teachers(config).items()
         ]
-        if config.reference is not None:
-            scorers.append((REFERENCE, engines.reference, config.reference))
+        if config.model.reference is not None:
+            scorers.append((REFERENCE, engines.reference, config.model.reference))
         return [self._engine_spec(*each) for each in scorers]
 
     def _engine_spec(
@@ -340,13 +340,13 @@ class RolloutCast:
             served=config.engine.kind_on(device) == "sglang",
             device=device,
             directory=str(self._directory.path / "weights"),
-            model=config.student,
+            model=config.model.path,
             temperature=config.sampling.temperature,
             learner_dtype=choose_dtype(config.learner.dtype, device),
             probe_every=probe_every,
             prove_every=prove_every,
             timeout_s=config.cluster.no_progress_s,
-            nodes=self._engines.policy(config.student, "").nodes,
+            nodes=self._engines.policy(config.model.path, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)

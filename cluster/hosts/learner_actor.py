@@ -362,7 +362,7 @@ def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
     """Losses of an sft, dpo or reward_model run."""
     if isinstance(config, DpoConfig):
-        return (PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef),)
+        return (PreferenceLoss(beta=config.objective.beta, sft_coef=config.objective.sft_coef),)
     if isinstance(config, RewardModelConfig):
         return (reward_model_loss,)
     return (cross_entropy_loss,)
@@ -373,11 +373,11 @@ def reference_logprobs(
 ) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
     """Log-prob function of DPO's reference: the learner's own model, else a frozen one, which is
     loaded at the first call."""
-    if config.reference is None and learner_config.lora.trains_adapter:
+    if config.model.reference is None and learner_config.lora.trains_adapter:
         return learner.base_logprobs
-    if config.reference is None and not resumed:  # before its first step
+    if config.model.reference is None and not resumed:  # before its first step
         return learner.logprobs
-    return partial(learner.reference_logprobs, config.reference or config.model)
+    return partial(learner.reference_logprobs, config.model.reference or config.model.path)
 
 
 def build_supervised_loop(

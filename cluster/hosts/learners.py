@@ -136,7 +136,7 @@ def supervised_learners(
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner_config(config.model, device, resume_from=resume_from, stops=inputs.stops),
+        config.learner_config(device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )
@@ -221,9 +221,8 @@ def _learner_bytes(config: CommonConfig) -> int:
     """Upper bound of the bytes that a learner reads at its start, from its own checkpoint."""
     if isinstance(config, RolloutConfig):
         teachers = sum(map(checkpoint_bytes, config.copied_teachers.values()))
-        return _STATE * checkpoint_bytes(config.student) + teachers
-    assert isinstance(config, SupervisedConfig)
-    return _STATE * checkpoint_bytes(config.model)
+        return _STATE * checkpoint_bytes(config.model.path) + teachers
+    return _STATE * checkpoint_bytes(config.model.path)
 
 
 def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:

@@ -65,7 +65,7 @@ class RunEngines:
             return engine
         from learner.lora import served_adapter  # imports torch
 
-        form, versions = served_adapter(config.lora, config.student), config.adapter_versions
+        form, versions = served_adapter(config.lora, config.model.path), config.adapter_versions
         flags = f"{adapter_flags(form, versions, self.device)} {engine.server_flags}"
         beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
         return chz.replace(engine, server_flags=flags, gpu_beside=beside)
@@ -113,16 +113,16 @@ def lent_bytes(config: RolloutConfig, device: str) -> int:
 
     from learner.memory import largest_bucket
 
-    return largest_bucket(config.student, getattr(torch, config.engine.dtype_on(device)))
+    return largest_bucket(config.model.path, getattr(torch, config.engine.dtype_on(device)))
 
 
 def _learner_resting(config: RolloutConfig, device: str) -> int:
     """Bytes that a learner worker holds on its GPU while engines generate."""
     from learner.memory import WorkerMemory, estimate_memory  # imports torch
 
-    estimate, frozen = estimate_memory(config.student), config.frozen_in_learner(device)
+    estimate, frozen = estimate_memory(config.model.path), config.frozen_in_learner(device)
     if estimate is None or frozen is None:
-        missing = config.student if estimate is None else "a teacher's copy in the learner"
+        missing = config.model.path if estimate is None else "a teacher's copy in the learner"
         raise ConfigError(
             f"{missing} with colocate={config.cluster.colocate}: its files are not on this "
             "machine, so it cannot be worked out what the engines leave to the learner; give a "

@@ -11,20 +11,11 @@ from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.pools import PolicyClusterSettings
-from cluster.config.supervised import SupervisedConfig
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
 from distill.models.loading import context_length, load_config, weight_files
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
 
 _UNKNOWN = "sizes unknown: its files are not on this machine"
-
-
-def trained_model(config: CommonConfig) -> str:
-    """The checkpoint that the learner starts from."""
-    if isinstance(config, RolloutConfig):
-        return config.student
-    assert isinstance(config, SupervisedConfig)
-    return config.model
 
 
 def server_memory(engine: EngineConfig) -> ServerMemory | None:
@@ -93,7 +84,7 @@ class GpuPlan:
         )
 
     def _learner(self) -> str:
-        config, model = self._config, trained_model(self._config)
+        config, model = self._config, self._config.model.path
         frozen = config.frozen_in_learner(self._device)
         memory = LearnerMemory.of(
             model,

@@ -7,7 +7,7 @@ from actors.sglang.memory import served_bytes
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.gpu_plan import GpuPlan, trained_model
+from cluster.placement.gpu_plan import GpuPlan
 from cluster.placement.push_plan import describe_push
 from cluster.placement.resource_plan import (
     Layout,
@@ -67,7 +67,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
-        model, workers = trained_model(config), config.learner.workers
+        model, workers = config.model.path, config.learner.workers
         estimate = estimate_memory(model, config.learner_holding)
         dtype = choose_dtype(config.learner.dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)

@@ -20,11 +20,11 @@ def describe_push(config: RolloutConfig, device: str) -> str:
     """Size, transport and additional memory of a push, as text."""
     dtype, engines = config.engine.dtype_on(device), config.policy.size.smallest
     if config.weights.transport == "adapter":
-        parameters = served_adapter(config.lora, config.student).parameters
+        parameters = served_adapter(config.lora, config.model.path).parameters
         most = config.adapter_versions
         way = f"the adapter alone; a server holds at most {most} versions of it"
     else:
-        estimate = estimate_memory(config.student)
+        estimate = estimate_memory(config.model.path)
         parameters = None if estimate is None else estimate.parameters
         way = _way(config, device)
     return f"{push_line(parameters, dtype, engines)}; {way}{_to_teacher(config)}"

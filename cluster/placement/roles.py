@@ -13,7 +13,7 @@ from actors.sglang.address import is_url
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.config.supervised import DpoConfig
 from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
 
@@ -82,14 +82,14 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
 def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
     """Engine settings by role."""
     of, teachers = RunEngines(config, device), config.teacher_models()
-    engines = {POLICY: of.policy(config.student, "")}
+    engines = {POLICY: of.policy(config.model.path, "")}
     engines |= {
         role: of.teacher(teachers[name].model, "") for name, role in served_teachers(config).items()
     }
-    if config.reference is not None:
-        engines[REFERENCE] = of.reference(config.reference, "")
+    if config.model.reference is not None:
+        engines[REFERENCE] = of.reference(config.model.reference, "")
     if config.eval.engines:
-        engines[EVALUATION] = of.evaluation(config.student, "")
+        engines[EVALUATION] = of.evaluation(config.model.path, "")
     return engines
 
 
@@ -164,11 +164,14 @@ def _compute(config: CommonConfig, device: str) -> dict[str, float]:
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     """Checkpoints that each role loads, by the setting that names them."""
     if not isinstance(config, RolloutConfig):
-        assert isinstance(config, SupervisedConfig)
-        reference = config.reference if isinstance(config, DpoConfig) else None
-        named = {"model": config.model, "reference": reference, "lora.adapter": config.lora.adapter}
+        reference = config.model.reference if isinstance(config, DpoConfig) else None
+        named = {
+            "model": config.model.path,
+            "reference": reference,
+            "lora.adapter": config.lora.adapter,
+        }
         return {LEARNER: {name: path for name, path in named.items() if path is not None}}
-    student = {"student": config.student}
+    student = {"student": config.model.path}
     adapter = {"lora.adapter": config.lora.adapter} if config.lora.adapter else {}
     models = config.teacher_models()
     teachers = {
@@ -183,7 +186,7 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         }
     if config.train_from is not None:
         return {LEARNER: learner}
-    reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
+    reference = {REFERENCE: {"reference": config.model.reference}} if config.model.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
     evaluation = {EVALUATION: student} if config.eval.engines else {}
     trained = {} if config.only_keeps else {LEARNER: learner}

@@ -30,7 +30,7 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
             f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most",
             field="steps",
         )
-    size = vocab_size(load_config(config.student))
+    size = vocab_size(load_config(config.model.path))
     for group in kept.groups(kept.steps[0]):
         _check_group(group, config, size)
     return kept
@@ -48,7 +48,7 @@ def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> No
         if (largest := int(segment.tokens_T.max())) >= size:
             raise ConfigError(
                 f"train_from={config.train_from} have a token {largest}, and the vocabulary of "
-                f"student={config.student} is {size}; give the student that sampled them, or one "
-                "of its family",
+                f"student={config.model.path} is {size}; give the student that sampled them, or "
+                "one of its family",
                 field="train_from",
             )

@@ -84,10 +84,7 @@ def _planned(
     config.check_keep_best(judged=inputs.judged)
     fork = None
     if resume_from is None:
-        fork = find_fork(
-            config, config.recipe, title="student", model=config.student,
-            tokenizer=inputs.tokenizer, say=say,
-        )  # fmt: skip
+        fork = find_fork(config, config.recipe, tokenizer=inputs.tokenizer, say=say)
         try_own_objective(config, say)
         if config.train_from is None:
             try_user_code(config, inputs, say)
@@ -136,7 +133,7 @@ def _parts(
         ),
         say=say,
         trained=trained_in(resume_from),
-        start_model=config.student if start is None else start.model_dir,
+        start_model=config.model.path if start is None else start.model_dir,
         found=context.found,
     )
     problems = 0 if config.only_keeps else len(inputs.held_out)
@@ -188,7 +185,7 @@ def _plan(
     if config.train_from is not None:
         made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"
     return (
-        f"{config.recipe}: {config.student} learns from {_teachers(config) or config.judge} at "
+        f"{config.recipe}: {config.model.path} learns from {_teachers(config) or config.judge} at "
         f"T={config.sampling.temperature:g}\n"
         f"  {made}\n"
         f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
@@ -199,10 +196,10 @@ def _plan(
         f"  step      {config.data.batch_size} prompts{again} x {sampling.group_size} samples "
         f"of at most {sampling.max_new_tokens} tokens, {_mode(config)}\n"
         f"{_epochs(config, inputs)}"
-        f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
+        f"  learner   {learner_line(config, objective.num_substeps)}\n"
         f"{start}"
         f"  run       {config.steps} steps into {directory.path}\n"
-        f"  keeps     {kept_line(config, config.student, directory.path)}"
+        f"  keeps     {kept_line(config, directory.path)}"
     )
 
 

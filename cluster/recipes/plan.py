@@ -70,14 +70,14 @@ def is_over(plan: RunPlan, console: Console) -> bool:
     return True
 
 
-def kept_line(config: CommonConfig, model: str, out: Path) -> str:
+def kept_line(config: CommonConfig, out: Path) -> str:
     """Description of the checkpoints that are kept, their disk space, and the trackers.
 
     Raises:
         ConfigError: the disk has less room.
     """
     needed = ""
-    if (disk := DiskPlan.of(config, model)) is not None:
+    if (disk := DiskPlan.of(config)) is not None:
         disk.require_room(out)
         needed = f"; {disk}"
     rules, trackers = config.checkpoint, config.tracking.trackers
@@ -88,11 +88,11 @@ def kept_line(config: CommonConfig, model: str, out: Path) -> str:
     return f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{told}"
 
 
-def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:
+def learner_line(config: CommonConfig, updates_per_step: int = 1) -> str:
     """The learner's line of the resource plan."""
     if config.only_keeps:
         return "none (rollout_only=True): groups are kept, for train_from="
-    estimate = estimate_memory(model, config.learner_holding) or "memory unknown"
+    estimate = estimate_memory(config.model.path, config.learner_holding) or "memory unknown"
     if config.learner.workers > 1:
         estimate = f"{config.learner.workers} workers share {estimate}"
     rate = f"lr {config.learner.lr:g}"
@@ -103,7 +103,7 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
         rate += f", never reached: warmup_steps={config.learner.warmup_steps} of {updates} updates"
     if not config.lora.trains_adapter:
         return f"{estimate}, {rate}"
-    share = check_lora(config.lora, model)
+    share = check_lora(config.lora, config.model.path)
     adapter = f"LoRA rank {config.lora.rank}"
     if config.lora.adapter is not None:
         adapter = f"adapter {config.lora.adapter}"

@@ -55,17 +55,14 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:
-            fork = find_fork(
-                config, kind.recipe, title="model", model=config.model,
-                tokenizer=inputs.tokenizer, say=say,
-            )  # fmt: skip
+            fork = find_fork(config, kind.recipe, tokenizer=inputs.tokenizer, say=say)
         console.print(
-            f"{kind.recipe}: {config.model} on {units} {kind.noun}{held_out}{kind.how}, "
+            f"{kind.recipe}: {config.model.path} on {units} {kind.noun}{held_out}{kind.how}, "
             f"{config.steps} steps{epochs} of {config.data.batch_size}, into {directory.path} "
-            f"(learner: {learner_line(config, config.model)}); stops at "
+            f"(learner: {learner_line(config)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
             + (f"; starts from {fork.described}" if fork else "")
-            + f"; {kept_line(config, config.model, directory.path)}"
+            + f"; {kept_line(config, directory.path)}"
         )
         if inputs.warning is not None:
             console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
@@ -94,8 +91,8 @@ class _Checked:
 def _checked(config: SupervisedConfig) -> _Checked:
     match config:
         case DpoConfig():
-            own = "its own start" if config.fork_from is None else config.model
-            how = f", near to {config.reference or own} (beta={config.beta:g})"
+            own = "its own start" if config.fork_from is None else config.model.path
+            how = f", near to {config.model.reference or own} (beta={config.objective.beta:g})"
             return _Checked("dpo", "pairs", check_dpo(config), how)
         case RewardModelConfig():
             inputs = check_reward_model(config)

@@ -44,7 +44,7 @@ def full_size(
             where the environment's prompts are not known without running it.
     """
     lengths = _prompt_lengths(config, inputs, _observed) or list(first_observations)
-    context = context_length(load_config(config.student))
+    context = context_length(load_config(config.model.path))
     warnings, lines = [], []
     if lengths:
         middle, high = np.quantile(lengths, [0.5, 0.99]).astype(int)

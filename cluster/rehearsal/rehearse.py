@@ -185,7 +185,7 @@ class _Rehearsal:
         """Kinds of actors to kill. The learner is last: its death rewinds to a checkpoint."""
         config = self._small.config
         kinds = [ROLLOUT, POLICY, *served_teachers(config).values()]
-        kinds += [REFERENCE] if config.reference is not None else []
+        kinds += [REFERENCE] if config.model.reference is not None else []
         kinds += [REWARD] if config.reward_model is not None else []
         kinds += [EVALUATOR] if len(self._inputs.held_out) else []
         return [*kinds, QUEUE, LEARNER]

@@ -71,7 +71,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
         if elsewhere:
             stand_ins[name] = model
         twins[name] = save_twin(
-            config.student if elsewhere else model,
+            config.model.path if elsewhere else model,
             out / "twins" / name,
             seed=seed,
             reward=name == "reward",
@@ -108,12 +108,12 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
 
 def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Models of the run, each with the setting that names it."""
-    yield "student", config.student
+    yield "student", config.model.path
     if not config.teacher_moves:  # else it is the student
         for name, teacher in config.teacher_models().items():
             yield (f"teachers.{name}" if name else "teacher"), teacher.model
-    if config.reference is not None:
-        yield "reference", config.reference
+    if config.model.reference is not None:
+        yield "reference", config.model.reference
     if config.reward_model is not None:
         yield "reward", config.reward_model
 
@@ -135,7 +135,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
             | ({} if teacher.head is None else {"head": path})
             for name, teacher in config.teachers.items()
         }
-    if config.reference is not None:
+    if config.model.reference is not None:
         changes["reference"] = twins["reference"].path
     if config.reward is not None and config.reward.startswith(PREFIX):
         changes["reward"] = f"{PREFIX}{twins['reward'].path}"

@@ -16,6 +16,7 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
+from cluster.config.files import at_path
 from distill.errors import ConfigError
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.fork import check_fork, has_moments, write_start
@@ -67,15 +68,12 @@ def find_fork(
     config: CommonConfig,
     recipe: str,
     *,
-    title: str,
-    model: str,
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> Fork | None:
     """Checkpoint that `fork_from` names, checked; None if it is not set. Writes nothing.
 
     Args:
-        title: the setting that names `model`.
         say: prints messages about damaged checkpoints that are skipped.
 
     Raises:
@@ -95,15 +93,16 @@ def find_fork(
     theirs, run_id, settings = _read_run(run, config.fork_from)
     checkpoint = _checkpoint(run, step, config.fork_from, say)
     if "reward_model" in (recipe, theirs) and recipe != theirs:
-        remedy = f"Give {title}={checkpoint.model_dir} in place of fork_from="
+        remedy = f"Give model={checkpoint.model_dir} in place of fork_from="
         raise ConfigError(
             f"fork_from={config.fork_from} is a run of recipe={theirs}, and this one of "
             f"recipe={recipe}: only one of them has a reward model's head. "
             + ("Choose another run" if theirs == "reward_model" else remedy)
         )
-    check_fork(checkpoint, title=title, model=model, tokenizer=tokenizer, lora=config.lora)
+    model = config.model.path
+    check_fork(checkpoint, title="model", model=model, tokenizer=tokenizer, lora=config.lora)
     if config.lora.trains_adapter:
-        _check_base(settings, config.fork_from, title, model)
+        _check_base(settings, config.fork_from, model)
     moments = recipe == theirs and has_moments(checkpoint)
     return Fork(run=run, run_id=run_id, recipe=theirs, checkpoint=checkpoint, moments=moments)
 
@@ -164,14 +163,14 @@ def _checkpoint(
     )
 
 
-def _check_base(settings: Mapping[str, Any], fork_from: str, title: str, model: str) -> None:
+def _check_base(settings: Mapping[str, Any], fork_from: str, model: str) -> None:
     """Raises ConfigError for an adapter of another base, as far as that can be told."""
-    theirs = settings.get("student", settings.get("model"))
+    theirs = at_path(settings, "model.path")
     if not isinstance(theirs, str) or not Path(theirs).exists():
         return  # a hub name, or a directory that has moved
     if Path(theirs).resolve() != Path(model).resolve():
         raise ConfigError(
-            f"{title}={model}, and the adapter of fork_from={fork_from} was trained on {theirs}; "
-            f"give {title}={theirs}",
-            field=title,
+            f"model={model}, and the adapter of fork_from={fork_from} was trained on {theirs}; "
+            f"give model={theirs}",
+            field="model.path",
         )

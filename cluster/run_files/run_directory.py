@@ -196,7 +196,7 @@ class RunDirectory:
                 f"out={self.path} holds another run: its responses end at {stopped}, and now at "
                 f"{stops}: the end of a model was changed, in its generation_config.json or its "
                 "tokenizer. Put it back, or choose another out=",
-                field="stop_tokens",
+                field="model.stop_tokens",
             )
         for name in sorted(data.keys() - moved):
             raise ConfigError(

@@ -142,7 +142,7 @@ def chat_text(
         raise DataError(
             "there are chat messages but the tokenizer has no chat template; give plain strings "
             "in `prompt`, or a tokenizer with a template",
-            field="chat_template",
+            field="model.chat_template",
         )
     template = str(tokenizer.chat_template)
     given = [_as_known(normal_message(message), template) for message in messages]
@@ -199,7 +199,7 @@ def _written(
         )
     except Exception as error:  # jinja2 raises whatever the template's author chose
         raise DataError(
-            f"the chat template refuses these messages: {error}", field="chat_template"
+            f"the chat template refuses these messages: {error}", field="model.chat_template"
         ) from error
     return str(text)
 

@@ -29,6 +29,7 @@ class ChatTemplateSettings:
     """Settings of the chat template that renders the model's chats."""
 
     section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "model."
 
     chat_template: str | None = chz.field(
         default=None,
@@ -52,7 +53,7 @@ class ChatTemplateSettings:
             self.chat_day()
         except ValueError as error:
             raise ConfigError(
-                f"chat_date={self.chat_date} is no date: {error}", field="chat_date"
+                f"chat_date={self.chat_date} is no date: {error}", field="model.chat_date"
             ) from error
 
     def chat_day(self) -> datetime:
@@ -73,13 +74,13 @@ class ChatTemplateSettings:
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"{asked} is not JSON: {error}; write '{{\"enable_thinking\": false}}'",
-                field="chat_template_kwargs",
+                field="model.chat_template_kwargs",
             ) from error
         if not isinstance(given, dict) or not all(map(str.isidentifier, given)):
             raise ConfigError(
                 f"{asked} must be a JSON object of names and values, such as "
                 "'{\"enable_thinking\": false}'",
-                field="chat_template_kwargs",
+                field="model.chat_template_kwargs",
             )
         return given
 
@@ -97,14 +98,14 @@ class ChatTemplateSettings:
             raise ConfigError(
                 f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the "
                 "tokenizer has no chat template; give chat_template=FILE, or leave them out",
-                field="chat_template_kwargs",
+                field="model.chat_template_kwargs",
             )
         for name in arguments:
             if not _mentions(template, name):
                 raise ConfigError(
                     f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the chat "
                     f"template does not mention {name}; leave it out",
-                    field="chat_template_kwargs",
+                    field="model.chat_template_kwargs",
                 )
         tokenizer.chat_template = _with_defaults(template, arguments)
         set_chat_time(tokenizer, self.chat_day())
@@ -139,12 +140,12 @@ def template_text(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template={path} cannot be read: {error}; give a file that holds a chat template",
-            field="chat_template",
+            field="model.chat_template",
         ) from error
     if not text.strip():
         raise ConfigError(
             f"chat_template={path} is empty; give a file that holds a chat template",
-            field="chat_template",
+            field="model.chat_template",
         )
     return text
 
@@ -159,7 +160,7 @@ def _read(path: str) -> str:
         line = getattr(error, "lineno", "?")
         raise ConfigError(
             f"chat_template={path} is no chat template: line {line}: {error}; correct the file",
-            field="chat_template",
+            field="model.chat_template",
         ) from error
     return text
 

@@ -196,7 +196,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
             reason = probes[0].refusal or probes[0].left_out
             raise ConfigError(
                 f"the chat template does not write an assistant's tool call: {reason}; {_REMEDY}",
-                field="chat_template",
+                field="model.chat_template",
             )
         written = [probe for probe in probes if not probe.refusal]
         for tool_format in GRAMMARS:
@@ -207,7 +207,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     told = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
     raise ConfigError(
         f"the chat template writes {told}, in none of the formats {', '.join(GRAMMARS)}; {_REMEDY}",
-        field="chat_template",
+        field="model.chat_template",
     )
 
 
@@ -218,7 +218,7 @@ def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
         told = f": {reason}" if reason else ""
         raise ConfigError(
             f"the chat template does not show `tools` to the model{told}; {_REMEDY}",
-            field="chat_template",
+            field="model.chat_template",
         )
 
 

@@ -20,28 +20,28 @@ NewOpd = Callable[..., OpdConfig]
 
 def began(out: Path, **settings: str) -> None:
     out.mkdir()
-    (out / "config.json").write_text(json.dumps({"recipe": "opd", "settings": settings}))
+    (out / "config.json").write_text(json.dumps({"recipe": "opd", "settings": {"model": settings}}))
 
 
 def test_a_run_that_begins_takes_today(opd: NewOpd, tmp_path: Path) -> None:
     config = with_chat_date(opd(out=str(tmp_path / "run")))
-    assert config.chat_date == date.today().isoformat()
+    assert config.model.chat_date == date.today().isoformat()
 
 
 def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
     out = tmp_path / "run"
     began(out, chat_date="2026-01-31")
-    assert with_chat_date(opd(out=str(out))).chat_date == "2026-01-31"
+    assert with_chat_date(opd(out=str(out))).model.chat_date == "2026-01-31"
     given = changed(opd(out=str(out)), chat_date="2026-02-01")
-    assert with_chat_date(given).chat_date == "2026-02-01"  # which the check of out= refuses
+    assert with_chat_date(given).model.chat_date == "2026-02-01"  # which the check of out= refuses
 
 
 @pytest.mark.parametrize("written", ['{"settings": {}}', "[]", "no JSON", '{"settings": 1}'])
 def test_a_run_without_a_date_goes_on_without(opd: NewOpd, tmp_path: Path, written: str) -> None:
     (tmp_path / "config.json").write_text(written)
-    assert with_chat_date(opd(out=str(tmp_path))).chat_date is None
+    assert with_chat_date(opd(out=str(tmp_path))).model.chat_date is None
 
 
 def test_what_is_no_date_is_refused(opd: NewOpd) -> None:
-    with refuses(ConfigError, "chat_date"):
+    with refuses(ConfigError, "model.chat_date"):
         opd(chat_date="yesterday")

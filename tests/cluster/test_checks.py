@@ -101,7 +101,7 @@ def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: 
     with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
         check_rollout(opd(student=str(tmp_path / "lfm2"), packing=True))
     for config in (opd(packing=True), sft(packing=True)):
-        assert config.learner_config("start", "cpu").learner.packing
+        assert config.learner_config("cpu").learner.packing
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:
@@ -598,7 +598,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
 
 def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
     config = dpo()
-    given = {"model": config.model, "data": config.data.source, "out": "out"}
+    given = {"model": config.model.path, "data": config.data.source, "out": "out"}
     inputs = check_reward_model(make("reward_model", **given))
     plain = check_dpo(config)
     assert inputs.padding == PAD == inputs.tokenizer.pad_token_id

@@ -86,7 +86,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     opd: NewOpd, changes: dict, lr: float
 ) -> None:
     config = opd(**changes)
-    assert config.learner.lr == config.learner_config("model", "cpu").learner.lr == lr
+    assert config.learner.lr == config.learner_config("cpu").learner.lr == lr
     of_the_whole_model = changed(config, lora_rank=None, lora_adapter=None)
     assert of_the_whole_model.learner.lr == changes.get("lr", 1e-5)
 
@@ -213,8 +213,9 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     objective = config.objective
     assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)
     assert objective.reward_coef == 0.6
-    learner = config.learner_config("model", "cpu")
-    assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
+    learner = config.learner_config("cpu")
+    assert (learner.model, learner.device) == (config.model.path, "cpu")
+    assert learner.total_steps == 9
     assert (learner.learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
     adamw = learner.learner
     assert (adamw.lr, adamw.lr_schedule, adamw.warmup_steps) == (0.01, "cosine", 2)
@@ -228,12 +229,12 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
 
 def test_a_calibration_has_no_teacher_that_moves() -> None:
     with pytest.raises(ConfigError, match="nothing is trained here"):
-        CalibrateConfig(student="a", teacher="policy", temperature=0.7)
+        parse(CalibrateConfig, ["student=a", "teacher=policy", "temperature=0.7"])
 
 
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
-    "model", "student", "teacher", "reference", "data.source", "data.batch_size", "temperature",
+    "model", "teacher", "data.source", "data.batch_size", "temperature",
     "out", "device", "dtype", "stops", "seed", "threads",
 }  # fmt: skip
 SETTINGS = [
@@ -404,7 +405,7 @@ def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
             ["teacher=http://127.0.0.1:9"],
             "teacher=http://127.0.0.1:9 does not serve: .*reached",
         ),
-        (["model=m"], "model=m: recipe=opd has no such setting; sft, dpo, reward_model have it"),
+        (["epochs=2"], "epochs=2: recipe=opd has no such setting; sft, dpo, reward_model have it"),
     ],
 )
 def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: str) -> None:
@@ -633,7 +634,7 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
         config,
         sft(),
         RunEngines(config, "cpu").policy("m", "policy.log"),
-        config.learner_config("m", "cpu"),
+        config.learner_config("cpu"),
         config.objective,
         config.sampling.train(),
         config.eval.sampling(config.sampling.max_new_tokens),
@@ -816,4 +817,4 @@ def test_gradient_checkpointing_is_asked_for_refused_or_left_open(
     arguments = ["model=m", "data=d", "out=o", *(f"gradient_checkpointing={way}" for way in given)]
     config = parse(SftConfig, arguments)
     assert config.learner.gradient_checkpointing is kept
-    assert config.learner_config("m", "cpu").learner.gradient_checkpointing is kept
+    assert config.learner_config("cpu").learner.gradient_checkpointing is kept

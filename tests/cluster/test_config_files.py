@@ -249,7 +249,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
     file = written(tmp_path / "dpo.yaml", "model: m\ndata: d.jsonl\nout: o\nbeta: 0.2\n")
-    assert parse(DpoConfig, [f"config={file}"]).beta == 0.2
+    assert parse(DpoConfig, [f"config={file}"]).objective.beta == 0.2
     file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_top_p = 0.9\n')
     assert parse(EvaluateConfig, [f"config={file}"]).eval.top_p == 0.9
 
@@ -285,7 +285,7 @@ def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) 
 
 def test_auto_needs_a_model_to_look_at() -> None:
     with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
-        make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner_config("m", "cpu")
+        make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner_config("cpu")
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)

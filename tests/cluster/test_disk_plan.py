@@ -16,7 +16,7 @@ NewOpd = Callable[..., OpdConfig]
 
 
 def plan(config: OpdConfig) -> DiskPlan:
-    found = DiskPlan.of(config, config.student)
+    found = DiskPlan.of(config)
     assert found is not None
     return found
 

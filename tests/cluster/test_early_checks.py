@@ -45,12 +45,12 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
             *OTHERS,
         ],
     )
-    assert (opd.student, opd.reference, opd.teachers["a"].model) == (final, final, final)
+    assert (opd.model.path, opd.model.reference, opd.teachers["a"].model) == (final, final, final)
     assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher.model == final
     evaluated = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], f"reward=model:{run}"])
-    assert (evaluated.model, evaluated.reward_model) == (final, final)
+    assert (evaluated.model.path, evaluated.reward_model) == (final, final)
     dpo = parse(DpoConfig, [f"model={run}", f"reference={run}", "data=a/rows", "out=OUT"])
-    assert (dpo.model, dpo.reference) == (final, final)
+    assert (dpo.model.path, dpo.model.reference) == (final, final)
 
 
 def test_the_moving_teacher_is_no_directory(
@@ -76,7 +76,7 @@ NOWHERE = {
 # What these settings need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
     "objective.divergence": {"objective.estimator": "full"},
-    "reference": {"objective.reference_kl_coef": 0.1},
+    "model.reference": {"objective.reference_kl_coef": 0.1},
     "sft.data": {"sft.coef": 0.1},
     "teacher": {"temperature": 1.0},
     "teacher.head": {"objective.estimator": "full"},

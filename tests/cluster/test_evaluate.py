@@ -62,7 +62,7 @@ def test_a_run_is_evaluated_by_its_trained_model(tiny_pair: TinyPair, tmp_path: 
     (tmp_path / "run" / "final").symlink_to(tiny_pair.student)
     for given, model in ((tmp_path / "run", tmp_path / "run" / "final"), (tiny_pair.student, None)):
         config = by_names(EvaluateConfig, model=str(given), prompts="prompts.jsonl")
-        assert config.model == str(model or given)
+        assert config.model.path == str(model or given)
 
 
 def test_the_serving_decoder_changes_no_log_probability(

@@ -40,7 +40,7 @@ def test_an_example_is_checked_and_planned(
     file = CONFIGS / f"{name}.yaml"
     given, pair = read_settings(str(file)), opd()
     student, teacher = (
-        chats(tmp_path) if name in ("agent", "tools") else (pair.student, pair.teacher.model)
+        chats(tmp_path) if name in ("agent", "tools") else (pair.model.path, pair.teacher.model)
     )
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]

@@ -448,7 +448,7 @@ class Shaken:
         )  # fmt: skip
         self.printed = io.StringIO()
         self.directory: Any = RecordingDirectory()
-        tokenizer = load_tokenizer(config.student)
+        tokenizer = load_tokenizer(config.model.path)
         console = Console(file=self.printed, width=400)
         stops = StopTokens(ids=(EOS,))
         self._handshake = RunHandshake(

@@ -63,7 +63,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     assert (config.policy.engines, config.learner.workers, config.cluster.device) == (2, 2, "cpu")
     assert small.stand_ins == {"teachers.far": "http://far:30000"}
     assert config.teachers["near"].weight == 2.0
-    paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
+    paths = [config.model.path, *(teacher.model for teacher in config.teachers.values())]
     assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
     assert {
         "cluster.colocate", "cluster.gpus_per_actor", "tracking.wandb", "learner.compile",

@@ -38,8 +38,8 @@ from tests.samples import keep_step, segment_of
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {
-    "student": "models/small", "teacher": "http://teacher:30000", "temperature": 0.7, "steps": 40,
-    "prompts_per_step": 8, "group_size": 2, "keep": "sample",
+    "model": {"path": "models/small"}, "teacher": "http://teacher:30000", "temperature": 0.7,
+    "steps": 40, "prompts_per_step": 8, "group_size": 2, "keep": "sample",
 }  # fmt: skip
 SUMMARY = {
     "status": "finished",
@@ -480,7 +480,9 @@ def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
 
 def test_without_a_tokenizer_tokens_are_ids(tmp_path: Path) -> None:
     out = write(
-        tmp_path / "run", rollouts=1, settings={**SETTINGS, "student": str(tmp_path / "gone")}
+        tmp_path / "run",
+        rollouts=1,
+        settings={**SETTINGS, "model": {"path": str(tmp_path / "gone")}},
     )
     shutil.rmtree(out / "final")
     data = report_data(read_run(out), 5)

@@ -124,7 +124,7 @@ def test_engines_for_evaluations_are_policy_engines_of_their_own(opd: Opd) -> No
 def test_supervised_runs_are_a_learner_alone(sft: Callable[..., SftConfig]) -> None:
     config = sft(learner_workers=2)
     assert taken(config, "cpu") == {"learner": (2, {"CPU": 1})} and cpus_at_most(config) == 2
-    assert model_paths(config) == {"learner": {"model": config.model}}
+    assert model_paths(config) == {"learner": {"model": config.model.path}}
 
 
 def test_pools_and_their_bounds(opd: Opd, tiny_pair) -> None:
@@ -177,7 +177,7 @@ def test_the_plan_names_what_a_teacher_that_moves_takes(
     rows = {line.split()[0]: line for line in describe_layout(config).splitlines()}
     assert ("teacher" in rows) == bool(rule)
     assert said in rows["push"] and ("teacher" in rows["push"]) == bool(rule)
-    estimate = estimate_memory(config.student)
+    estimate = estimate_memory(config.model.path)
     assert estimate is not None
     assert readable(estimate.parameters * (20 if rule else 16)) in rows["learner"]
 

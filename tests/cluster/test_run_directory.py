@@ -149,7 +149,7 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
 ) -> None:
     """From step 0 on they are made again; a fork has a checkpoint of that step."""
     directory = started(opd())
-    checkpoint = None if saved is None else save(directory, opd().student, saved)
+    checkpoint = None if saved is None else save(directory, opd().model.path, saved)
     for step in (0, 1, 2):
         directory.append_metrics({"step": step, "eval/accuracy": 0.5})
         directory.append_evaluation(step, "teacher", [])
@@ -162,8 +162,8 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
 def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
-    save(directory, config.student, 2)
-    newest = save(directory, config.student, 4)
+    save(directory, config.model.path, 2)
+    newest = save(directory, config.model.path, 4)
     assert RunDirectory("opd", config).check() == newest
     (newest.path / "manifest.json").unlink()
     assert RunDirectory("opd", config).check().step == 2
@@ -304,7 +304,7 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
     directory = started(config)
     directory.ledger.write_text(start_line("another"))
     assert directory.check() is None  # nothing was saved: the run begins anew, under a new name
-    checkpoint = save(directory, config.student, 2)
+    checkpoint = save(directory, config.model.path, 2)
     with pytest.raises(ConfigError):
         directory.check()
     directory.ledger.write_text(start_line(directory.run_id))
@@ -361,7 +361,7 @@ def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
 
 
 def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
-    checkpoint = save(started(opd()), opd().student, 2)
+    checkpoint = save(started(opd()), opd().model.path, 2)
     error = failed_to_resume(RunFailed("learner died at its start"), checkpoint)
     assert "learner died at its start. No step was made since resuming" in str(error)
     assert f"from {checkpoint.path}" in str(error) and "move it away" in str(error)
@@ -376,7 +376,7 @@ def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
-    older, newest = (save(directory, config.student, step) for step in (2, 4))
+    older, newest = (save(directory, config.model.path, step) for step in (2, 4))
     (newest.path / "trainer.json").write_bytes(b"stute")
     told: list[str] = []
     assert RunDirectory("opd", config).check(told.append) == older
@@ -399,7 +399,7 @@ def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
 def test_only_broken_checkpoints_are_no_fresh_start(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
-    (save(directory, config.student, 2).path / "trainer.json").unlink()
+    (save(directory, config.model.path, 2).path / "trainer.json").unlink()
     with pytest.raises(CheckpointError):
         directory.check()
 
@@ -411,7 +411,7 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resuming(opd: NewOpd) -> No
         directory.append_metrics({"step": step, "train/loss": step / 8})
     with (directory.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "train/lo')  # the crash
-    checkpoint = save(directory, config.student, 2)
+    checkpoint = save(directory, config.model.path, 2)
     resumed = started(config, checkpoint)
     kept = [{"step": 1, "train/loss": 0.125}, {"step": 2, "train/loss": 0.25}]
     assert resumed.read_metrics() == kept
@@ -461,7 +461,7 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
             job.start()
             assert waiting.wait(20)
             first.append_metrics({"step": last})
-            newest = save(first, config.student, last)
+            newest = save(first, config.model.path, last)
         job.join(20)
         assert resumed[-1] == newest
         assert not list(first.store.root.glob("*.damaged"))
@@ -515,5 +515,5 @@ def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
     with begun.locked():
         begun.start(None)
     assert RunDirectory("opd", opd(), stops=ends).check() is None
-    with refuses(ConfigError, "stop_tokens"):
+    with refuses(ConfigError, "model.stop_tokens"):
         RunDirectory("opd", opd(), stops=more).check()

@@ -140,7 +140,7 @@ def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:
     """A run in the environment of `code`."""
     given = [
         f"teacher={opd().teacher.model}",
-        f"student={opd().student}",
+        f"student={opd().model.path}",
         "temperature=0.7",
         "out=x",
     ]

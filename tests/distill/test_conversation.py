@@ -271,7 +271,7 @@ def test_messages_that_the_template_refuses_are_not_heard() -> None:
     for refused in ({"role": "tool", "content": "3"}, {"role": "user", "content": "\ud800"}):
         with pytest.raises(DataError):
             episode.talk.hear([refused])
-    with refuses(DataError, "chat_template"):
+    with refuses(DataError, "model.chat_template"):
         episode.talk.replace([{"role": "system", "content": "Be kind."}])
     assert episode.talk.messages == before and episode.talk.prefix_breaks == ()
     assert episode.hears(THANKS)
@@ -291,7 +291,7 @@ def test_a_history_that_was_condensed_is_rendered_anew() -> None:
 
 
 def test_tools_need_a_template_for_them() -> None:
-    with refuses(ConfigError, "chat_template"):
+    with refuses(ConfigError, "model.chat_template"):
         Episode("gemma", tools=[ADD])
     episode = Episode("gemma")
     assert episode.says(CALL) == turns.ParsedTurn(text=CALL, content=CALL)

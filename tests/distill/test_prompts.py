@@ -93,7 +93,7 @@ def test_ids_outside_the_model_are_refused(load) -> None:
 
 def test_a_template_that_refuses_is_quoted(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template="{{ raise_exception('no system role') }}")
-    with refuses(DataError, "chat_template", names="no system role"):
+    with refuses(DataError, "model.chat_template", names="no system role"):
         load(CHAT, tokenizer=load_tokenizer(str(tmp_path)))
 
 

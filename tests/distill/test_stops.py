@@ -48,9 +48,9 @@ def test_tokens_by_text_or_id() -> None:
     assert parse_stop_tokens("<|im_end|>, 7", tokenizer) == {end, 7}
     assert parse_stop_tokens("", tokenizer) == set()
     for bad in ("<|im_ed|>", str(len(tokenizer)), ","):
-        with refuses(ConfigError, "stop_tokens"):
+        with refuses(ConfigError, "model.stop_tokens"):
             parse_stop_tokens(bad, tokenizer)
-    with refuses(ConfigError, "stop_tokens"):
+    with refuses(ConfigError, "model.stop_tokens"):
         parse_stop_tokens("<|im_ed|>", tokenizer)
 
 

@@ -80,9 +80,9 @@ def test_any_json_value_arrives(tmp_path: Path, value: str, written: str) -> Non
 
 def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
     for bad in ("{", "[1]", '{"a b": 1}'):
-        with refuses(ConfigError, "chat_template_kwargs"):
+        with refuses(ConfigError, "model.chat_template_kwargs"):
             ChatTemplateSettings(chat_template_kwargs=bad)
-    with refuses(ConfigError, "chat_template_kwargs"):
+    with refuses(ConfigError, "model.chat_template_kwargs"):
         text(
             ChatTemplateSettings(
                 chat_template=switch, chat_template_kwargs='{"enable_thinkin": false}'
@@ -90,9 +90,9 @@ def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
         )
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
-    with refuses(ConfigError, "chat_template"):
+    with refuses(ConfigError, "model.chat_template"):
         text(ChatTemplateSettings(chat_template=str(broken)))
-    with refuses(ConfigError, "chat_template"):
+    with refuses(ConfigError, "model.chat_template"):
         text(ChatTemplateSettings(chat_template=str(tmp_path / "none")))
 
 

@@ -452,7 +452,7 @@ def test_what_a_template_writes_is_read_back(
 
 
 def test_a_template_that_shows_no_tools_is_refused() -> None:
-    with refuses(ConfigError, "chat_template"):
+    with refuses(ConfigError, "model.chat_template"):
         detect_format(chat_tokenizer("gemma"))
 
 
@@ -477,7 +477,7 @@ def test_a_template_without_a_known_format_is_refused(
 ) -> None:
     tokenizer = chat_tokenizer("gemma")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with refuses(ConfigError, "chat_template"):
+    with refuses(ConfigError, "model.chat_template"):
         detect_format(tokenizer)
 
 

@@ -25,18 +25,17 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import LengthSettings
+from cluster.config.model import ModelSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import PromptSettings
 from cluster.config.teachers import check_stands_still
 from cluster.jsonl_log import write_json
-from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
 from distill.rules import at_least, setting
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, changed, section_field
-from distill.stops import StopSettings
 
 if TYPE_CHECKING:
     from cluster.config.rollout_checks import RolloutInputs
@@ -45,17 +44,13 @@ if TYPE_CHECKING:
 @chz.chz
 class ForecastConfig(
     EnvSettings,
-    ChatTemplateSettings,
-    StopSettings,
     LocalEngineConfig,
 ):
     """Answers of a student and a teacher to some prompts, and a forecast of the distillation."""
 
     section: ClassVar[Section] = Section.MODEL
 
-    student: str = model_field(
-        doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
-    )
+    model: ModelSettings = section_field(ModelSettings)
     teacher: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
     data: PromptSettings = section_field(PromptSettings)
     temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
@@ -87,11 +82,10 @@ class ForecastConfig(
 
     def run(self) -> OpdConfig:
         """Settings of the distillation to forecast; nothing is written to its `out`."""
-        parts = (EnvSettings, ChatTemplateSettings, StopSettings)
-        given = {name: getattr(self, name) for part in parts for name in chz.chz_fields(part)}
+        given = {name: getattr(self, name) for name in chz.chz_fields(EnvSettings)}
         return make(
             "opd",
-            student=self.student,
+            model=chz.asdict(self.model),
             teacher=self.teacher,
             data=chz.asdict(self.data),
             temperature=self.temperature,
@@ -117,16 +111,16 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     inputs = check_rollout(run)
     run, why = with_estimator(run)
     measured = asyncio.run(_measured(config, run, inputs))
-    tokenizers = [load_tokenizer(model) for model in (config.student, config.teacher)]
+    tokenizers = [load_tokenizer(model) for model in (config.model.path, config.teacher)]
     ends = [
         ends_of(model, tokenizer)
-        for model, tokenizer in zip((config.student, config.teacher), tokenizers, strict=True)
+        for model, tokenizer in zip((config.model.path, config.teacher), tokenizers, strict=True)
     ]
     pair = Pair(
         same_ends=ends[0] == ends[1],
         same_template=tokenizers[0].chat_template == tokenizers[1].chat_template,
     )
-    width = load_config(config.student).get_text_config().hidden_size
+    width = load_config(config.model.path).get_text_config().hidden_size
     found = judge(measured, pair, suggested_lr("opd", width, adapter=False))
     step = changed(run, prompts_per_step=found.prompts_per_step, group_size=found.group_size)
     scored = step.scored_by_teacher().share
@@ -174,11 +168,11 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
     if count < 2:
         raise ConfigError(f"prompts={config.data.source} has {count} prompts; give two at least")
     chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
-    engines = [config.engine_config(m, inputs.stops) for m in (config.student, config.teacher)]
+    engines = [config.engine_config(m, inputs.stops) for m in (config.model.path, config.teacher)]
     with tempfile.TemporaryDirectory() as scratch:
         learner = Learner(
             LearnerConfig.of(
-                model=config.student,
+                model=config.model.path,
                 total_steps=1,
                 device=config.cluster.device,
                 dtype=choose_dtype("auto", config.cluster.device),

@@ -155,7 +155,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "status": run.summary.get("status", "running, or ended without a word"),
         "reason": run.summary.get("reason"),
         "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
-        "student": settings.get("student") or settings.get("model"),
+        "student": at_path(settings, "model.path"),
         "teacher": at_path(settings, "teacher.model")
         or ", ".join(
             f"{name}: {each.get('model') if isinstance(each, dict) else each}"

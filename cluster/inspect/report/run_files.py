@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.config.files import at_path
 from cluster.jsonl_log import read_lines
 from cluster.run_files.rollouts import KeptGroups
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -152,7 +153,7 @@ def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: there is none, or none that can be read.
     """
-    final, student = run.out / "final", run.settings.get("student")
+    final, student = run.out / "final", at_path(run.settings, "model.path")
     tried = [str(final)] if final.is_dir() else []
     tried += [student] if isinstance(student, str) else []
     complaints = []
@@ -163,7 +164,7 @@ def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
             complaints.append(str(error))
     raise CheckpointError(
         "; ".join(complaints)
-        or "the run's directory has no final/ yet and its config.json names no student"
+        or "the run's directory has no final/ yet and its config.json names no model"
     )
 
 
