@@ -143,7 +143,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
         max_new_tokens=config.sampling.max_new_tokens,
-        reward=config.reward_function(),
+        reward=config.reward.load(),
         read=read,
     )
     env = config.env.evaluation()

@@ -41,6 +41,7 @@ from cluster.base.outcomes import RunFailed
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
+from cluster.config.env import RewardSettings
 from cluster.config.evaluation import LengthSettings
 from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, reader_of, unweighted_sources
@@ -64,11 +65,9 @@ from distill.engine import GenerateRequest
 from distill.errors import ConfigError, DataError
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
-    DEFAULT_REWARD,
     RewardFunction,
     check_answers,
     judge,
-    load_reward,
 )
 from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
@@ -126,9 +125,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         default=1,
         doc="responses per prompt",
     )
-    reward: str | None = chz.field(
-        default=None, doc="reward of a response, as in recipe=rl; default: exact_match"
-    )
+    reward: RewardSettings = section_field(RewardSettings)
     min_reward: float = chz.field(
         default=1.0,
         doc="smallest reward of a response that is written, if its prompt has an `answer`",
@@ -176,10 +173,11 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
 
     def reward_function(self) -> RewardFunction:
         """Raises ConfigError for one that no response alone can be judged by."""
-        reward = load_reward(self.reward or DEFAULT_REWARD)
+        reward = self.reward.load()
         if isinstance(reward, ModelReward):
             raise ConfigError(
-                f"reward={self.reward}: reward models judge runs and evaluations; give a function"
+                f"reward={self.reward.function}: reward models judge runs and evaluations; give a "
+                "function"
             )
         return reward
 

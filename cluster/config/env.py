@@ -25,7 +25,8 @@ from distill.rewards.registry import (
     Reward,
     load_reward,
 )
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section
+from distill.rules import above, setting
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 
 # chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
 BUILT_IN: tuple[type[EnvConfig], ...] = (
@@ -79,13 +80,14 @@ def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
 
 
 @chz.chz
-class EnvSettings:
-    """An environment, and the reward of those that judge by one."""
+class RewardSettings:
+    """Reward of a response."""
 
     section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "reward."
+    main: ClassVar[str] = "function"
 
-    env: EnvConfig = env_field()
-    reward: str | None = chz.field(
+    function: str | None = chz.field(
         default=None,
         doc="reward of a response. exact_match (the default), last_number, math_equal and contains "
         "compare it with `answer`; unit_tests runs the tests in `answer` on a program, in a "
@@ -94,44 +96,61 @@ class EnvSettings:
         "(recipe=reward_model makes one)",
         metadata=ESSENTIAL,
     )
-    reward_timeout_s: float = chz.field(
+    timeout_s: float = setting(
+        above(0),
         default=REWARD_TIMEOUT_S,
         doc="seconds that a call of reward=package.module:function may take; a longer one fails "
         "its group",
         metadata=MAY_CHANGE,
     )
 
+    def load(self) -> Reward:
+        """Raises ConfigError: see `load_reward`."""
+        return load_reward(self.name, self.timeout_s)
+
+    @property
+    def name(self) -> str:
+        """Name of the reward, the default if none is given."""
+        return self.function or DEFAULT_REWARD
+
+
+@chz.chz
+class EnvSettings:
+    """An environment, and the reward of those that judge by one."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    env: EnvConfig = env_field()
+    reward: RewardSettings = section_field(RewardSettings)
+
     @chz.validate
     def _reward_is_used(self) -> None:
-        reward = self.reward_function()
-        if self.reward is not None and not self.env.judges:
+        reward = self.reward.load()
+        if self.reward.function is not None and not self.env.judges:
             raise ConfigError(
-                f"reward={self.reward} changes nothing: env={type(self.env).__name__} has rewards "
-                "of its own"
+                f"reward={self.reward.function} changes nothing: env={type(self.env).__name__} has "
+                "rewards of its own"
             )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
             raise ConfigError(
-                f"reward={self.reward} with env={type(self.env).__name__}: a reward model scores "
-                "responses of env=SingleTurn, chats of env=ToolUse, and those of "
+                f"reward={self.reward.function} with env={type(self.env).__name__}: a reward model "
+                "scores responses of env=SingleTurn, chats of env=ToolUse, and those of "
                 "env=actors.envs.judge_env:Judged env.reward_model=DIR"
             )
-
-    def reward_function(self) -> Reward:
-        return load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
 
     @property
     def runs_user_code(self) -> bool:
         """False if rollouts run nothing of the user's: SingleTurn with a built-in reward."""
-        return type(self.env) is not SingleTurn or isinstance(self.reward_function(), CheckedReward)
+        return type(self.env) is not SingleTurn or isinstance(self.reward.load(), CheckedReward)
 
     @property
     def reward_model(self) -> str | None:
         """Checkpoint of the reward model that the run hosts, if it needs one."""
-        reward = self.reward_function()
+        reward = self.reward.load()
         path = reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
         return None if path is None else trained_model(path)
 
     @property
     def judge(self) -> str:
         """Name of the reward or environment that judges, for people to read."""
-        return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__
+        return self.reward.name if self.env.judges else type(self.env).__name__

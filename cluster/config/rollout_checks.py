@@ -321,7 +321,7 @@ def _load_problems(
             vocab_size=vocab_size(student),
             context_length=min([context_length(student), *rooms]),
             max_new_tokens=max_new_tokens,
-            reward=config.reward_function(),
+            reward=config.reward.load(),
             teachers=[name for name in config.teacher_models() if name],
             teacher_context_length=min(rooms, default=None),
             read=read,

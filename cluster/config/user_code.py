@@ -53,7 +53,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
     """
     if not config.rollout.smoke_test or not _has_user_code(config):
         return
-    timeout_s = config.reward_timeout_s + START_S
+    timeout_s = config.reward.timeout_s + START_S
     plays = [
         _Play(
             problem=problem,
@@ -154,7 +154,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
 
 def _has_user_code(config: RolloutConfig) -> bool:
     own_env = not type(config.env).__module__.startswith(_OURS)
-    return own_env or isinstance(config.reward_function(), CheckedReward)
+    return own_env or isinstance(config.reward.load(), CheckedReward)
 
 
 def _problems(

@@ -137,7 +137,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         }
     if config.model.reference is not None:
         changes["reference"] = twins["reference"].path
-    if config.reward is not None and config.reward.startswith(PREFIX):
+    if config.reward.name.startswith(PREFIX):
         changes["reward"] = f"{PREFIX}{twins['reward'].path}"
     elif config.reward_model is not None:  # an environment's own
         fields = chz.chz_fields(type(config.env))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from bdb import BdbQuit
@@ -20,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distill.chat.thinking import Response
-from distill.errors import ConfigError, DataError, described
+from distill.errors import DataError, described
 from distill.libraries import require_library
 from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
@@ -305,13 +304,8 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
 
     Raises:
         ConfigError: an unknown name, something that cannot be imported or called, a sandbox that
-            is needed and cannot be made, a library that is not installed, or a limit that is not
-            positive.
+            is needed and cannot be made, or a library that is not installed.
     """
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(
-            f"reward_timeout_s={timeout_s} must be above 0, and finite", field="reward_timeout_s"
-        )
     if name in _BUILT_IN:
         if name == "unit_tests":
             require_sandbox()
@@ -352,7 +346,7 @@ class CheckedReward:
         except OverLimit as error:
             raise self._error(
                 f"is late ({error}), and goes on; give it a limit of its own, or more time: "
-                f"reward_timeout_s={self.timeout_s:g}",
+                f"reward.timeout_s={self.timeout_s:g}",
                 answer,
             ) from None
         except BdbQuit:

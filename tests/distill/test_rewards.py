@@ -191,12 +191,6 @@ def test_whatever_a_reward_raises_is_an_error_of_the_reward(
     assert str(raised.value).encode()  # it goes into files
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_limit_that_is_none(timeout_s: float) -> None:
-    with refuses(ConfigError, "reward_timeout_s"):
-        load_reward("exact_match", timeout_s)
-
-
 @pytest.mark.parametrize(
     "name",
     [

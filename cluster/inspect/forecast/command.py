@@ -82,7 +82,6 @@ class ForecastConfig(
 
     def run(self) -> OpdConfig:
         """Settings of the distillation to forecast; nothing is written to its `out`."""
-        given = {name: getattr(self, name) for name in chz.chz_fields(EnvSettings)}
         return make(
             "opd",
             model=chz.asdict(self.model),
@@ -94,7 +93,8 @@ class ForecastConfig(
             eval_size=0,
             engine={"kind": self.engine.kind, "dtype": self.engine.dtype},
             device=self.cluster.device,
-            **given,
+            env=self.env,
+            reward=chz.asdict(self.reward),
         )
 
 
