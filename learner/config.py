@@ -216,7 +216,7 @@ class LearnerConfig:
 
     lora: LoraSettings = section_field(LoraSettings)
     learner: LearnerSettings = learner_section(LearnerSettings)
-    seed: int = setting(at_least(0), default=0, doc="seed of dropout and of new weights")
+    seed: int = setting(at_least(0), default=0, doc="seed of torch and of new weights")
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
     origin: str | None = chz.field(
         default=None,

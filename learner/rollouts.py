@@ -152,15 +152,13 @@ class Rollouts:
         self._learner.on_all("add_reference")
 
     def build(self, plan: StepPlan) -> dict[str, float]:
-        """Has them make the rows; returns metrics of the advantages, if it has any."""
+        """Has them make the rows; returns metrics of the advantages, if there are any."""
         if not plan.groups_P:
             return {}
         built: list[Built] = self._learner.on_all("build_rows")
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
             self._learner.on_all("add_proximal")
-        metrics = advantage_metrics(
-            [each.advantages for each in built] if self._objective.has_advantages else []
-        )
+        metrics = advantage_metrics([each.advantages for each in built])
         held = sum(each.trajectories for each in built)
         metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
         if (mean_kl := built[0].mean_kl) is not None:

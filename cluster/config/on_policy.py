@@ -203,12 +203,6 @@ class RolloutConfig(
     def _check_env(self) -> None:
         """Raises ConfigError for settings that the environment does not use."""
         self.env.check_group(self.sampling.group_size)
-        for field in self.env.token_rewards:
-            if getattr(self.env, field) and self.objective.bonus_coef == 0:
-                raise ConfigError(
-                    f"env.{field}={getattr(self.env, field)} changes nothing with bonus_coef=0; "
-                    "give a coefficient, or leave it out"
-                )
         if self.eval.source is not None and not self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(

@@ -54,7 +54,7 @@ from distill.models.loading import (
 from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig, OpdObjective
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
@@ -374,11 +374,15 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= says which "
             "column it is)"
         )
-    if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
+    bonuses = any(builder.pays_bonuses for builder in builders_P)
+    if not (objective.reward_coef or objective.kl_coef or objective.hint_bonus_coef or bonuses):
         raise ConfigError(
-            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of "
-            f"{config.data.source} has `bonuses`, and the environment pays none"
+            "reward_coef=0 leaves nothing to reward: no prompt has `bonuses`, and the environment "
+            "pays none; give a reward_coef",
+            field="objective.reward_coef",
         )
+    if isinstance(objective, OpdObjective):
+        objective.check_weighing(bonuses)
     _check_feedback(config, train, builders_P, unjudged)
     for name, teacher in config.teacher_models().items():
         its_P = [builder for builder in builders_P if builder.teacher == name]

@@ -68,9 +68,9 @@ def format_pays_alone(history: History, _setup: Setup) -> Finding | None:
         text=f"the share of responses in the format (env/format) has grown from "
         f"{format_.start:.0%} to {format_.now:.0%}, and the task's reward has fallen from "
         f"{best:.3g} to {reward.now:.3g}",
-        remedy="the format pays without the answer: lower bonus_coef (or env.format_reward), or "
+        remedy="the format pays without the answer: lower env.format_reward, or "
         "have the reward itself ask for the format",
-        settings=("bonus_coef",),
+        settings=("env.format_reward",),
     )
 
 

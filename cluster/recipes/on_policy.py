@@ -270,7 +270,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
         terms.append(f"{objective.kl_coef:g} x {objective.divergence} ({how})")
     if objective.reward_coef:
         terms.append(f"{objective.reward_coef:g} x reward (baseline {objective.baseline})")
-    for name in ("reference_kl_coef", "entropy_coef", "bonus_coef", "hint_bonus_coef"):
+    for name in ("reference_kl_coef", "entropy_coef", "hint_bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")
     weighed = objective.has_advantages or objective.loss != "importance_sampling"

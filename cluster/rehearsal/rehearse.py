@@ -83,11 +83,11 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     config, engine_note = with_engine(config)
     for said in filter(None, (device_note, engine_note)):
         console.print(said, markup=False, highlight=False)
-    inputs = check_rollout(config)
     if isinstance(config, OpdConfig):  # from the teachers themselves: twins are all alike
         config, said = with_estimator(config)
         if said:
             console.print(said, markup=False, highlight=False)
+    inputs = check_rollout(config)
     out = Path(config.out)
     place = clear_place(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)

@@ -119,8 +119,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "advantage/mean",
             "",
             "mean of the advantages of trained tokens, with the sampler's log-probs; absent if "
-            "the settings make all of them 0 (`estimator=full` without rewards, "
-            "bonuses or a reference)",
+            "all are 0 (`estimator=full` without rewards, bonuses or a reference)",
         ),
         Metric("advantage/std", "", "standard deviation of these advantages"),
         Metric("advantage/min", "", "smallest advantage"),

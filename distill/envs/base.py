@@ -337,8 +337,6 @@ class EnvConfig(ABC):
     takes_reward_model: ClassVar[bool] = False
     # Fields of a row that it reads, for `columns.FIELD=`; None: any may be one.
     row_fields: ClassVar[Collection[str] | None] = None
-    # Fields that reward single tokens if they are above 0; `bonus_coef` weights them.
-    token_rewards: ClassVar[tuple[str, ...]] = ()
 
     @property
     def asks(self) -> Sequence[str]:

@@ -46,7 +46,7 @@ class MessageStep:
         afresh: the messages take the place of all that was said, instead of following it.
         bonus: a reward of this very turn, spread over its tokens.
         oracle: rewards of the turn's tokens, one each, such as `phrase_bonuses` and
-            `key_fact_bonuses` give. Both kinds are weighed by the objective's `bonus_coef`.
+            `key_fact_bonuses` give. The advantages of the tokens have both kinds in them.
         stop_reason: why the episode ends; None: as the turn did.
         metrics: of the episode so far.
         feedback: as `distill.envs.base.StepResult` has it.

@@ -183,8 +183,6 @@ _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 class ChatConfig(EnvConfig):
     """Settings of all environments whose episodes are exchanges of messages."""
 
-    token_rewards = ("malformed_penalty",)
-
     max_turns: int = setting(at_least(1), default=8, doc="most turns of the model in an episode")
     max_tokens: int | None = chz.field(
         default=None,
@@ -203,8 +201,7 @@ class ChatConfig(EnvConfig):
     malformed_penalty: float = setting(
         at_least(0, "it is taken from the reward"),
         default=0.0,
-        doc="penalty on the tokens of a turn for each tool call that cannot be parsed, weighed by "
-        "bonus_coef",
+        doc="penalty on the tokens of a turn for each tool call that cannot be parsed",
     )
     condenser: str | None = chz.field(
         default=None,

@@ -188,7 +188,6 @@ class Reading(ChatEnvConfig):
     """env=Reading: rows of `document`, `question`, `answer`, and optionally `facts` and `tag`."""
 
     row_fields = _FIELDS
-    token_rewards = (*ChatEnvConfig.token_rewards, "fact_bonus")
 
     by: str = chz.field(
         default=MODEL,
@@ -208,8 +207,7 @@ class Reading(ChatEnvConfig):
     )
     fact_bonus: float = chz.field(
         default=0.0,
-        doc="bonus on the tokens of the notes that first write one of the row's `facts`, weighed "
-        "by bonus_coef",
+        doc="bonus on the tokens of the notes that first write one of the row's `facts`",
     )
     terse: bool = chz.field(
         default=False, doc="give no instructions: for models that were taught the task itself"

@@ -206,8 +206,7 @@ def format_field() -> Any:
 def format_reward_field() -> Any:
     return chz.field(
         default=0.0,
-        doc="reward of a response that matches env.format, spread over its tokens and weighed by "
-        "bonus_coef",
+        doc="reward of a response that matches env.format, spread over its tokens",
     )
 
 
@@ -217,7 +216,6 @@ class SingleTurn(EnvConfig):
 
     row_fields = FIELDS
     check_row = staticmethod(check_form)
-    token_rewards = ("format_reward",)
     takes_reward_model = True
 
     format: str | None = format_field()

@@ -61,7 +61,6 @@ class ToolUse(ChatEnvConfig):
 
     row_fields = FIELDS
     check_row = staticmethod(check_form)
-    token_rewards = (*ChatEnvConfig.token_rewards, "format_reward")
     takes_reward_model = True
 
     tools: str = chz.field(

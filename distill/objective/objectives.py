@@ -4,7 +4,7 @@ Everything is at the rollout temperature. p is the learner's policy, mu the one 
 teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y_s) over s >= t,
 with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, kl_clip].
 
-    1  terms per token     A_t = reward_coef A_i + bonus_coef b_t            rewards
+    1  terms per token     A_t = reward_coef A_i + b_t                       rewards
                                + hint_bonus_coef [R_i right] (log q - log mu)    hinted tokens
                                + reference_kl_coef S(mean_kl - log p + log ref)
                                - kl_coef S(clip(log p - log q))              teacher: sampled
@@ -185,7 +185,7 @@ def trajectory_terms(
     terms = _teacher_terms(trajectory, objective, coef, stop_event)
     if objective.reference_kl_coef:
         terms = _with_reference(terms, trajectory, objective, mean_kl)
-    rewards = [reward_terms(segment, advantage, objective) for segment in trajectory.segments]
+    rewards = [reward_terms(segment, advantage) for segment in trajectory.segments]
     if objective.hint_bonus_coef and _is_right(trajectory, objective):
         coef = objective.hint_bonus_coef
         hints = (hint_bonus(segment, coef) for segment in trajectory.segments)
@@ -214,11 +214,11 @@ def hint_bonus(segment: Segment, coef: float) -> FloatArray:
     return on_actions(segment, np.float32(-coef) * teacher_gaps(segment))
 
 
-def reward_terms(segment: Segment, advantage: float, objective: ObjectiveConfig) -> FloatArray:
-    """advantage + bonus_coef * b_t on a segment's actions, b_t the token's own reward; (T,)."""
+def reward_terms(segment: Segment, advantage: float) -> FloatArray:
+    """advantage + b_t on a segment's actions, b_t the token's own reward; (T,)."""
     advantages_N = np.full(segment.num_actions, advantage, np.float32)
-    if objective.bonus_coef and segment.bonuses_T is not None:
-        advantages_N += np.float32(objective.bonus_coef) * segment.bonuses_T[segment.action_mask_T]
+    if segment.bonuses_T is not None:
+        advantages_N += segment.bonuses_T[segment.action_mask_T]
     return on_actions(segment, advantages_N)
 
 

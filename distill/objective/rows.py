@@ -304,8 +304,12 @@ def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
 
 
 def advantage_metrics(parts: Sequence[AdvantageStats | None]) -> dict[str, float]:
-    """Mean, standard deviation and extremes of the advantages over all parts of a step."""
-    if not (present := [part for part in parts if part is not None]):
+    """Mean, standard deviation and extremes of the advantages over all parts of a step.
+
+    Empty where all are 0, as those of divergences of whole distributions are.
+    """
+    present = [part for part in parts if part is not None]
+    if not any(part.largest or part.smallest for part in present):
         return {}
     weights = [part.tokens for part in present]
     mean = float(np.average([part.mean for part in present], weights=weights))

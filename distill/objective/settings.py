@@ -107,11 +107,6 @@ class ObjectiveConfig:
     entropy_coef: float = setting(
         at_least(0), default=0.0, doc="weight of an entropy bonus (entropy of p_T)"
     )
-    bonus_coef: float = setting(
-        at_least(0),
-        default=0.0,
-        doc="weight of the rewards of single tokens (`bonuses` of a prompt, env.format_reward)",
-    )
     reward_coef: float = setting(
         at_least(0), default=0.0, doc="weight of the task reward's advantage"
     )
@@ -314,15 +309,14 @@ class ObjectiveConfig:
 
     @property
     def has_advantages(self) -> bool:
-        """True if an advantage can differ from 0: a term is based on sampled tokens or rewards.
+        """True if a term is based on sampled tokens or rewards, so that advantages differ from 0.
 
         A divergence of whole distributions has no advantages. `auto` counts as sampled until it is
-        resolved.
+        resolved. Rewards of single tokens (bonuses) are not counted: problems pay them.
         """
         samples_teacher = self.estimator in ("sampled", AUTO) or self.samples_tail
         return bool(
             self.reward_coef
-            or self.bonus_coef
             or self.reference_kl_coef
             or self.hint_bonus_coef
             or (self.kl_coef and samples_teacher)
@@ -395,13 +389,15 @@ class OpdObjective(ObjectiveConfig):
                 field="objective.estimator",
             )
 
-    @chz.validate
-    def _weighs_advantages(self) -> None:
+    def check_weighing(self, bonuses: bool) -> None:
         """Raise ConfigError for a loss or a correction that weights advantages if all are 0.
 
         `dro`, and a custom loss, may have terms without an advantage.
+
+        Args:
+            bonuses: single tokens may earn rewards.
         """
-        if self.has_advantages or self.loss == "dro" or is_own(self.loss):
+        if self.has_advantages or bonuses or self.loss == "dro" or is_own(self.loss):
             return
         for name, off in (("loss", "importance_sampling"), ("correction", "none")):
             if (value := getattr(self, name)) != off:
@@ -425,15 +421,6 @@ class RlObjective(ObjectiveConfig):
 
     kl_coef: float = with_default(ObjectiveConfig, "kl_coef", 0.0)
     reward_coef: float = with_default(ObjectiveConfig, "reward_coef", 1.0)
-
-    @chz.validate
-    def _rewards_something(self) -> None:
-        if self.reward_coef == 0 and self.bonus_coef == 0:
-            raise ConfigError(
-                "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; "
-                "give one of them",
-                field="objective.reward_coef",
-            )
 
 
 def is_own(name: str) -> bool:

@@ -502,11 +502,21 @@ def test_a_reference_is_looked_at(opd: NewOpd, tmp_path: Path) -> None:
         check_rollout(opd(reference=small, reference_kl_coef=0.1))
 
 
-def test_bonuses_that_nobody_pays(opd: NewOpd, prompts) -> None:
-    with pytest.raises(ConfigError, match=r"bonus_coef=0\.5 changes nothing: no prompt"):
-        check_rollout(opd(bonus_coef=0.5))
-    paid = prompts({"prompt": "a", "bonuses": {"x": 1}})
-    assert prompts_of(check_rollout(opd(bonus_coef=0.5, prompts=paid)).train)[0].bonuses == {"x": 1}
+def test_bonuses_are_rewards(opd: NewOpd, prompts) -> None:
+    paid, unpaid = prompts({"prompt": "a", "bonuses": {"x": 1}}), opd()
+    [prompt, *_] = prompts_of(check_rollout(opd(prompts=paid)).train)
+    assert prompt.bonuses == {"x": 1}
+    check_rollout(opd(prompts=paid, estimator="full", loss="ppo"))
+    with refuses(ConfigError, "objective.loss"):
+        check_rollout(opd(estimator="full", loss="ppo"))
+
+    given: dict[str, Any] = {
+        "student": unpaid.model.path, "out": "out", "temperature": 0.7, "reward_coef": 0.0,
+        "max_new_tokens": 8,
+    }  # fmt: skip
+    check_rollout(make("rl", prompts=paid, **given))
+    with refuses(ConfigError, "objective.reward_coef"):
+        check_rollout(make("rl", prompts=unpaid.data.source, **given))
 
 
 def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
 from distill.envs.games.tic_tac_toe import TicTacToeGames
-from distill.envs.reading import Reading
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import (
@@ -763,18 +762,6 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
             "needs a reference model",
         ),
         ({"reference": "r"}, "reference=r changes nothing"),
-        (
-            {"env": ToolUse(malformed_penalty=0.5), "prompts": "p"},
-            r"env\.malformed_penalty=0\.5 changes nothing with bonus_coef=0",
-        ),
-        (
-            {"env": Reading(fact_bonus=0.5), "prompts": "p"},
-            r"env\.fact_bonus=0\.5 changes nothing with bonus_coef=0",
-        ),
-        (
-            {"env": SingleTurn(format="a", format_reward=0.5), "prompts": "p"},
-            r"env\.format_reward=0\.5 changes nothing with bonus_coef=0",
-        ),
         ({"env": ToolUse()}, "env=ToolUse reads a file of prompts; give prompts=FILE"),
     ],
 )

@@ -16,6 +16,7 @@ import cluster.run
 from cluster.config import estimator
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig
+from cluster.config.rollout_checks import check_rollout
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
 from distill.models.loading import load_config
@@ -167,7 +168,7 @@ def test_a_loss_that_would_weigh_nothing_starts_no_run(
     """Whether `full` was given or is what `auto` takes."""
     [name] = setting
     with refuses(ConfigError, f"objective.{name}"):
-        with_estimator(opd(estimator=estimator, **setting))
+        check_rollout(with_estimator(opd(estimator=estimator, **setting))[0])
     rewarded = {"reward": "contains", "reward_coef": 0.1}
     made, _ = with_estimator(opd(estimator=estimator, **setting, **rewarded))
     assert made.objective.estimator == "full"

@@ -26,7 +26,7 @@ from tests.learner.conftest import World
 from tests.refusals import refuses
 from tests.samples import group, keep_step, segment, trajectory
 
-OBJECTIVE = ObjectiveConfig(reward_coef=1.0, bonus_coef=0.5)
+OBJECTIVE = ObjectiveConfig(reward_coef=1.0)
 
 
 def two_turns() -> TrajectoryGroup:

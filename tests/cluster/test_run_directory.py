@@ -64,7 +64,7 @@ MUST_STAY = {
     "kl_coef": 0.5, "kl_clip": 5.0, "kl_discount_factor": 0.5,
     "reward_coef": 0.5, "on_weight_update": "finish", "verify.handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
-    "bonus_coef": 0.1, "estimator": "full", "reward.function": "contains", "sft.data": "rows",
+    "estimator": "full", "reward.function": "contains", "sft.data": "rows",
     "lora.rank": 4, "lora.adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
     "fork_from": "other", "train_from": "other", "rollout_only": True,

@@ -190,13 +190,12 @@ def scored(seed: int, prompt: int = 3, actions: int = 4, **changes: Any) -> Segm
 
 
 OBJECTIVES = {
-    "nothing": {},
+    "bonuses": {},
     "reward": {"reward_coef": 3.0},
     "leave one out": {"reward_coef": 0.5, "baseline": "leave_one_out", "scale_by_std": True},
-    "bonuses": {"bonus_coef": 0.7},
     "reference": {"reference_kl_coef": 0.2},
     "reference, discounted": {"reference_kl_coef": 0.2, "kl_discount_factor": 0.5},
-    "all": {"reward_coef": 2.0, "bonus_coef": 0.3, "reference_kl_coef": 0.4},
+    "all": {"reward_coef": 2.0, "reference_kl_coef": 0.4},
 }
 
 
@@ -244,7 +243,7 @@ def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
                     if s.action_mask_T[t]:
                         expected += objective.reward_coef * reward
                         if s.bonuses_T is not None:
-                            expected += objective.bonus_coef * float(s.bonuses_T[t])
+                            expected += float(s.bonuses_T[t])
                         for later, penalty in enumerate(penalties[place:]):
                             discount = objective.kl_discount_factor**later
                             expected += objective.reference_kl_coef * discount * penalty
@@ -258,15 +257,24 @@ def gap(s: Segment, t: int) -> float:
     return float(s.behaviour_logprobs_T[t]) - float(s.reference_logprobs_T[t])
 
 
+def bonuses_of(s: Segment) -> FloatArray:
+    """Rewards of a segment's sampled tokens, shape (N,)."""
+    given_T = np.zeros(len(s), np.float32) if s.bonuses_T is None else s.bonuses_T
+    return given_T[s.action_mask_T]
+
+
 def test_the_reference_penalty_is_centred_over_the_whole_step() -> None:
     """It sums to zero over all groups, and not within one: a group far from the reference pays."""
     groups = [two_turn_group(), TrajectoryGroup(
         group_id=1, trajectories_G=(trajectory(scored(7, 2, 9)),),
     )]  # fmt: skip
     objective = ObjectiveConfig(kl_coef=0, reference_kl_coef=2.0)
-    rows = advantages_by_segment(groups, objective)
+    rows = [
+        (group, made_T[segment.action_mask_T] - bonuses_of(segment))
+        for group, segment, made_T in advantages_by_segment(groups, objective)
+    ]
     sums = [
-        sum(float(made.sum()) for group, _, made in rows if group.group_id == group_id)
+        sum(float(made_N.sum()) for group, made_N in rows if group.group_id == group_id)
         for group_id in (0, 1)
     ]
     assert sum(sums) == pytest.approx(0, abs=1e-4)

@@ -125,7 +125,6 @@ SAMPLED: list[dict[str, Any]] = [
     {"estimator": "sampled"},
     {"estimator": "top_k"},
     {"estimator": "full", "reward_coef": 1.0},
-    {"estimator": "full", "bonus_coef": 0.1},
     {"estimator": "full", "hint_bonus_coef": 0.1},
     {"estimator": "top_k", "divergence": "jsd", "reference_kl_coef": 0.1},
 ]
@@ -144,10 +143,12 @@ def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) ->
     [name, *_] = weighing
     for settings in WHOLE:
         assert not ObjectiveConfig(**settings).has_advantages
+        made = OpdObjective(**settings, **weighing)
         with refuses(ConfigError, f"objective.{name}"):
-            OpdObjective(**settings, **weighing)
+            made.check_weighing(bonuses=False)
+        made.check_weighing(bonuses=True)
     for settings in SAMPLED:
-        OpdObjective(**settings, **weighing)
+        OpdObjective(**settings, **weighing).check_weighing(bonuses=False)
 
 
 @pytest.mark.parametrize("settings", [*WHOLE, *SAMPLED], ids=str)
@@ -155,14 +156,12 @@ def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) ->
 def test_a_loss_with_terms_of_its_own_goes_with_any_estimator(
     loss: str, settings: dict[str, Any]
 ) -> None:
-    OpdObjective(**settings, loss=loss)
+    OpdObjective(**settings, loss=loss).check_weighing(bonuses=False)
 
 
 def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
     RlObjective().check_comparison(prompts=1, group_size=2)
-    RlObjective(reward_coef=0.0, bonus_coef=1.0).check_comparison(prompts=1, group_size=1)
-    with refuses(ConfigError, "objective.reward_coef"):
-        RlObjective(reward_coef=0.0, entropy_coef=0.1)
-    alone = RlObjective(reward_coef=0.5, bonus_coef=1.0)
+    RlObjective(reward_coef=0.0).check_comparison(prompts=1, group_size=1)
+    alone = RlObjective(reward_coef=0.5)
     with refuses(ConfigError, "sampling.group_size"):
         alone.check_comparison(prompts=1, group_size=1)

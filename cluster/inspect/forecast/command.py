@@ -107,9 +107,8 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     from distill.models.loading import ends_of, load_config
     from distill.tokenizer import load_tokenizer
 
-    run = config.run()
+    run, why = with_estimator(config.run())
     inputs = check_rollout(run)
-    run, why = with_estimator(run)
     measured = asyncio.run(_measured(config, run, inputs))
     tokenizers = [load_tokenizer(model) for model in (config.model.path, config.teacher)]
     ends = [
