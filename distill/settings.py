@@ -111,9 +111,9 @@ def fields_of(kind: type) -> Mapping[str, Field]:
     return MappingProxyType(found)
 
 
-def short_names(kind: type) -> list[str]:
-    """Names of settings of `kind` that are no last names of their paths: `temperature`."""
-    return [name for name, path in _SHORT.items() if path in fields_of(kind)]
+def short_names(kind: type) -> dict[str, str]:
+    """Paths of settings of `kind` by short names that are no last names: `student`."""
+    return {name: path for name, path in _SHORT.items() if path in fields_of(kind)}
 
 
 def meant_by(kind: type, name: str) -> list[str]:

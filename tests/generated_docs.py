@@ -19,7 +19,15 @@ from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
 from cluster.config.teachers import TeacherConfig, TeachersSettings
 from cluster.run_files.metric_table import METRICS
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, declarer_of, fields_of, flagged
+from distill.settings import (
+    ESSENTIAL,
+    MAY_CHANGE,
+    Section,
+    declarer_of,
+    fields_of,
+    flagged,
+    short_names,
+)
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -35,6 +43,10 @@ the same texts. [commands.md](commands.md#settings-worth-knowing) has those that
   what happens then.
 - "Allowed" has the rules of a single setting. Combinations that depend on the models, the machine
   or several settings are checked at the start of a run, and refused with the reason.
+- A setting is named by its path (`learner.lr`), by its last name if no other ends in it (`lr`), or
+  by section and last name joined by `_` (`checkpoint_every`). `data=`, `engine=`, `model=`,
+  `reward=`, `teacher=` and `weights=` set the first setting of their section. Short names are
+  {short}.
 - †: a resumed run may change the setting, because no step's result depends on it.
 - "Only:" names the recipes (or environments) that have the settings of a class. Where a setting has
   others, they are at its end.
@@ -79,7 +91,8 @@ def settings_page() -> str:
     """docs/settings.md."""
     several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeachersSettings)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
-    lines = [_SETTINGS_HEAD]
+    short = [f"`{name}` (`{path}`)" for name, path in short_names(CONFIGS["opd"]).items()]
+    lines = [_SETTINGS_HEAD.replace("{short}", ", ".join(short))]
     tables = _tables(CONFIGS, "")
     for section in Section:
         lines += [f"## {section.value.capitalize()}\n"]

@@ -21,6 +21,7 @@ from distill.settings import (
     is_section,
     kind_of,
     section_of,
+    short_names,
     shown_fields,
 )
 
@@ -67,7 +68,9 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
     if word:
         parts |= {title: _found(word, title, names, essential) for title, names in sections.items()}
     lines = [(kind.__doc__ or kind.__name__).strip(), "", *_ABOVE_ALL]
-    lines += _OF_SECTIONS if any(map(is_section, chz.chz_fields(kind).values())) else []
+    if any(map(is_section, chz.chz_fields(kind).values())):
+        short = ", ".join(f"{name} is {path}" for name, path in short_names(kind).items())
+        lines += [*_OF_SECTIONS, *textwrap.wrap(f"Short names: {short}.", _WIDTH)]
     if not any(parts.values()):
         lines += ["", f"No setting and no section has {word!r} in its name."]
     for title, names in parts.items():

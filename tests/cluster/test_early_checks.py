@@ -20,7 +20,7 @@ from cluster.run_files.out_directory import wait_for_other_job
 from cluster.run_files.run_lock import RunLock
 from cluster.train import run_recipe
 from distill.errors import CheckpointError, ConfigError, IsothermError
-from distill.settings import fields_of, path_of
+from distill.settings import fields_of, path_of, setting_of
 from tests.cluster.test_rules import COMMANDS, GIVEN, KINDS, build
 
 OTHERS = ["prompts=a/rows", "temperature=0.7", "out=OUT"]
@@ -110,8 +110,10 @@ def test_what_leads_nowhere_is_refused_by_its_setting(
     known = fields_of(KINDS[owner])
     beside = {each: given for each, given in BESIDE.get(name, {}).items() if each in known}
     check_early(build(owner, GIVEN[owner]))
-    given = {path_of(KINDS[owner], each): value for each, value in GIVEN[owner].items()}
-    given.pop(name.partition(".")[0], None)
+    given = {
+        setting_of(KINDS[owner], path_of(KINDS[owner], each), value): value
+        for each, value in GIVEN[owner].items()
+    }
     with pytest.raises(IsothermError) as refused:
         check_early(build(owner, given | beside | {name: value}))
     assert str(refused.value).startswith((name, value))

@@ -148,7 +148,9 @@ def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_
         teacher_server_flags="",
     )  # fmt: skip
     learner, policy = line(config, "learner"), line(config, "policy")
-    assert RunEngines(config, "cuda").policy(config.model.path, "").gpu_share == pytest.approx(2 / 3)
+    assert RunEngines(config, "cuda").policy(config.model.path, "").gpu_share == pytest.approx(
+        2 / 3
+    )
     shared = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
     assert part_bytes(79 * GIB, shared.gpu_part, shared.gpu_taken) == 25 * GIB
     assert learner.endswith("of 47.0"), "two thirds of 76 GiB, less 3 of the sleeping engine"
