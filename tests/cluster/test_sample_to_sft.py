@@ -161,6 +161,10 @@ def test_bad_input_is_refused_before_anything_is_sampled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
 ) -> None:
     prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
-    given = {"model": "m", "prompts": str(prompts), "data": str(tmp_path / "rows.jsonl")} | changes
+    given = {
+        "model": "o/m",
+        "prompts": str(prompts),
+        "data": str(tmp_path / "rows.jsonl"),
+    } | changes
     assert main([f"{name}={value}" for name, value in given.items()]) in (1, 2)
     assert message in capsys.readouterr().err
