@@ -38,7 +38,7 @@ def test_a_fork_begins_with_the_weights_and_resumes_by_itself(
         (f"{first}:1", "keeps no checkpoint of step 1; it has those of steps 2"),
         (f"{first}:new", "'new' is no step; write RUN:STEP"),
         (f"{first}:best", "keeps no best checkpoint"),
-        (second, "is out= itself"),
+        (second, "is no run"),
     ]:
         assert main(fork_arguments(tiny_pair, second, fork_from=named)) == 2
         assert said in capsys.readouterr().err and not second.exists()
