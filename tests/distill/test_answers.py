@@ -115,6 +115,6 @@ def test_sampling_for_sft_reads_answers_first(tmp_path: Path, capfd) -> None:
 
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answer": "eighteen"}) + "\n")
-    arguments = [f"prompts={path}", f"data={tmp_path / 'data.jsonl'}", "model=absent"]
+    arguments = [f"prompts={path}", f"data={tmp_path / 'data.jsonl'}", "model=a/absent"]
     assert main([*arguments, "reward=last_number", "temperature=1", "max_new_tokens=4"]) == 2
     assert "prompts.jsonl:1" in "".join("".join(capfd.readouterr()).split())
