@@ -62,7 +62,7 @@ GROUPS = [
 
 def write_run(out: Path, student: str, groups: list[TrajectoryGroup] = GROUPS) -> Path:
     out.mkdir()
-    settings = {"student": student, "keep": "all"}
+    settings = {"model": {"path": student}, "keep": "all"}
     (out / "config.json").write_text(json.dumps({"recipe": "rl", "settings": settings}))
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     log = RolloutLog(out / "rollouts.jsonl", 1)
