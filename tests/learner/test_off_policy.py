@@ -74,7 +74,7 @@ def test_what_is_refused_without_advantages_would_change_no_bit(
 ) -> None:
     world.move_learner(0.4)
     with pytest.raises(ConfigError):
-        OpdObjective(**whole, **weighing)
+        OpdObjective(**whole, **weighing).check_weighing(bonuses=False)
     made = world.expected_gradient(ObjectiveConfig(**whole, **weighing), T)
     assert torch.equal(made, world.expected_gradient(ObjectiveConfig(**whole), T))
 
