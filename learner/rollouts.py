@@ -158,7 +158,7 @@ class Rollouts:
         built: list[Built] = self._learner.on_all("build_rows")
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
             self._learner.on_all("add_proximal")
-        metrics = advantage_metrics([each.advantages for each in built])
+        metrics = advantage_metrics([each.advantages for each in built], self._objective)
         held = sum(each.trajectories for each in built)
         metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
         if (mean_kl := built[0].mean_kl) is not None:

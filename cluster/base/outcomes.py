@@ -39,12 +39,12 @@ class Diverged(RunFailed):
 
 
 class OutOfMemory(RunFailed):
-    """A GPU had no room for what a part asked of it."""
+    """The learner's GPU had no room for a step."""
 
     remedy = (
-        "The same command resumes from the newest checkpoint, and needs other settings to get "
-        "further: a smaller learner.token_budget, learner.gradient_checkpointing=True, "
-        "learner.offload_optimizer=True, or fewer others on that GPU"
+        "Give the learner more room: a smaller learner.token_budget, "
+        "learner.gradient_checkpointing=True, learner.offload_optimizer=True, or fewer others on "
+        "that GPU. The same command with that resumes from the newest checkpoint"
     )
 
 

@@ -97,7 +97,7 @@ class Keeper:
         tokens = sum(row.num_trained for row in rows_D)
         return {
             **group_metrics(taken.groups_P, version=0),
-            **advantage_metrics([advantage_stats(rows_D)]),
+            **advantage_metrics([advantage_stats(rows_D)], self._objective),
             "step": step,
             "weight_version": 0,
             "rollout/tokens": tokens,

@@ -219,10 +219,8 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
 
 def _learner_bytes(config: CommonConfig) -> int:
     """Upper bound of the bytes that a learner reads at its start, from its own checkpoint."""
-    if isinstance(config, RolloutConfig):
-        teachers = sum(map(checkpoint_bytes, config.copied_teachers.values()))
-        return _STATE * checkpoint_bytes(config.model.path) + teachers
-    return _STATE * checkpoint_bytes(config.model.path)
+    copied = config.copied_teachers.values() if isinstance(config, RolloutConfig) else ()
+    return _STATE * checkpoint_bytes(config.model.path) + sum(map(checkpoint_bytes, copied))
 
 
 def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:

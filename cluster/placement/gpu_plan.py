@@ -10,7 +10,6 @@ from actors.config import EngineConfig, choose_dtype
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.pools import PolicyClusterSettings
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
 from distill.models.loading import context_length, load_config, weight_files
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
@@ -106,7 +105,7 @@ class GpuPlan:
         )
         if self._total is None:
             return f"{line} + passes"
-        room = self._learner_room(self._total, sleeps)
+        room = self._learner_room(self._total)
         states.require_room(room, model)
         plan = memory.plan(
             room,
@@ -119,11 +118,11 @@ class GpuPlan:
             line += f" + passes {self._described(passes, plan)}"
         return f"{line} of {gib(room)}"
 
-    def _learner_room(self, total: int, sleeps: bool) -> int:
-        cluster = self._config.cluster
-        if sleeps and isinstance(cluster, PolicyClusterSettings):
-            return part_bytes(total, cluster.pair_share, ASLEEP_BYTES)
-        return part_bytes(total, min(1.0, cluster.gpus_per_actor), 0)
+    def _learner_room(self, total: int) -> int:
+        config = self._config
+        if isinstance(config, RolloutConfig) and config.engines_sleep:
+            return part_bytes(total, config.cluster.pair_share, ASLEEP_BYTES)
+        return part_bytes(total, min(1.0, config.cluster.gpus_per_actor), 0)
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:
         tokens, row = max(plan.token_budget, self._longest_rows), self._longest_rows or None

@@ -118,8 +118,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "advantage/mean",
             "",
-            "mean of the advantages of trained tokens, with the sampler's log-probs; absent if "
-            "all are 0 (`estimator=full` without rewards, bonuses or a reference)",
+            "mean of the advantages of trained tokens, with the sampler's log-probs; absent "
+            "where there are none (`estimator=full` without rewards, bonuses or a reference)",
         ),
         Metric("advantage/std", "", "standard deviation of these advantages"),
         Metric("advantage/min", "", "smallest advantage"),

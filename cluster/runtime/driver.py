@@ -287,11 +287,12 @@ class Driver:
             return cause
         if isinstance(cause, NonFiniteError):
             return Diverged(f"{what} failed: {cause}")
-        if type(cause).__name__ == "OutOfMemoryError":  # torch's; the driver does not import it
-            return OutOfMemory(f"{what} failed: {cause}")
         # A connection error is explained by the death of the actor at the other end.
         if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
+        # torch's class, which the driver does not import.
+        if lost is LearnerLost and type(cause).__name__ == "OutOfMemoryError":
+            return OutOfMemory(f"{what} failed: {cause}")
         return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")

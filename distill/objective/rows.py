@@ -303,13 +303,17 @@ def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
     )
 
 
-def advantage_metrics(parts: Sequence[AdvantageStats | None]) -> dict[str, float]:
+def advantage_metrics(
+    parts: Sequence[AdvantageStats | None], objective: ObjectiveConfig
+) -> dict[str, float]:
     """Mean, standard deviation and extremes of the advantages over all parts of a step.
 
-    Empty where all are 0, as those of divergences of whole distributions are.
+    Empty where the objective has none, as of divergences of whole distributions, and no token was
+    rewarded by itself.
     """
     present = [part for part in parts if part is not None]
-    if not any(part.largest or part.smallest for part in present):
+    rewarded = any(part.largest or part.smallest for part in present)
+    if not present or not (objective.has_advantages or rewarded):
         return {}
     weights = [part.tokens for part in present]
     mean = float(np.average([part.mean for part in present], weights=weights))

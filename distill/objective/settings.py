@@ -118,6 +118,7 @@ class ObjectiveConfig:
         "of the group's other members; global: the mean of the whole step (REINFORCE++); or "
         "module:function of the step's groups (distill.objective.group_rewards.GroupRewards) that "
         "returns an array of advantages for each group",
+        metadata=FUNCTION,
     )
     scale_by_std: bool = setting(
         _REWARDS,

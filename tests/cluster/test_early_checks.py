@@ -75,6 +75,7 @@ NOWHERE = {
 }
 # What these settings need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
+    "objective.baseline": {"objective.reward_coef": 1.0},
     "objective.divergence": {"objective.estimator": "full"},
     "model.reference": {"objective.reference_kl_coef": 0.1},
     "sft.data": {"sft.coef": 0.1},

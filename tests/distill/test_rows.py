@@ -13,6 +13,7 @@ from distill.objective.advantages import on_actions
 from distill.objective.objectives import opd_advantages
 from distill.objective.reward_advantages import group_centred
 from distill.objective.rows import (
+    AdvantageStats,
     advantage_metrics,
     advantage_stats,
     policy_rows,
@@ -120,7 +121,7 @@ def test_metrics_are_of_the_trained_tokens_advantages() -> None:
         behaviour_logprobs_T=[0, 0, -1.0, -2.0, -3.0, -4.0],
         teacher_logprobs_T=[0, 0, -2.0, -2.0, -1.0, -1.0],
     )  # fmt: skip
-    metrics = advantage_metrics([advantage_stats(policy_rows([one_group(made)], OPD)), None])
+    metrics = advantage_metrics([advantage_stats(policy_rows([one_group(made)], OPD)), None], OPD)
     assert metrics == pytest.approx(  # of -1, 0, 2 and 3
         {
             "advantage/mean": 1.0,
@@ -133,11 +134,21 @@ def test_metrics_are_of_the_trained_tokens_advantages() -> None:
 
 def test_statistics_of_parts_are_those_of_the_whole() -> None:
     rows = policy_rows(groups_of(), OPD)
-    whole = advantage_metrics([advantage_stats(rows)])
-    apart = advantage_metrics([advantage_stats(part) for part in (rows[:1], [], rows[1:])])
+    whole = advantage_metrics([advantage_stats(rows)], OPD)
+    apart = advantage_metrics([advantage_stats(part) for part in (rows[:1], [], rows[1:])], OPD)
     assert apart == pytest.approx(whole, rel=1e-6)
     advantages_N = np.concatenate([row.advantages_T[row.loss_mask_T] for row in rows])
     assert whole["advantage/std"] == pytest.approx(advantages_N.std(dtype=np.float64))
+
+
+def test_equal_rewards_have_advantages_of_0_and_a_whole_divergence_has_none() -> None:
+    parts = [AdvantageStats(tokens=4, mean=0.0, variance=0.0, largest=0.0, smallest=0.0)]
+    rewards = ObjectiveConfig(kl_coef=0.0, reward_coef=1.0)
+    assert set(advantage_metrics(parts, rewards).values()) == {0.0}
+    whole = ObjectiveConfig(estimator="full")
+    assert advantage_metrics(parts, whole) == {} == advantage_metrics([None], rewards)
+    bonus = [parts[0]._replace(largest=0.5)]
+    assert advantage_metrics(bonus, whole)["advantage/max"] == 0.5
 
 
 def test_metadata_says_of_a_row_what_the_row_does() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,18 @@ from tests.e2e.harness import (
 from tests.e2e.impatient import NUMBERS
 
 pytestmark = pytest.mark.e2e
+
+
+def fails_after(steps: int, error: Exception) -> Callable[..., Any]:
+    """The learner's step, which raises the error after so many steps."""
+    step, calls = Learner.step, count(1)
+
+    def failing(self: Learner, *parts: Any) -> Any:
+        if next(calls) > steps:
+            raise error
+        return step(self, *parts)
+
+    return failing
 
 
 def start_until_step(
@@ -205,14 +218,7 @@ def test_a_warm_up_goes_on_where_it_ended(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["recipe=opd", *arguments(whole)]) == 0
     with monkeypatch.context() as patch:
-        step, calls = Learner.step, count(1)
-
-        def step_that_fails(self: Learner, *parts: Any) -> Any:
-            if next(calls) > 2:
-                raise NonFiniteError("the gradient norm is nan")
-            return step(self, *parts)
-
-        patch.setattr(Learner, "step", step_that_fails)
+        patch.setattr(Learner, "step", fails_after(2, NonFiniteError("the gradient norm is nan")))
         assert main(["recipe=opd", *arguments(cut)]) == 1
     assert len(metrics(cut)) == 2
     assert main(["recipe=opd", *arguments(cut)]) == 0
@@ -231,14 +237,8 @@ def test_a_run_that_diverges_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step, calls = Learner.step, count(1)
-
-    def step_that_diverges(self: Learner, *arguments: Any) -> Any:
-        if next(calls) > 2:
-            raise NonFiniteError("the gradient norm is nan")
-        return step(self, *arguments)
-
-    monkeypatch.setattr(Learner, "step", step_that_diverges)
+    failing = fails_after(2, NonFiniteError("the gradient norm is nan"))
+    monkeypatch.setattr(Learner, "step", failing)
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, checkpoint_every=1, local=True)
     assert main(["recipe=opd", *arguments]) == 1
@@ -254,17 +254,11 @@ def test_a_learner_without_room_goes_on_with_a_smaller_budget(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step, calls = Learner.step, count(1)
-
-    def step_without_room(self: Learner, *arguments: Any) -> Any:
-        if next(calls) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
-        return step(self, *arguments)
-
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=2, checkpoint_every=1, local=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", step_without_room)
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
+        patch.setattr(Learner, "step", fails_after(1, error))
         assert main(["recipe=opd", *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "Tried to allocate 34.00 MiB" in last and "a smaller learner.token_budget" in last

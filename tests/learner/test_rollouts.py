@@ -271,7 +271,7 @@ def test_one_worker_trains_on_the_rows_of_whole_groups(
     metrics = loop.step()
     other = new_loop(World([]), objective)
     rows = policy_rows(groups, objective, TEACHER_WEIGHTS)
-    expected = advantage_metrics([advantage_stats(rows)])
+    expected = advantage_metrics([advantage_stats(rows)], objective)
     rows = with_other_rows(rows, objective, other.learner.logprobs)
     expected |= untimed(other.learner.step(Part(rows_D=rows, loss=other.loss)))
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
