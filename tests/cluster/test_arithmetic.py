@@ -26,6 +26,7 @@ from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
 
 PROBLEMS = Problems.split(held_out=500, seed=0)
+SOME = PROBLEMS.train[:200]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_files_hold_what_their_readers_want(
 ) -> None:
     prompts, book = tmp_path / "prompts.jsonl", tmp_path / "sft.jsonl"
     write_prompts(prompts, PROBLEMS.held_out)
-    write_sft(book, PROBLEMS.train)
+    write_sft(book, SOME)
     assert objects(prompts)[0].keys() == {"prompt", "answer"}
     limits = {"vocab_size": len(tokenizer), "context_length": 32}
     loaded = load_prompts(str(prompts), tokenizer, max_new_tokens=ANSWER_TOKENS, **limits)
@@ -101,13 +102,13 @@ def test_files_hold_what_their_readers_want(
 def test_the_careless_file_draws_every_edition_from_its_seed(tmp_path: Path) -> None:
     def book(seed: int) -> list[dict[str, str]]:
         path = tmp_path / "careless.jsonl"
-        write_careless_sft(path, PROBLEMS.train, forget_carry=0.6, editions=2, seed=seed)
+        write_careless_sft(path, SOME, forget_carry=0.6, editions=2, seed=seed)
         return objects(path)
 
     first, second = book(0)[0::2], book(0)[1::2]
     assert first != second
     assert [row["prompt"] for row in first] == [row["prompt"] for row in second]
-    assert [row["prompt"] for row in first] == [problem.prompt for problem in PROBLEMS.train]
+    assert [row["prompt"] for row in first] == [problem.prompt for problem in SOME]
     assert book(0) == book(0) != book(1)
 
 

@@ -445,7 +445,7 @@ def real_lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_an_accident_of_lines_leaves_a_truth_or_no_proof(
     tmp_path: Path, real_lines: list[bytes], data: st.DataObject

@@ -362,7 +362,7 @@ plants = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plant=plants)
 def test_a_run_gets_what_its_learner_needs_and_keeps_it(plant: Plant) -> None:
     scaler = Autoscaler(pools(maximum=20), **OF_A_RUN)
@@ -374,7 +374,7 @@ def test_a_run_gets_what_its_learner_needs_and_keeps_it(plant: Plant) -> None:
     assert max(turns(plant.history, name) for name in NAMES) <= 1
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plant=plants)
 def test_a_run_shrinks_when_its_load_drops(plant: Plant) -> None:
     scaler = Autoscaler(pools(maximum=20), **OF_A_RUN)
@@ -392,7 +392,7 @@ def test_a_run_shrinks_when_its_load_drops(plant: Plant) -> None:
     assert changes(settled) == 0
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(plant=plants)
 def test_workers_that_always_lack_credit_make_the_trials_rare_not_endless(plant: Plant) -> None:
     plant.starved_by_excess = False

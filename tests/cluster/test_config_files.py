@@ -299,7 +299,7 @@ _TREES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["teachers", "env", "steps", "prompts", "x"]), _TREES))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_odd_settings_are_refused_in_a_line(tmp_path: Path, tree: dict[str, Any]) -> None:
     config = written(tmp_path / "run.json", json.dumps(tree))
     with pytest.raises(ConfigError):

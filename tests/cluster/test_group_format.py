@@ -102,7 +102,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(made=st.lists(groups(), max_size=3))
 def test_every_group_comes_back_to_the_bit(made: list[TrajectoryGroup]) -> None:
     for each in made:
