@@ -112,6 +112,14 @@ def dataset(
     return pickle.loads(pickle.dumps(config(str(path), room)))
 
 
+@pytest.fixture(scope="module")
+def problems(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EnvDataset:
+    """With the default settings; to list the tools took a server of its own."""
+    return dataset(tokenizer, server, tmp_path_factory.mktemp("questions"))
+
+
 def play(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> list[Episode]:
     async def run() -> list[Episode]:
         builder = problems.builder(0, group_size)
@@ -123,11 +131,11 @@ def play(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> list[Ep
 
 
 def test_an_episode_calls_the_servers_tools(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
 ) -> None:
     says = [call("add", {"number": 40}), call("add", {"number": 2}), call("fail", {}), "42"]
     policy = Scripted(tokenizer, says)
-    [episode] = play(dataset(tokenizer, server, tmp_path), policy)
+    [episode] = play(problems, policy)
     assert "Adds to a sum that starts at 0." in policy.seen[0]
     assert "the sum is 40" in policy.seen[1] and "the sum is 42" in policy.seen[2]
     assert "no luck today" in policy.seen[3]
@@ -137,7 +145,7 @@ def test_an_episode_calls_the_servers_tools(
 
 
 def test_each_episode_has_a_server_of_its_own(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
 ) -> None:
     """Members of a group add to sums of their own."""
 
@@ -145,7 +153,7 @@ def test_each_episode_has_a_server_of_its_own(
         return "21" if "the sum is" in seen else call("add", {"number": 21})
 
     policy = Scripted(tokenizer, script)
-    episodes = play(dataset(tokenizer, server, tmp_path), policy, group_size=2)
+    episodes = play(problems, policy, group_size=2)
     assert len(episodes) == 2
     answered = [seen for seen in policy.seen if "the sum is" in seen]
     assert len(answered) == 2 and all("the sum is 21" in seen for seen in answered)
@@ -164,20 +172,18 @@ def test_a_hanging_call_is_told_and_its_server_ended(
 
 
 def test_a_dead_server_is_told_and_the_episode_goes_on(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, problems: EnvDataset
 ) -> None:
     policy = Scripted(tokenizer, [call("die", {}), call("add", {"number": 1}), "42"])
-    [episode] = play(dataset(tokenizer, server, tmp_path), policy)
+    [episode] = play(problems, policy)
     assert policy.seen[1].count("the server of this tool has ended") == 1
     assert policy.seen[2].count("the server of this tool has ended") == 2
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 2
 
 
 def test_a_cancelled_group_ends_its_servers(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
 ) -> None:
-    problems = dataset(tokenizer, server, tmp_path)
-
     class Waits(Scripted):
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             assert alive(server)
@@ -239,18 +245,19 @@ def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
 def test_the_server_sees_no_variable_that_is_not_named(
     tokenizer: PreTrainedTokenizerBase,
     server: Path,
+    problems: EnvDataset,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET", "swordfish")
     ask = [call("variable", {"name": "SECRET"}), "0"]
     policy = Scripted(tokenizer, ask)
-    play(dataset(tokenizer, server, tmp_path), policy)
-    assert "unset" in policy.seen[1] and "swordfish" not in policy.seen[1]
-    problems = dataset(tokenizer, server, tmp_path, mcp_environment="SECRET")
-    assert b"swordfish" not in pickle.dumps(problems)
-    policy = Scripted(tokenizer, ask)
     play(problems, policy)
+    assert "unset" in policy.seen[1] and "swordfish" not in policy.seen[1]
+    told = dataset(tokenizer, server, tmp_path, mcp_environment="SECRET")
+    assert b"swordfish" not in pickle.dumps(told)
+    policy = Scripted(tokenizer, ask)
+    play(told, policy)
     assert "swordfish" in policy.seen[1]
 
 

@@ -6,8 +6,6 @@ import importlib.metadata
 import os
 import re
 import resource
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,17 +171,15 @@ def test_a_toolkit_of_python_packages_serves_where_no_other_fits(
     assert cuda_home() is None, "SGLang finds that one by itself"
 
 
-def test_the_command_tells_of_this_machine_and_its_code_is_the_truth() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "doctor", "sglang=False"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = done.stdout.splitlines()
+def test_the_command_tells_of_this_machine_and_its_code_is_the_truth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = doctor.main(["sglang=False"])
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
     assert any(
         re.search(r"fine +isotherm +" + importlib.metadata.version("isotherm"), x) for x in lines
     )
     problems = sum(line.strip().startswith("PROBLEM") for line in lines)
-    assert done.returncode == (1 if problems else 0)
-    assert ("a run could not start here" in done.stderr) == bool(problems)
+    assert code == (1 if problems else 0)
+    assert ("a run could not start here" in said.err) == bool(problems)
