@@ -192,6 +192,7 @@ def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
         assert "there is no token" in join(head.address, **home)["error"]
 
 
+@pytest.mark.slow
 def test_other_versions_are_named(head: Head) -> None:
     """Last of this file's tests on the shared head: nobody gets in afterwards."""
     python(_PRETEND, head.address)

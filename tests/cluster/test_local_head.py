@@ -9,6 +9,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 HEAD = """
 import sys
@@ -31,6 +32,7 @@ def test_a_ray_that_does_not_start_ends_with_its_head_and_says_nothing() -> None
         assert process.stdout is not None and process.stdout.read() == b""
 
 
+@pytest.mark.slow
 def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
     with head(180, 2) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -44,6 +46,7 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
     assert not alive
 
 
+@pytest.mark.slow
 def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> None:
     program = [sys.executable, "-c", HEAD, "180", "60"]
     with subprocess.Popen(
