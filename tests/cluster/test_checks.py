@@ -73,19 +73,19 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
         "model.layers.0.mlp.experts.1.up_proj.weight"
     )
     save_file(tensors, file, metadata={"format": "pt"})
-    named = r"OlmoeForCausalLM would be saved with model\.\S*experts\.1\.up_proj"
+    named = "experts.1.up_proj"
     for lora in ({}, {"lora.rank": 2}):
-        with pytest.raises(ConfigError, match=named):
+        with refuses(ConfigError, None, names=named):
             check_rollout(opd(student=mixture, **lora))
-        with pytest.raises(ConfigError, match=named):
+        with refuses(ConfigError, None, names=named):
             check_sft(sft(model=mixture, **lora))
     pairs = make("dpo", model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=named):
+    with refuses(ConfigError, None, names=named):
         check_dpo(pairs)
 
 
 def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd) -> None:
-    with pytest.raises(ConfigError, match="router_aux_coef: Qwen3ForCausalLM is dense"):
+    with refuses(ConfigError, "learner.router_aux_coef"):
         check_rollout(opd(router_aux_coef=0.1))
 
 
@@ -96,9 +96,9 @@ def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: 
         num_attention_heads=2, num_key_value_heads=1, layer_types=["conv", "full_attention"],
     )  # fmt: skip
     Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
-    with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
+    with refuses(ConfigError, "learner.packing", names="conv"):
         check_sft(sft(model=str(tmp_path / "lfm2"), packing=True))
-    with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
+    with refuses(ConfigError, "learner.packing", names="conv"):
         check_rollout(opd(student=str(tmp_path / "lfm2"), packing=True))
     for config in (opd(packing=True), sft(packing=True)):
         assert config.learner_config("cpu").learner.packing
@@ -150,105 +150,74 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
 
 def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(ConfigError, match=r"eval.engines=1 have nothing .* give eval.source="):
+    with refuses(ConfigError, None, names="eval.engines=1"):
         check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_missing_checkpoints(opd: NewOpd, role: str, tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=f"cannot read a model config from '{nowhere}'"):
-        check_rollout(opd(**{role: nowhere}))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"empty has no config\.json"):
-        check_rollout(opd(**{role: str(tmp_path / "empty")}))
+    with refuses(CheckpointError, None, names="nowhere"):
+        check_rollout(opd(**{role: str(tmp_path / "nowhere")}))
 
 
-@pytest.mark.parametrize("role", ["student", "teacher"])
-def test_missing_and_corrupt_weights(opd: NewOpd, broken: Path, role: str) -> None:
+def test_corrupt_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
     weights = broken / "model.safetensors"
-    whole = weights.read_bytes()
-    for kept in (whole[:-1], whole[:50], b"", b"\xff" * 100):
-        weights.write_bytes(kept)
-        with pytest.raises(CheckpointError, match=rf"{weights} is corrupt or cut short"):
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for role in ("student", "teacher"):
+        with refuses(CheckpointError, None, names=str(weights)):
             check_rollout(opd(**{role: str(broken)}))
-    weights.unlink()
-    with pytest.raises(CheckpointError, match="broken holds no weights"):
-        check_rollout(opd(**{role: str(broken)}))
-
-
-def test_a_corrupt_config(opd: NewOpd, broken: Path) -> None:
-    (broken / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "wide"}')
-    with pytest.raises(CheckpointError, match=r"cannot read a model config .*hidden_size"):
-        check_rollout(opd(teacher=str(broken)))
-
-
-def test_a_missing_tokenizer(opd: NewOpd, tmp_path: Path) -> None:
-    bare = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1)
-    with pytest.raises(CheckpointError, match=f"cannot load a tokenizer from '{bare}'"):
-        check_rollout(opd(teacher=bare))
+    with refuses(CheckpointError, None, names=str(weights)):
+        check_sft(sft(model=str(broken)))
 
 
 def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
     save_tokenizer(broken, alphabet="0123456798")
-    with pytest.raises(ConfigError, match="id 11 is '8' to the student and '9' to the teacher"):
+    with refuses(ConfigError, "teacher", names="id 11"):
         check_rollout(opd(teacher=str(broken)))
 
 
 def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> None:
     small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=50)
     save_tokenizer(small)
-    with pytest.raises(
-        ConfigError, match=r"teacher=.* has a vocabulary of 50, smaller than .* 100;"
-    ):
+    with refuses(ConfigError, None, names=f"teacher={small}"):
         check_rollout(opd(teacher=small))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a"', "not valid JSON"),
-        ('"a"', "expected a JSON object"),
-        ({"text": "a"}, "exactly one of `prompt`"),
-        ({"prompt": ""}, "`prompt` must be a non-empty string"),
-        ({"messages": [{"content": "a"}]}, "must be an object with a `role`"),
-        ({"prompt": "x" * 121}, "has 121 tokens, and max_new_tokens=8 more exceed the model's"),
-    ],
-)
+@pytest.mark.parametrize("line", ['{"prompt": "a"', {"prompt": "x" * 121}], ids=["bad", "long"])
 @pytest.mark.parametrize("setting", ["prompts", "eval.source"])
-def test_bad_prompts_by_file_and_line(opd: NewOpd, prompts, setting: str, line, message) -> None:
+def test_bad_prompts_by_file_and_line(
+    opd: NewOpd, prompts, setting: str, line: str | dict[str, str]
+) -> None:
+    """tests/distill/test_prompts.py has all that a line may lack."""
     path = prompts({"prompt": "good"}, "", line)
-    with pytest.raises(DataError, match=f"{path}:3: .*{message}"):
+    with refuses(DataError, None, names=f"{path}:3: "):
         check_rollout(opd(**{setting: path}))
 
 
 def test_the_longest_of_training_and_evaluation_must_fit(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "x" * 100})
     assert prompts_of(check_rollout(opd(prompts=path)).train)[0].tokens_T.shape == (100,)
-    with pytest.raises(DataError, match=r":1: .* max_new_tokens=29 more"):
+    with refuses(DataError, None, names=f"{path}:1: "):
         check_rollout(opd(prompts=path, eval_max_new_tokens=29))
 
 
 def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> None:
     short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
     save_tokenizer(short)
-    with pytest.raises(DataError, match="exceed the model's context of 32"):
+    with refuses(DataError, None, names="32"):
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
 @pytest.mark.parametrize("setting", ["prompts", "eval.source"])
 def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> None:
-    with pytest.raises(DataError, match=r"prompts\.jsonl holds no rows"):
-        check_rollout(opd(**{setting: prompts("", "  ")}))
-    with pytest.raises(DataError, match=r"cannot read '/nowhere\.jsonl'"):
-        check_rollout(opd(**{setting: "/nowhere.jsonl"}))
+    for path in (prompts("", "  "), "/nowhere.jsonl"):
+        with refuses(DataError, None, names=path):
+            check_rollout(opd(**{setting: path}))
 
 
 def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "a", "answer": "b"}, {"prompt": "c"})
-    with pytest.raises(
-        ConfigError, match=rf"reward_coef=1.0 needs an `answer` .*{path}:2 has none"
-    ):
+    with refuses(ConfigError, None, names=f"{path}:2 "):
         check_rollout(opd(prompts=path, reward_coef=1.0))
     assert len(prompts_of(check_rollout(opd(prompts=path)).train)) == 2
 
@@ -256,14 +225,12 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
 def test_supervised_rows(sft: NewSft, prompts) -> None:
     assert len(check_sft(sft()).rows_D) == 6
     path = prompts({"prompt": "a", "completion": "b"}, {"prompt": "a"})
-    with pytest.raises(
-        DataError, match=f"{path}:2: `completion` is missing; the row has .*columns.completion="
-    ):
+    with refuses(DataError, "completion", names=f"{path}:2: "):
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
-    with pytest.raises(DataError, match=f"{path}:1: 129 tokens exceed the limit of 128"):
+    with refuses(DataError, None, names=f"{path}:1: 129 tokens"):
         check_sft(sft(data=path))
-    with pytest.raises(DataError, match="129 tokens exceed the limit of 16"):
+    with refuses(DataError, None, names="16"):
         check_sft(sft(data=path, max_length=16))
 
 
@@ -273,35 +240,20 @@ def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
         check_sft(sft(max_length=max_length))
 
 
-def test_a_supervised_checkpoint_is_looked_at(sft: NewSft, broken: Path) -> None:
-    (broken / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is corrupt or cut short"):
-        check_sft(sft(model=str(broken)))
-
-
 # Objectives that have no gradient, or not the one they name
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"teachers": {"a/b": 1.0}}, r"teachers\.a/b: a name has letters"),
-        ({"teachers": {"a": 0.0}}, r"teachers\.a\.weight=0\.0 must be above 0"),
-        ({"teachers": {"a": math.inf}}, r"teachers\.a\.weight=inf must be above 0"),
-    ],
-)
-def test_settings_beside_the_objective_are_refused(
-    opd: NewOpd, tiny_pair: TinyPair, settings: dict, message: str
+@pytest.mark.parametrize(("name", "weight"), [("a/b", 1.0), ("a", 0.0), ("a", math.inf)])
+def test_teachers_have_names_and_weights(
+    opd: NewOpd, tiny_pair: TinyPair, name: str, weight: float
 ) -> None:
-    if weights := settings.get("teachers"):
-        made = {n: {"model": tiny_pair.teacher, "weight": w} for n, w in weights.items()}
-        settings = {"teacher": None, "teachers": made}
-    with pytest.raises(ConfigError, match=message):
-        opd(**settings)
+    teachers = {name: {"model": tiny_pair.teacher, "weight": weight}}
+    with refuses(ConfigError, None, names=f"teachers.{name}"):
+        opd(teacher=None, teachers=teachers)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
-    with pytest.raises(ConfigError, match=r"is the student itself .* gradient are zero"):
+    with refuses(ConfigError, None, names=f"teacher={tiny_pair.student}"):
         check_rollout(opd(teacher=tiny_pair.student))
     assert len(check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train)
     hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
@@ -310,85 +262,72 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows", "message"),
+    ("settings", "rows", "names"),
     [
-        ({}, [{"prompt": "2+2="}], "teacher=policy is the student itself, at every step"),
-        (
-            {"teacher.feedback": "{answer}{prompt}"}, [{"prompt": "2+2="}],
-            ":1: teacher.feedback names {answer}, and the row has no `answer`",
-        ),
-        (
-            {"teacher.feedback": "{outcome}{prompt}"}, [{"prompt": "2+2="}],
-            "tells of the reward, and there is none without an `answer`: .*:1 has none",
-        ),
+        ({}, [{"prompt": "2+2="}], "teacher=policy"),
+        ({"teacher.feedback": "{answer}{prompt}"}, [{"prompt": "2+2="}], ":1: "),
+        ({"teacher.feedback": "{outcome}{prompt}"}, [{"prompt": "2+2="}], ":1 "),
         (
             {"teacher.feedback": "{feedback}{prompt}"},
             [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3="}],
-            "names {feedback}, and nothing is said of responses to .*2: words come from a reward",
+            "{feedback}",
         ),
-        (
-            {"hint_bonus_coef": 0.1}, [{"prompt": "2+2=", "teacher_prompt": "4"}],
-            "is for answers that are right, and .*:1 has no `answer`",
-        ),
+        ({"hint_bonus_coef": 0.1}, [{"prompt": "2+2=", "teacher_prompt": "4"}], ":1 "),
         (
             {"hint_bonus_coef": 0.1, "teacher.ema": 0.9, "reward_coef": 1.0},
-            [{"prompt": "2+2=", "answer": "4"}], "changes nothing: the teacher sees no hint",
+            [{"prompt": "2+2=", "answer": "4"}],
+            "hint_bonus_coef=0.1",
         ),
-        (
-            {"teacher.feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}],
-            ":1: the row says what the teacher sees, and so does teacher.feedback",
-        ),
-        (
-            {"teacher.feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}],
-            ":1: teacher.feedback makes 601 tokens .* exceed the teacher's context of",
-        ),
+        ({"teacher.feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}], ":1: "),
+        ({"teacher.feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}], ":1: "),
     ],
-)  # fmt: skip
+)
 def test_what_a_teacher_that_moves_is_told(
-    opd: NewOpd, prompts, settings: dict, rows: list[dict], message: str
+    opd: NewOpd, prompts, settings: dict, rows: list[dict], names: str
 ) -> None:
-    with pytest.raises(IsothermError, match=message):
+    with pytest.raises(IsothermError) as refused:
         check_rollout(opd(teacher="policy", prompts=prompts(*rows), **settings))
+    assert names in str(refused.value)
     told = opd(teacher="policy", teacher_feedback="{prompt}!", prompts=prompts({"prompt": "2+2="}))
     assert check_rollout(told).train.builder(0, 2).hinted
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("field", "settings"),
     [
-        ({"teacher.engines": 2}, "teacher.engines=2 changes nothing: .*use policy.engines"),
-        ({"teacher.server_flags": "--tp-size 2"}, "teacher.server_flags=--tp-size 2 changes"),
-        ({"kl_coef": 0.0}, "kl_coef=0 leaves the teacher out"),
-        (
-            {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"},
-            "estimator=top_k changes nothing with kl_coef=0",
-        ),
-        ({"teacher.lag": 4, "rollout_only": True}, "teacher.lag=4 .* with rollout_only=True"),
-        ({"teacher.ema": 0.9, "teacher.server_flags": "--pp-size 2"}, "cannot be pushed"),
-        (
-            {"correct_reward_threshold": 0.5},
-            "correct_reward_threshold=0.5 changes nothing without {outcome}",
-        ),
-        ({"teacher.feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
-        ({"teacher.feedback": "{answer}"}, "lacks {prompt}"),
-        ({"teacher.feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),
-        ({"teacher.feedback": "{prompt}{"}, "a brace is written {{ or }}"),
-        (
-            {"teacher": None, "teachers": {"a": {"model": "policy"}}},
-            r"teachers\.a\.model=policy: a teacher that moves is the only one",
-        ),
+        ("teacher.engines", {"teacher.engines": 2}),
+        ("teacher.server_flags", {"teacher.server_flags": "--tp-size 2"}),
+        ("objective.kl_coef", {"kl_coef": 0.0}),
+        ("objective.estimator", {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"}),
+        (None, {"teacher.lag": 4, "rollout_only": True}),
+        ("teacher.server_flags", {"teacher.ema": 0.9, "teacher.server_flags": "--pp-size 2"}),
+        ("objective.correct_reward_threshold", {"correct_reward_threshold": 0.5}),
+        ("teacher.feedback", {"teacher.feedback": "{prompt}{anwser}"}),
+        ("teacher.feedback", {"teacher.feedback": "{answer}"}),
+        ("teacher.feedback", {"teacher.feedback": "{prompt!r}"}),
+        ("teacher.feedback", {"teacher.feedback": "{prompt}{"}),
+        (None, {"teacher": None, "teachers": {"a": {"model": "policy"}}}),
     ],
 )
-def test_settings_of_a_teacher_that_moves(opd: NewOpd, settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_of_a_teacher_that_moves(
+    opd: NewOpd, field: str | None, settings: dict[str, Any]
+) -> None:
+    with refuses(ConfigError, field):
         opd(**{"teacher": "policy"} | settings)
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/chat/completions", "/api/v1", "/my/completions"])
-@pytest.mark.parametrize("estimator", ["auto", "sampled", "top_k"])
+@pytest.mark.parametrize(
+    ("path", "estimator"),
+    [
+        ("/v1", "auto"),
+        ("/v1/chat/completions", "sampled"),
+        ("/api/v1", "top_k"),
+        ("/my/completions", "auto"),
+    ],
+)
 def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
     config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, sft_steps=2)
-    with pytest.raises(ConfigError, match=r"answers in text.*teacher.samples_from=.*recipe=sft"):
+    with refuses(ConfigError, "teacher"):
         check_rollout(with_estimator(config)[0])
 
 
@@ -406,9 +345,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         server.failures = [Says("", "length")]
         assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
         server.failures = [404]
-        with pytest.raises(
-            ConfigError, match=r"HTTP 404.*put it right, or leave teacher.samples_from"
-        ):
+        with refuses(ConfigError, None, names="HTTP 404"):
             check_rollout(opd(**endpoint))
         asked = len(server.chats)
         chat = {"messages": [{"role": "user", "content": "2"}]}
@@ -416,7 +353,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         save_tokenizer(wide)
         games = {"env": TicTacToeGames(), "prompts": None, "student": wide, "teacher": wide}
         games |= {"reward_coef": 1.0}  # or it would be refused for teaching nothing
-        with pytest.raises(ConfigError, match="an episode of env=TicTacToeGames is more"):
+        with refuses(ConfigError, None, names="env=TicTacToeGames"):
             check_rollout(opd(**endpoint | games))
         shows_tools = tmp_path / "tools.jinja"
         shows_tools.write_text("{{ tools if tools else '' }}{{ messages[0].content }}")
@@ -424,10 +361,10 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
             "chat_template": str(shows_tools),
             "prompts": prompts(chat | {"tools": [{"name": "f"}]}),
         }
-        with pytest.raises(ConfigError, match=":1 has `tools`"):
+        with refuses(ConfigError, None, names=":1 has `tools`"):
             check_rollout(opd(**endpoint, **with_tools))
         texts = endpoint | {"teacher.samples_from": f"{MODEL}@{server.url}/completions"}
-        with pytest.raises(ConfigError, match=r":1 is a chat; give .* without /completions"):
+        with refuses(ConfigError, None, names=":1 is a chat"):
             check_rollout(opd(**texts, prompts=prompts(chat)))
         assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
 
@@ -474,7 +411,7 @@ def test_a_head_is_for_whole_distributions_of_a_served_teacher(
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
     assert len(check_rollout(opd(estimator="top_k", teacher_top_k=159)).train)
-    with pytest.raises(ConfigError, match="teacher_top_k=160 must be below the vocabulary of 160"):
+    with refuses(ConfigError, None, names="teacher_top_k=160"):
         check_rollout(opd(estimator="top_k", teacher_top_k=160))
 
 
@@ -487,18 +424,18 @@ def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
 
     good = {"prompt": "a", "teacher": "math"}, {"prompt": "b", "teacher": "code"}
     assert [p.teacher for p in prompts_of(check_rollout(two(*good)).train)] == ["math", "code"]
-    with pytest.raises(DataError, match=r":2: .*`teacher` is missing"):
+    with refuses(DataError, "teacher", names=":2: "):
         check_rollout(two(good[0], {"prompt": "b"}))
-    with pytest.raises(DataError, match=r":2: .*'cod', no teacher's name; did you mean 'code'"):
+    with refuses(DataError, "teacher", names="'code'"):
         check_rollout(two(good[0], {"prompt": "b", "teacher": "cod"}))
-    with pytest.raises(ConfigError, match=r"teachers\.code=.* scores nothing"):
+    with refuses(ConfigError, None, names="teachers.code="):
         check_rollout(two(good[0]))
 
 
 def test_a_reference_is_looked_at(opd: NewOpd, tmp_path: Path) -> None:
     small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=110)
     save_tokenizer(small)
-    with pytest.raises(ConfigError, match=r"reference=.* vocabulary of 110, smaller than the stu"):
+    with refuses(ConfigError, None, names=f"reference={small}"):
         check_rollout(opd(reference=small, reference_kl_coef=0.1))
 
 
@@ -522,7 +459,7 @@ def test_bonuses_are_rewards(opd: NewOpd, prompts) -> None:
 def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
     assert len(check_rollout(opd(sft_data=sft().data.source)).sft_rows_D) == 6
     assert check_rollout(opd()).sft_rows_D == []
-    with pytest.raises(DataError, match=r"cannot read '/nowhere\.jsonl'"):
+    with refuses(DataError, None, names="/nowhere.jsonl"):
         check_rollout(opd(sft_data="/nowhere.jsonl"))
 
 
@@ -540,12 +477,6 @@ def test_preference_pairs_are_rows_in_twos(dpo: Callable[..., DpoConfig]) -> Non
     assert chosen.tokens_T[:-2].tolist() == rejected.tokens_T[:-2].tolist()
     assert chosen.tokens_T[-2] != rejected.tokens_T[-2]
     assert chosen.num_trained == rejected.num_trained == 2  # the digit and EOS
-
-
-def test_pairs_without_a_preference(dpo: Callable[..., DpoConfig]) -> None:
-    good = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    with pytest.raises(DataError, match=r"prompts\.jsonl:2: .*no preference"):
-        check_dpo(dpo(good, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}))
 
 
 # Held-out rows
@@ -575,7 +506,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
 
 def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
     same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
-    with pytest.raises(ConfigError, match=r"eval.size=0.5 of the 4 rows of .*prompts.jsonl"):
+    with refuses(ConfigError, None, names="eval.size=0.5"):
         check_sft(sft(data=same, eval_size=0.5))
 
 
@@ -584,10 +515,10 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     inputs = check_sft(sft(eval_source=apart))
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
     assert inputs.digests.keys() == {"data.source", "eval.source"}
-    with pytest.raises(ConfigError, match=r"is in data= as well"):
+    with refuses(ConfigError, None, names="eval.source="):
         check_sft(sft(eval_source=sft().data.source))
     long = prompts({"prompt": "a", "completion": "b" * 127})
-    with pytest.raises(DataError, match=f"{long}:1: 129 tokens exceed the limit of 128"):
+    with refuses(DataError, None, names=f"{long}:1: 129 tokens"):
         check_sft(sft(eval_source=long))
 
 
@@ -596,13 +527,13 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
 
 def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> None:
     graded = {"reward_coef": 1.0, "group_size": 2}
-    with pytest.raises(CheckpointError, match="is no reward model but a Qwen3ForCausalLM"):
+    with refuses(CheckpointError, None, names="Qwen3ForCausalLM"):
         check_rollout(opd(reward=f"model:{tiny_pair.student}", **graded))
-    with pytest.raises(CheckpointError, match="/nowhere"):
+    with refuses(CheckpointError, None, names="/nowhere"):
         check_rollout(opd(reward="model:/nowhere", **graded))
-    with pytest.raises(ConfigError, match="reward=model: names no checkpoint"):
+    with refuses(ConfigError, "reward"):
         opd(reward="model:")
-    with pytest.raises(ConfigError, match=r"reward=model:DIR with env=Reading: a reward model"):
+    with refuses(ConfigError, None, names="env=Reading"):
         opd(reward="model:DIR", env=Reading())
 
 
@@ -617,7 +548,7 @@ def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -
         assert row.num_trained == expected.num_trained + 1
     full = dpo({"prompt": "a", "chosen": "b" * 126, "rejected": "c"})
     assert len(check_dpo(full).rows_D) == 2
-    with pytest.raises(DataError, match="128 tokens exceed the limit of 127"):
+    with refuses(DataError, None, names="128 tokens"):
         check_reward_model(make("reward_model", **given))
 
 
@@ -632,16 +563,16 @@ def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path,
 
 
 def test_a_mixture_becomes_no_reward_model(mixture: str) -> None:
-    with pytest.raises(CheckpointError, match="transformers has no olmoe with a score"):
+    with refuses(CheckpointError, None, names="olmoe"):
         check_reward_model(make("reward_model", model=mixture, data="d", out="o"))
 
 
 def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:
     short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
     save_tokenizer(short)
-    with pytest.raises(ConfigError, match=r"reference=.* has a context of 32, shorter than"):
+    with refuses(ConfigError, None, names=f"reference={short}"):
         check_dpo(dpo(reference=short))
-    with pytest.raises(CheckpointError, match="cannot read a model config"):
+    with refuses(CheckpointError, None, names="/nowhere/at/all"):
         check_dpo(dpo(reference="/nowhere/at/all"))
 
 
@@ -694,24 +625,24 @@ def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
     held_out = check_rollout(opd(eval_source=both, eval_size=8)).held_out
     assert isinstance(held_out, Mixture)
     assert [(part.name, part.size) for part in held_out.parts] == [("c", 6), ("d", 2)]
-    with pytest.raises(ConfigError, match=r"eval.source=.*: weights change nothing"):
+    with refuses(ConfigError, None, names="eval.source="):
         opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
 def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> None:
     both = f"{sums('a', 4)},{sums('b', 3, answer=None)}"
-    with pytest.raises(ConfigError, match=r"an `answer` with every prompt; .*b\.jsonl:1 has none"):
+    with refuses(ConfigError, None, names="b.jsonl:1 "):
         check_rollout(opd(prompts=both, reward_coef=1.0, reward="contains"))
 
 
 def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> None:
     for check, config in ((check_rollout, opd), (check_sft, sft)):
-        with refuses(ConfigError, "columns.promt", match="did you mean 'prompt'"):
+        with refuses(ConfigError, "columns.promt"):
             check(config(columns={"promt": "question"}))
 
 
 def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
-    with pytest.raises(ConfigError, match=r"columns=.* changes nothing: env=TicTacToeGames"):
+    with refuses(ConfigError, "data.columns"):
         opd(env=TicTacToeGames(), prompts=None, columns={"answer": "a"})
 
 
@@ -741,5 +672,5 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
 @pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
 @pytest.mark.parametrize("name", ["prompts", "eval.source", "sft.data"])
 def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}[=:]"):
+    with refuses(ConfigError, name):
         opd(**{name: value})

@@ -90,38 +90,45 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     assert of_the_whole_model.learner.lr == changes.get("lr", 1e-5)
 
 
-@pytest.mark.parametrize("name", ["lr", "temperature"])
-@pytest.mark.parametrize("value", [0.0, -0.5, math.nan, math.inf])
-def test_a_rate_is_a_number_above_zero(opd: NewOpd, name: str, value: float) -> None:
-    with refuses(ConfigError, path_of(OpdConfig, name)):
-        opd(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["policy.engines", "teacher.engines", "rollout.workers"])
-def test_a_pool_is_not_empty(opd: NewOpd, name: str) -> None:
-    with refuses(ConfigError, name):
-        opd(**{name: 0})
-
-
-@pytest.mark.parametrize("on_stale", ["train_late", "restart"])
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("field", "settings"),
     [
+        *(("learner.lr", {"lr": value}) for value in (0.0, math.nan, math.inf)),
+        *(("sampling.temperature", {"temperature": value}) for value in (0.0, math.nan)),
+        *((name, {name: 0}) for name in ("policy.engines", "teacher.engines", "rollout.workers")),
+        ("queue.on_stale", {"on_stale": "train_late", "max_staleness": 0}),
+        ("queue.on_stale", {"on_stale": "restart", "prompts_per_step": 4, "groups_in_flight": 4}),
+        ("eval.every", {"eval.size": 0, "eval.every": 3}),
+        ("eval.source", {"eval.size": 0, "eval.source": "p"}),
+        ("teacher.sample_share", {"sample_share": 0.5, "sft_steps": 3}),
+        ("teacher.sample_share", {"sample_share": 0.5, "teacher": "policy"}),
+        ("teacher.samples_from", {"sft_steps": 1, "samples_from": "http://h:1/v1"}),
+        ("teacher.samples_from", {"sft_steps": 1, "samples_from": " @http://h:1/v1"}),
+        ("teacher.samples_from", WRITTEN),
         (
-            {"max_staleness": 0},
-            "changes nothing with queue.max_staleness=0: the next step takes all",
+            "teacher.samples_from",
+            {"sft_steps": 1, "samples_from": "m@http://me:secret@h:1/v1"},
         ),
         (
-            {"prompts_per_step": 4, "groups_in_flight": 4},
-            "changes nothing with queue.groups_in_flight=4: the next step takes all",
+            "teacher.samples_from",
+            WRITTEN | {"sft_steps": 1, "teacher": None, "teachers": {"a": {"model": "t"}}},
+        ),
+        (
+            "teachers.a.samples_from",
+            {
+                "sft_steps": 1, "teacher": None,
+                "teachers": {"a": {"model": "t", "samples_from": "http://h:1/v1"}},
+            },
         ),
     ],
-)
-def test_none_can_be_overdue_where_a_step_waits_for_all(
-    opd: NewOpd, on_stale: str, changes: dict, complaint: str
+    ids=str,
+)  # fmt: skip
+def test_settings_of_a_distillation_are_refused(
+    opd: NewOpd, field: str, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"queue.on_stale={on_stale} {complaint}"):
-        opd(on_stale=on_stale, **changes)
+    """What the declarations of single settings do not tell (tests/cluster/test_rules.py)."""
+    with refuses(ConfigError, field):
+        opd(**{"steps": 3} | settings)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +153,6 @@ def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored
     assert sum(i in groups for i in range(first, first + config.data.batch_size)) == scored
 
 
-@pytest.mark.parametrize("changes", [{"eval.every": 3}, {"eval.source": "p"}])
-def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
-    [[name, value]] = changes.items()
-    with pytest.raises(ConfigError, match=f"{name}={value} changes nothing with eval.size=0"):
-        opd(eval_size=0, **changes)
-
-
 def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) -> None:
     assert sft().steps == 100 and sft(steps=7).trained_on(1000).steps == 7
     for epochs, batch_size, steps in (
@@ -164,7 +164,7 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
     ):
         config = sft(epochs=epochs, batch_size=batch_size).trained_on(30)
         assert (config.steps, config.epochs) == (steps, None)
-    with pytest.raises(ConfigError, match="steps=3 and epochs=2 both say how long"):
+    with refuses(ConfigError, None, names="epochs=2"):
         sft(steps=3, epochs=2)
     late = sft(epochs=2, batch_size=10, trace_step=7)
     with refuses(ConfigError, "learner.trace_step"):
@@ -172,26 +172,26 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("field", "settings"),
     [
-        ({"eval.source": "v", "eval.size": 0.1}, "leave one of them out"),
-        ({"eval.size": 2.5}, "eval.size=2.5 must be a whole number"),
-        ({"eval.size": math.nan}, "eval.size=nan must be a whole number"),
-        ({"eval.source": "v:2,w"}, "eval.source=v:2,w: weights change nothing"),
-        ({"eval.every": 5}, "eval.every=5 changes nothing without held-out rows"),
+        ("eval.size", {"eval.source": "v", "eval.size": 0.1}),
+        ("eval.size", {"eval.size": 2.5}),
+        ("eval.size", {"eval.size": math.nan}),
+        (None, {"eval.source": "v:2,w"}),
+        ("eval.every", {"eval.every": 5}),
     ],
+    ids=str,
 )
 def test_held_out_rows_are_named_once(
-    sft: Callable[..., SftConfig], changes: dict, message: str
+    sft: Callable[..., SftConfig], field: str | None, settings: dict
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        sft(**changes)
+    with refuses(ConfigError, field):
+        sft(**settings)
 
 
 @pytest.mark.parametrize("lora", [{"lora.rank": 4}, {"lora.adapter": "a"}])
 def test_a_reward_model_is_no_adapter(lora: dict) -> None:
-    [[name, value]] = lora.items()
-    with pytest.raises(ConfigError, match=f"{name}={value}: recipe=reward_model trains the whole"):
+    with refuses(ConfigError, None, names=next(iter(lora))):
         make("reward_model", model="m", data="d", out="o", **lora)
 
 
@@ -227,7 +227,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
 
 
 def test_a_calibration_has_no_teacher_that_moves() -> None:
-    with pytest.raises(ConfigError, match="nothing is trained here"):
+    with refuses(ConfigError, None, names="teacher=policy"):
         parse(CalibrateConfig, ["student=a", "teacher=policy", "temperature=0.7"])
 
 
@@ -268,37 +268,6 @@ def test_temperature_has_one_home() -> None:
     assert homes == {"OpdConfig": "sampling.temperature", "RlConfig": "sampling.temperature"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sample_share": 0.5, "sft_steps": 3}, "sample_share=0.5 changes nothing with"),
-        ({"sample_share": 0.5, "teacher": "policy"}, "sample_share=0.5 with teacher=policy"),
-        ({"sft_steps": 1, "samples_from": "http://h:1/v1"}, "must be NAME@http://host/v1"),
-        ({"sft_steps": 1, "samples_from": " @http://h:1/v1"}, "must be NAME@http://host/v1"),
-        (WRITTEN, "samples_from=m@http://h:1/v1 changes nothing: no group is the teacher's"),
-        (
-            {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://me:secret@h:1/v1"},
-            "teacher.samples_from holds a user, a password or a query",
-        ),
-        (
-            WRITTEN
-            | {"teacher.sft_steps": 1, "teacher": None, "teachers": {"a": {"model": "t"}}},
-            r"beside teachers\.NAME: .*give teachers\.a\.samples_from, say",
-        ),
-        (
-            {
-                "teacher.sft_steps": 1, "teacher": None,
-                "teachers": {"a": {"model": "t", "samples_from": "http://h:1/v1"}},
-            },
-            r"teachers\.a\.samples_from must be NAME@",
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_teacher_samples_in_range(opd: NewOpd, settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        opd(**{"steps": 3} | settings)
-
-
 def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
     chosen = opd(steps=3, sft_steps=2, prompts_per_step=4).teacher_sampled(vocab_size=9)
     assert [i in chosen for i in range(12)] == [True] * 8 + [False] * 4
@@ -306,27 +275,22 @@ def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("field", "settings"),
     [
-        (
-            {"baseline": "global", "constant_groups": "drop"},
-            "constant_groups=drop with objective.baseline=",
-        ),
-        (
-            {"baseline": "global", "constant_groups": "replace"},
-            "=replace with objective.baseline=global",
-        ),
-        ({"baseline": "global", "prompts_per_step": 1, "group_size": 1}, "of a step of one sample"),
-        ({"group_size": 1}, "use at least 2, or baseline=global"),
+        ("constant_groups", {"baseline": "global", "constant_groups": "drop"}),
+        ("constant_groups", {"baseline": "global", "constant_groups": "replace"}),
+        ("baseline", {"baseline": "global", "prompts_per_step": 1, "group_size": 1}),
+        ("group_size", {"group_size": 1}),
     ],
+    ids=str,
 )
 def test_rewards_compared_over_the_step_and_cut_by_length(
-    settings: dict[str, Any], message: str
+    field: str, settings: dict[str, Any]
 ) -> None:
     given: dict[str, Any] = {
         "student": "a", "prompts": "p", "out": "o", "temperature": 1.0, "reward": "contains",
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with refuses(ConfigError, path_of(RlConfig, field)):
         make("rl", **given | settings)
     make("rl", **given, baseline="global", group_size=1, overlong_buffer=8)
 
@@ -415,60 +379,49 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("written", "field", "names"),
     [
-        (["--steps", "5"], "'--steps' is not key=value; write steps=5"),
-        (["--steps=5"], "'--steps=5' is not key=value; write steps=5"),
-        (["steps", "5"], "'steps' is not key=value; write steps=5"),
-        (["steps", "=5"], "'steps' is not key=value; write steps=5"),
-        (["steps", "lr=1"], "'steps' is not key=value; write steps=VALUE"),
-        (["-h"], "-h is not key=value; --help lists settings"),
-        (["run.yaml"], "'run.yaml' is not key=value; write config=run.yaml"),
-        (["runs/a/config.json"], "write config=runs/a/config.json"),
-        (["config=/"], "config=/ is a directory without a config.json"),
-        (["temperature=", "0.7"], "temperature= has no value; write temperature=0.7, without a sp"),
-        (["temperature="], "temperature= is not a number"),
-        (["lr=abc"], "lr=abc is not a number"),
-        (["lora.rank=1.5"], "lora.rank=1.5 is not a whole number"),
-        (["steps=1e-3"], "steps=1e-3 is not a whole number"),
-        (["dry_run=maybe"], "dry_run=maybe is not True or False"),
-        (
-            ["wandb=onlin"],
-            "wandb=onlin is unknown; did you mean 'online'? Known: off, offline",
-        ),
-        (["lr.x=3"], "lr.x=3: lr has no settings of its own"),
-        (["learning_rate=1"], "learning_rate=1: no such setting; did you mean 'lr'"),
-        (["grad_norm=1"], "grad_norm=1: no such setting; did you mean 'max_grad_norm'"),
-        (["max_steps=1"], "max_steps=1: no such setting; did you mean 'steps'"),
-        (["eval_steps=1"], "eval_steps=1: no such setting; did you mean 'eval.every'"),
-        (["train_batch_size=8"], "no such setting; did you mean 'prompts_per_step'"),
-        (
-            ["env=ToolUze"],
-            "env=ToolUze is unknown, and not package.module:Class; did you mean",
-        ),
-        (["env=json:loads"], "env=json:loads is no EnvConfig"),
-        (["env=json:dupms"], "env='json:dupms' cannot be imported: AttributeError"),
-        (["env=no.where.Env"], "env='no.where:Env' cannot be imported: ModuleNotFoundError"),
-        ([f"env={__name__}:Undecorated"], "lacks its decorator; write @chz.chz above class Undeco"),
-        (["env.fromat=a"], "env.fromat=a: no such setting; did you mean 'env.format'"),
-        (["env=ToolUse", "env.max_turn=3"], "env.max_turn=3: no such setting; did you mean 'env.m"),
-        (
-            ["teachers.a.modle=m"],
-            "no such setting of teachers.a; did you mean 'model'? Known",
-        ),
-        (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
-        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: head, mode"),
-        (["checkpoint.evry=3"], "checkpoint.evry=3: no such setting; did you mean 'checkpoint.ev"),
-        (["checkpoint_evry=3"], "checkpoint_evry=3: no such setting; did you mean 'checkpoint_ev"),
-        (["keep_lst=3"], "keep_lst=3: no such setting; did you mean 'keep_last'"),
-        (["checkpoint=3"], "checkpoint=3: no such setting; did you mean 'checkpoint.every'"),
-        (["...lr=abc"], "...lr=abc: no such setting; --help all lists them"),
+        (["--steps", "5"], None, "steps=5"),
+        (["--steps=5"], None, "steps=5"),
+        (["steps", "=5"], None, "steps=5"),
+        (["steps", "lr=1"], None, "steps=VALUE"),
+        (["-h"], None, "--help"),
+        (["run.yaml"], None, "config=run.yaml"),
+        (["runs/a/config.json"], None, "config=runs/a/config.json"),
+        (["config=/"], None, "config.json"),
+        (["temperature=", "0.7"], None, "temperature=0.7"),
+        (["temperature="], "sampling.temperature", ""),
+        (["lora.rank=1.5"], "lora.rank", ""),
+        (["steps=1e-3"], "steps", ""),
+        (["dry_run=maybe"], "dry_run", "rehearse"),
+        (["wandb=onlin"], "tracking.wandb", "'online'"),
+        (["lr.x=3"], "learner.lr.x", ""),
+        (["learning_rate=1"], "learning_rate", "'lr'"),
+        (["grad_norm=1"], "grad_norm", "'max_grad_norm'"),
+        (["max_steps=1"], "max_steps", "'steps'"),
+        (["eval_steps=1"], "eval_steps", "'eval.every'"),
+        (["train_batch_size=8"], "train_batch_size", "'prompts_per_step'"),
+        (["env=ToolUze"], None, "'ToolUse'"),
+        (["env=json:loads"], None, "docs/environments.md"),
+        (["env=json:dupms"], "env", "AttributeError"),
+        (["env=no.where.Env"], "env", "ModuleNotFoundError"),
+        ([f"env={__name__}:Undecorated"], None, "@chz.chz"),
+        (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
+        (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
+        (["teachers.a.weight=all"], "teachers.a.weight", ""),
+        (["teachers.a=m"], "teachers.a", "head, model"),
+        (["checkpoint.evry=3"], "checkpoint.evry", "'checkpoint.every'"),
+        (["keep_lst=3"], "keep_lst", "'keep_last'"),
+        (["checkpoint=3"], "checkpoint", "'checkpoint.every'"),
+        (["...lr=abc"], "...lr", "--help"),
     ],
 )
-def test_a_slip_is_refused_in_one_line(opd: NewOpd, written: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_slip_is_refused_in_one_line(
+    opd: NewOpd, written: list[str], field: str | None, names: str
+) -> None:
+    with refuses(ConfigError, field, names=names) as refused:
         parse(OpdConfig, [*arguments(opd())[1:], *written])
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 class Undecorated(SingleTurn):
@@ -601,7 +554,7 @@ def test_a_setting_is_given_once(opd: NewOpd) -> None:
 
 
 def test_an_ambiguous_name_is_refused(opd: NewOpd) -> None:
-    with refuses(ConfigError, "every", match="checkpoint.every or eval.every or verify.every"):
+    with refuses(ConfigError, "every", names="checkpoint.every or eval.every or verify.every"):
         opd(every=3)
 
 
@@ -751,34 +704,38 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("field", "names", "settings"),
     [
-        ({"prompts": "p"}, "prompts=p changes nothing: env=TicTacToeGames reads no file"),
-        ({"eval.source": "p"}, "eval.source=p changes nothing"),
-        ({"reward": "contains"}, "reward=contains changes nothing: env=TicTacToeGames has rewards"),
-        ({"group_size": 3}, "group_size=3 must be even"),
+        (None, "prompts=p", {"prompts": "p"}),
+        (None, "eval.source=p", {"eval.source": "p"}),
+        (None, "reward=contains", {"reward": "contains"}),
+        ("sampling.group_size", "", {"group_size": 3}),
         (
+            "env.opponent",
+            "reference=DIR",
             {"env": TicTacToeGames(opponent="reference", opponent_temperature=0.0)},
-            "needs a reference model",
         ),
-        ({"reference": "r"}, "reference=r changes nothing"),
-        ({"env": ToolUse()}, "env=ToolUse reads a file of prompts; give prompts=FILE"),
+        ("model.reference", "", {"reference": "r"}),
+        (None, "env=ToolUse", {"env": ToolUse()}),
     ],
+    ids=str,
 )
-def test_settings_that_the_environment_does_not_look_at(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_the_environment_does_not_look_at(
+    field: str | None, names: str, settings: dict
+) -> None:
+    with refuses(ConfigError, field, names=names):
         make("selfplay", **{"student": "s", "out": "o", "temperature": 0.7} | settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("field", "names", "settings"),
     [
-        ({"learner_workers": 9}, "some workers would have nothing to do; use at most 8 workers"),
-        ({"lora.rank": 4, "lora.targets": "q_proj,"}, "lora.targets='q_proj,' holds an empty name"),
+        (None, "at most 8", {"learner_workers": 9}),
+        ("lora.targets", "", {"lora.rank": 4, "lora.targets": "q_proj,"}),
     ],
 )
-def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_learner_that_cannot_be_is_refused(field: str | None, names: str, settings: dict) -> None:
+    with refuses(ConfigError, field, names=names):
         make(
             "opd",
             student="s", teacher="t", prompts="p", out="o", temperature=0.7, prompts_per_step=4,
@@ -788,7 +745,7 @@ def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> No
 
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+    with refuses(ConfigError, None, names="pip install liger-kernel"):
         make("sft", model="m", data="d", out="o", liger=True)
 
 

@@ -72,7 +72,7 @@ def test_a_name_means_a_path(name: str, paths: list[str]) -> None:
 
 
 def test_an_ambiguous_name_lists_what_it_may_be() -> None:
-    with refuses(ConfigError, "every", match="inks.every or paper.every"):
+    with refuses(ConfigError, "every", names="inks.every or paper.every"):
         path_of(Press, "every")
 
 
