@@ -259,7 +259,7 @@ def test_repetition_is_that_of_a_set_of_runs() -> None:
     assert repeated_share([np.array(loop)]) > 0.9 and repeated_share([np.array(prose)]) == 0
 
 
-@pytest.mark.parametrize("estimator", ["sampled", "full"])
+@pytest.mark.parametrize("estimator", ["sampled", pytest.param("full", marks=pytest.mark.slow)])
 def test_good_real_runs_raise_no_alarm(
     tiny_pair: TinyPair, tmp_path: Path, estimator: Literal["sampled", "full"]
 ) -> None:
