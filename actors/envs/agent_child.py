@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ def main(function: str) -> None:
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(asked["environment"])
+        tempfile.tempdir = None  # else temporary files go to the folder of an episode before
         try:
             result = _called(function, asked["problem"])
             json.dumps(result)

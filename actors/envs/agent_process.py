@@ -5,7 +5,8 @@ children.
     module:function    called in a process that is kept for later episodes (`agent_child`)
 
 A guard (`distill.sandbox.guard`) ends a command's process with all that it has started when it has
-answered, is late, or this process dies; and so with a kept process, but for its answers.
+answered, is late, or this process dies; and so with a kept process, but for its answers. Then it
+removes their scratch folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile, mkdtemp
 from typing import IO, Any, TypeVar
 
 from distill.errors import ConfigError
@@ -32,6 +33,8 @@ from distill.sandbox.bounded_calls import child_command
 from distill.sandbox.guard import guarded, lifeline
 
 _LARGEST_OUTPUT = 4 << 20
+# Begins the names of scratch folders.
+_SCRATCH = "isotherm-agent-"
 _SHOWN = 300
 # Seconds between two looks at what an agent prints.
 _LOOK_S = 1.0
@@ -87,9 +90,9 @@ class AgentProgram:
         path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
         return {**os.environ, "PATH": path}
 
-    def guarded(self, command: Sequence[str]) -> list[str]:
-        """The command with the limit on memory, under a guard."""
-        return guarded([*_LIMITED, str(self.memory_mb << 10), *command])
+    def guarded(self, command: Sequence[str], scratch: str) -> list[str]:
+        """The command with the limit on memory, under a guard, which removes `scratch`."""
+        return guarded([*_LIMITED, str(self.memory_mb << 10), *command], scratch=scratch)
 
     def check(self) -> None:
         """Check that the program can be found.
@@ -123,23 +126,24 @@ class AgentProgram:
         Raises:
             AgentFailed: the agent crashed, was late, or gave no result.
         """
-        with TemporaryDirectory(prefix="isotherm-agent-", ignore_cleanup_errors=True) as scratch:
-            variables = {**given, "TMPDIR": scratch}
-            if self.kept_command() is not None:
-                return await self._called(problem, variables)
-            return await self._started(problem, variables)
+        if self.kept_command() is not None:
+            return await self._called(problem, given)
+        with TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
+            return await self._started(problem, given, scratch)
 
-    async def _started(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
+    async def _started(
+        self, problem: Mapping[str, Any], variables: Mapping[str, str], scratch: str
+    ) -> object:
         # Files, not pipes: what the agent starts may hold a pipe open.
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
             given.write(_written(problem) + b"\n")
             given.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *self.guarded(shlex.split(self.command)),
+                *self.guarded(shlex.split(self.command), scratch),
                 stdin=given,
                 stdout=printed,
                 stderr=complaints,
-                env=_environment(self, variables),
+                env=_environment(self, variables, scratch),
                 cwd=self.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),
@@ -162,8 +166,12 @@ class AgentProgram:
                 raise AgentFailed(_told("printed no JSON as its last line", line)) from None
 
     async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
-        with _kept(self) as child:
-            asked = _written({"problem": problem, "environment": dict(variables)})
+        with (
+            _kept(self) as child,
+            TemporaryDirectory(dir=child.scratch, ignore_cleanup_errors=True) as scratch,
+        ):
+            environment = {**variables, "TMPDIR": scratch}
+            asked = _written({"problem": problem, "environment": environment})
             answer = await child.call(asked, self.time_s)
         told = json.loads(answer)
         if "error" in told:
@@ -177,13 +185,16 @@ def _found(program: str, path: str, directory: str) -> bool:
     return any(os.access(Path(folder, program), os.X_OK) for folder in path.split(os.pathsep))
 
 
-def _environment(program: AgentProgram, variables: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    program: AgentProgram, variables: Mapping[str, str], scratch: str
+) -> dict[str, str]:
     direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         **program.environment(),
         "NO_PROXY": direct,
         "no_proxy": direct,
         "PWD": program.working_directory,
+        "TMPDIR": scratch,
         **variables,
     }
 
@@ -231,21 +242,27 @@ def _told(what: str, words: str) -> str:
 
 
 class _KeptProcess:
-    """A process that calls the agent's function, for one episode at a time."""
+    """A process that calls the agent's function, for one episode at a time.
+
+    Attributes:
+        scratch: folder for temporary files, which ends with the process.
+    """
 
     def __init__(self, program: AgentProgram) -> None:
         command = program.kept_command()
         assert command is not None
+        # Not a TemporaryDirectory, which a forked process would remove too; the guard does.
+        self.scratch = mkdtemp(prefix=_SCRATCH)
         self._calls, calls = socket.socketpair()
         # Appended to, because it is emptied for each episode; `end` closes it.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
         with calls:
             self.process = subprocess.Popen(
-                program.guarded(command),
+                program.guarded(command, self.scratch),
                 stdin=calls.fileno(),
                 stdout=calls.fileno(),
                 stderr=self._complaints,
-                env=_environment(program, {}),
+                env=_environment(program, {}, self.scratch),
                 cwd=program.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),

@@ -4,10 +4,12 @@
     (holds one end of the lifeline, a pipe; the guard waits at the other)
 
 The guard ends all of them when the program has ended, on SIGTERM, and when the starter has died,
-however it died. Then it ends as the program did, or with exit code 1. On Linux those that left
+however it died. Then it removes the program's scratch folder, and ends as the program did, or with
+exit code 1. On Linux those that left
 the program's process group are ended too: orphans become children of the guard.
 
-Run as a script it needs only the standard library: `python -I -S guard.py LIFELINE PROGRAM ...`.
+Run as a script it needs only the standard library:
+`python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ON_LINUX = sys.platform == "linux"
 
 
-def guarded(command: Sequence[str]) -> list[str]:
-    """The command under a guard. Start it in a new session, with `pass_fds=(lifeline(),)`."""
-    return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), *command]
+def guarded(command: Sequence[str], *, scratch: str = "") -> list[str]:
+    """The command under a guard. Start it in a new session, with `pass_fds=(lifeline(),)`.
+
+    Args:
+        scratch: folder that is removed when all has ended; empty: none.
+    """
+    return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), scratch, *command]
 
 
 def lifeline() -> int:
@@ -57,7 +63,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def main() -> None:
     """The guard."""
-    starter = int(sys.argv[1])
+    starter, scratch = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(starter, False)
     noted, note = os.pipe()
     os.set_blocking(note, False)
@@ -67,12 +73,16 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     program = os.fork()
     if program == 0:
-        _become(sys.argv[2:])
+        _become(sys.argv[3:])
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):  # else nobody would see that the program closes them
         os.dup2(null, standard)
     status = _until_the_end(program, starter, noted)
     _end_all(program)
+    if scratch:
+        import shutil  # a guard without a folder starts faster
+
+        shutil.rmtree(scratch, ignore_errors=True)
     _end_as(status)
 
 

@@ -103,8 +103,8 @@ def test_an_agent_has_the_same_segments_as_tool_use(
 
 
 def test_a_function_s_process_is_kept(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    code = f"{ASKS_ONCE}\nasync def solve(problem):\n    once(problem)\n    "
-    code += 'return {"reward": 1, "metrics": {"pid": os.getpid()}}\n'
+    code = f"{ASKS_ONCE}\nimport tempfile\nasync def solve(problem):\n    once(problem)\n"
+    code += '    tempfile.mkdtemp()\n    return {"reward": 1, "metrics": {"pid": os.getpid()}}\n'
     (folder / "kept.py").write_text(code)
     problems = dataset(tokenizer, "kept:solve")
     pids = set()
@@ -222,7 +222,8 @@ def test_an_evaluation_in_which_all_failed_says_why(
 
 # Starts a process that leaves its group, notes both, and asks.
 PARENT = f"""{ASKS_ONCE}
-import subprocess
+import subprocess, tempfile
+tempfile.mkdtemp()
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 open("pids.new", "w").write(f"{{child.pid}} {{os.getpid()}}")
 os.rename("pids.new", "pids")
@@ -287,8 +288,11 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("moment", ["in an episode", "between episodes"])
 @pytest.mark.parametrize("command", ["python parent.py", "parent:solve"])
-def test_a_worker_that_is_killed_leaves_no_process(folder: Path, command: str, moment: str) -> None:
-    """Neither its agents nor their children, of which one has left the process group."""
+def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, moment: str) -> None:
+    """Neither its agents nor their children, of which one has left the process group, nor their
+    temporary files."""
+    temporary = folder / "temporary"
+    temporary.mkdir()
     ending = "time.sleep(600)" if moment == "in an episode" else "pass"
     (folder / "parent.py").write_text(
         f"def solve(problem):\n{textwrap.indent(PARENT, '    ')}\n    {ending}\n    return 1\n"
@@ -297,13 +301,17 @@ def test_a_worker_that_is_killed_leaves_no_process(folder: Path, command: str, m
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, command],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TMPDIR": str(temporary),
+        },
     ) as worker:  # fmt: skip
         started = [*pids(folder), *(each.pid for each in psutil.Process(worker.pid).children())]
         if moment == "between episodes":
             assert worker.stdout is not None and worker.stdout.readline() == b"1\n"
         worker.kill()
         end(started)
+    assert not [*temporary.iterdir()]
 
 
 def test_an_agent_that_is_killed_within_its_request_fails_alone(
@@ -349,6 +357,7 @@ def test_what_cannot_be_started_is_refused(
     for command in ("no_such_program_anywhere x", "", "'", "no_such_module:solve"):
         with refuses(ConfigError, "env.command"):
             dataset(tokenizer, command)
-    for name, value in (("max_turns", 0), ("time_s", 0), ("memory_mb", 1)):
-        with refuses(ConfigError, f"env.{name}"):
-            Agent(command="calculate:solve", **{name: value})
+    limits: list[dict[str, Any]] = [{"max_turns": 0}, {"time_s": 0}, {"memory_mb": 1}]
+    for limit in limits:
+        with refuses(ConfigError, f"env.{next(iter(limit))}"):
+            Agent(command="calculate:solve", **limit)
