@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.agent_endpoint import AgentEndpoint
+from actors.envs.agent_requests import ClientSampling
 from actors.rollout.episode import rollout_group
-from distill.engine import Sampler
+from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.asking import Ask, AskingEnv
 from distill.envs.base import Env, EnvGroupBuilder, Episode
 from distill.sampling import TrainSampling
@@ -54,10 +56,15 @@ class ServedEnv(AskingEnv):
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     max_turns: int
+    client_sampling: ClientSampling
 
     async def play(self, ask: Ask) -> Episode:
         async with AgentEndpoint(
-            ask, self.tokenizer, max_tokens=self.max_tokens, max_turns=self.max_turns
+            ask,
+            self.tokenizer,
+            max_tokens=self.max_tokens,
+            max_turns=self.max_turns,
+            client_sampling=self.client_sampling,
         ) as endpoint:
             await endpoint.while_served(_awaited(self.client(endpoint)))
         return Episode(
@@ -94,9 +101,10 @@ def served(
     max_tokens: int = 4096,
     max_turns: int = 100,
     max_new_tokens: int = 48,
+    client_sampling: ClientSampling = "force",
 ) -> TrajectoryGroup:
     """The group of the one episode that the client plays."""
-    env = ServedEnv(client, tokenizer, max_tokens, max_turns)
+    env = ServedEnv(client, tokenizer, max_tokens, max_turns, client_sampling)
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=max_new_tokens)
     return asyncio.run(rollout_group(policy, ServedBuilder(env=env), sampling, group_id=0, seed=0))
 
@@ -105,3 +113,88 @@ def sdk(endpoint: AgentEndpoint, **settings: Any) -> openai.AsyncOpenAI:
     """The `openai` library's client of the endpoint."""
     given = {"api_key": endpoint.key, "max_retries": 0} | settings
     return openai.AsyncOpenAI(base_url=endpoint.base_url, **given)
+
+
+class Noise:
+    """Samples random tokens, after a random number of rounds of the loop; keeps all of them.
+
+    Args:
+        special: share of the tokens, but the last, that are added tokens other than the stop token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, seed: int, *, special: float = 0.0
+    ) -> None:
+        added = set(tokenizer.added_tokens_decoder)
+        self._plain = [i for i in range(len(tokenizer)) if i not in added]
+        self._end = tokenizer.get_vocab()[str(tokenizer.eos_token)]
+        self._added = sorted(added - {self._end})
+        self._random = np.random.default_rng(seed)
+        self._special = special
+        self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        for _ in range(self._random.integers(0, 6)):
+            await asyncio.sleep(0)
+        return [self._sample(request) for _ in range(request.num_samples)]
+
+    def _sample(self, request: GenerateRequest) -> Sample:
+        words = self._random.choice(self._plain, self._random.integers(1, 6))
+        others = self._random.choice(self._added, len(words))
+        words = np.where(self._random.random(len(words)) < self._special, others, words)
+        tokens_T = np.array([*words, self._end], np.int32)
+        self.sampled.append((tuple(request.prompt_tokens_T.tolist()), tuple(tokens_T.tolist())))
+        return Sample(
+            tokens_T=tokens_T,
+            logprobs_T=-self._random.random(len(tokens_T)).astype(np.float32),
+            versions_T=np.zeros(len(tokens_T), np.int32),
+            stop_reason=StopReason.EOS,
+        )
+
+
+def assert_trained_as_sampled(
+    group: TrajectoryGroup, sampled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Every token of (prompt, sample) is trained once, behind the tokens that came before it."""
+    trained = [
+        (tuple(segment.tokens_T[:t].tolist()), int(segment.tokens_T[t]))
+        for segment in group.segments()
+        for t in np.flatnonzero(segment.action_mask_T)
+    ]
+    expected = [
+        ((*prompt, *tokens[:t]), token)
+        for prompt, tokens in sampled
+        for t, token in enumerate(tokens)
+    ]
+    assert sorted(trained) == sorted(expected)
+
+
+class Said(NamedTuple):
+    """What one side of a conversation said, as text alone."""
+
+    role: str
+    text: str
+
+
+async def _chat(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
+    messages: Any = [{"role": said.role, "content": said.text} for said in chat]
+    turn = await client.chat.completions.create(model="m", messages=messages)
+    return turn.choices[0].message.content or ""
+
+
+async def _respond(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
+    items: Any = [{"role": said.role, "content": said.text} for said in chat]
+    return (await client.responses.create(model="m", input=items)).output_text
+
+
+async def _complete(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
+    prompt = "".join(said.text if said.role == "assistant" else f"{said.text}:" for said in chat)
+    return (await client.completions.create(model="m", prompt=prompt)).choices[0].text
+
+
+# The answer to a conversation, by each of the APIs.
+TALKS: dict[str, Callable[[openai.AsyncOpenAI, Sequence[Said]], Awaitable[str]]] = {
+    "chat": _chat,
+    "responses": _respond,
+    "completions": _complete,
+}

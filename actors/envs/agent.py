@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import chz
 
 from actors.envs.agent_process import AgentFailed, AgentProgram
+from actors.envs.agent_requests import ClientSampling
 from distill.chat.template import check_text
 from distill.data.answers import answer_text
 from distill.data.prompts import prompt_key, teacher_named
@@ -84,6 +85,7 @@ class AgentSetting:
     reward: RewardFunction
     max_tokens: int
     max_turns: int
+    client_sampling: ClientSampling
 
     @classmethod
     def of(cls, limits: AgentLimits, program: AgentProgram, setting: EnvContext) -> AgentSetting:
@@ -94,6 +96,7 @@ class AgentSetting:
             reward=setting.reward_function(),
             max_tokens=setting.context_length,
             max_turns=limits.max_turns,
+            client_sampling=limits.client_sampling,
         )
 
 
@@ -152,7 +155,11 @@ class AgentEpisode(AskingEnv):
 
         setting = self._setting
         async with AgentEndpoint(
-            ask, setting.tokenizer, max_tokens=setting.max_tokens, max_turns=setting.max_turns
+            ask,
+            setting.tokenizer,
+            max_tokens=setting.max_tokens,
+            max_turns=setting.max_turns,
+            client_sampling=setting.client_sampling,
         ) as endpoint:
             try:
                 result = AgentResult.read(await self._run(endpoint))
@@ -265,6 +272,12 @@ class AgentLimits(EnvConfig):
     )
     memory_mb: int = setting(
         at_least(64), default=4096, doc="memory in MB that each process of an agent may use"
+    )
+    client_sampling: ClientSampling = chz.field(
+        default="force",
+        doc="what becomes of an agent's own temperature, top_p, penalties, seed and the like where "
+        "they differ from the run's: force overrides them, with a line in the log; refuse answers "
+        "with the API's error 400",
     )
 
     def refuse_feedback(self, setting: EnvContext) -> None:

@@ -1,10 +1,11 @@
 """The OpenAI-compatible endpoint of one episode, in front of the policy.
 
     agent                                  endpoint                               policy
-    POST /v1/chat/completions ----------->  Histories.asked: observation_T
-                                            Ask ---------------------------------> sample
+    POST /v1/chat/completions ----------->  Api.read: AgentRequest
+         /v1/responses                      Histories.asked: observation_T
+         /v1/completions                    Ask ---------------------------------> sample
                                             a Turn; PendingAnswer.answered: message
-             <----------------------------  chat.completion, or its chunks
+             <----------------------------  Api.body or Api.events, of an AgentAnswer
 
 Each episode has an endpoint with a port and a key of its own, on the loopback address, which end
 with it. Requests of an agent may be concurrent. A request whose client has gone is sampled to its
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from hmac import compare_digest
@@ -26,20 +27,31 @@ import numpy as np
 from aiohttp import web
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from actors.envs.agent_chat import ChatApi
+from actors.envs.agent_completions import CompletionsApi
 from actors.envs.agent_requests import (
-    ChatAnswer,
-    ChatChoice,
-    ChatRequest,
+    AgentAnswer,
+    AgentChoice,
+    AgentRequest,
+    Api,
+    Body,
+    ChatPrompt,
+    ClientSampling,
+    Refused,
+    SamplingRule,
     error_body,
     model_body,
     models_body,
 )
+from actors.envs.agent_responses import ResponsesApi
+from actors.together import together
 from distill.chat.responses import response_text
 from distill.chat.token_text import token_spans
 from distill.engine import Sample
 from distill.envs.asking import Ask
 from distill.envs.base import Turn
-from distill.envs.history import Histories
+from distill.envs.history import Histories, PendingAnswer
+from distill.envs.raw_prompts import PendingText, RawPrompts
 from distill.errors import DataError, IsothermError
 from distill.types import StopReason, TokenArray
 
@@ -52,12 +64,12 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class LimitReached(Exception):
-    """A request that a limit of the episode refuses; `code` is the API's name for it."""
+class LimitReached(Refused):
+    """A request that a limit of the episode refuses."""
 
     def __init__(self, reason: StopReason, code: str, message: str) -> None:
-        super().__init__(message)
-        self.reason, self.code = reason, code
+        super().__init__(message, code=code)
+        self.reason = reason
 
 
 class AgentEndpoint:
@@ -78,22 +90,25 @@ class AgentEndpoint:
         *,
         max_tokens: int,
         max_turns: int,
+        client_sampling: ClientSampling,
     ) -> None:
         """
         Args:
             max_tokens: the model sees fewer before each of its turns.
             max_turns: most samples of an episode.
+            client_sampling: see `SamplingRule`.
         """
+        self._rule = SamplingRule(sampling=ask.sampling, client_sampling=client_sampling)
         self._ask, self._tokenizer = ask, tokenizer
         self._max_tokens, self._max_turns = max_tokens, max_turns
         self.key = secrets.token_urlsafe(24)
         self.turns: list[Turn] = []
-        self.histories = Histories(tokenizer)
+        self.histories, self._raw_prompts = Histories(tokenizer), RawPrompts(tokenizer)
         self.limit: StopReason | None = None
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._samples = 0
-        self._answers: dict[str, asyncio.Task[ChatAnswer]] = {}
-        self._under_way: set[asyncio.Task[ChatAnswer]] = set()
+        self._answers: dict[str, asyncio.Task[AgentAnswer]] = {}
+        self._under_way: set[asyncio.Task[AgentAnswer]] = set()
         self._runner: web.AppRunner | None = None
         self._port = 0
 
@@ -103,7 +118,8 @@ class AgentEndpoint:
 
     async def __aenter__(self) -> AgentEndpoint:
         application = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._guarded])
-        application.router.add_post("/v1/chat/completions", self._chat)
+        for api in (ChatApi(), ResponsesApi(), CompletionsApi()):
+            application.router.add_post(api.path, self._handler(api))
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/v1/models/{name:.+}", self._model)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -149,9 +165,10 @@ class AgentEndpoint:
             return _refused(401, "the key is not this episode's", code="invalid_api_key")
         try:
             return await handler(request)
-        except LimitReached as error:
-            self.limit = error.reason
-            return _refused(400, str(error), code=error.code)
+        except Refused as error:
+            if isinstance(error, LimitReached):
+                self.limit = error.reason
+            return _refused(400, str(error), code=error.code, field=error.field)
         except IsothermError as error:
             return _refused(400, str(error), field=error.field)
         except web.HTTPException as error:
@@ -165,29 +182,28 @@ class AgentEndpoint:
     async def _model(self, request: web.Request) -> web.Response:
         return web.json_response(model_body(request.match_info["name"]))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        try:
-            asked = ChatRequest.read(json.loads(raw))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, IsothermError):
-                raise
-            raise DataError(f"the body is not JSON: {error}") from error
-        answer = await asyncio.shield(self._task(request, raw, asked))
-        if not asked.stream:
-            return web.json_response(answer.body())
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        with suppress(ConnectionError):  # the client has gone
-            await response.prepare(request)
-            for part in answer.parts():
-                await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-        return response
+    def _handler(self, api: Api) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            raw = await request.read()
+            body = _parsed(raw)
+            asked = api.read(body)
+            self._rule.check(body)
+            answer = await asyncio.shield(self._task(request, raw, asked))
+            if not asked.stream:
+                return web.json_response(api.body(answer))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            with suppress(ConnectionError):  # the client has gone
+                await response.prepare(request)
+                for event in api.events(answer):
+                    await response.write(event.encode() + b"\n\n")
+                await response.write_eof()
+            return response
+
+        return handle
 
     def _task(
-        self, request: web.Request, raw: bytes, asked: ChatRequest
-    ) -> asyncio.Task[ChatAnswer]:
+        self, request: web.Request, raw: bytes, asked: AgentRequest
+    ) -> asyncio.Task[AgentAnswer]:
         """The task that answers the request; for a retry, that of the first attempt.
 
         A retry has the `Idempotency-Key` of the first attempt. The `openai` library sends one only
@@ -196,7 +212,7 @@ class AgentEndpoint:
         body = blake2b(raw, digest_size=16).hexdigest()
         key = request.headers.get("Idempotency-Key")
         retried = key is not None or request.headers.get("X-Stainless-Retry-Count", "0") != "0"
-        name = f"key {key}" if key is not None else f"body {body}"
+        name = f"{request.path} " + (f"key {key}" if key is not None else f"body {body}")
         known = self._answers.get(name) if retried else None
         if known is not None and not (known.done() and known.exception()):
             return known
@@ -206,30 +222,56 @@ class AgentEndpoint:
         task.add_done_callback(self._has_ended)
         return task
 
-    def _has_ended(self, task: asyncio.Task[ChatAnswer]) -> None:
+    def _has_ended(self, task: asyncio.Task[AgentAnswer]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
             task.exception()  # the client may have gone
 
-    async def _answered(self, asked: ChatRequest) -> ChatAnswer:
-        question = self.histories.asked(asked.messages, asked.tools)
-        observation_T = question.observation_T
-        if len(observation_T) >= self._max_tokens:
-            raise LimitReached(
-                StopReason.LENGTH,
-                "context_length_exceeded",
-                f"the messages are {len(observation_T)} tokens; fewer than {self._max_tokens} fit",
-            )
-        self._samples += asked.choices
+    async def _answered(self, asked: AgentRequest) -> AgentAnswer:
+        questions = [self._question(prompt) for prompt in asked.prompts]
+        for question in questions:
+            if len(question.observation_T) >= self._max_tokens:
+                raise LimitReached(
+                    StopReason.LENGTH,
+                    "context_length_exceeded",
+                    f"the request is {len(question.observation_T)} tokens; fewer than "
+                    f"{self._max_tokens} fit",
+                )
+        self._samples += asked.choices * len(questions)
         if self._samples > self._max_turns:
             raise LimitReached(
                 StopReason.TURNS,
                 "turn_limit_exceeded",
                 f"the episode has had its {self._max_turns} turns (env.max_turns)",
             )
+        samples = await self._sampled(asked, questions)
+        self.limit = None
+        choices = [
+            self._choice(asked, question, sample)
+            for question, its_samples in zip(questions, samples, strict=True)
+            for sample in its_samples
+        ]
+        prompt_tokens = sum(len(question.observation_T) for question in questions)
+        return AgentAnswer(request=asked, choices=choices, prompt_tokens=prompt_tokens)
+
+    def _question(self, prompt: ChatPrompt | str | list[int]) -> PendingAnswer | PendingText:
+        if isinstance(prompt, ChatPrompt):
+            return self.histories.asked(prompt.messages, prompt.tools)
+        return self._raw_prompts.asked(prompt)
+
+    async def _sampled(
+        self, asked: AgentRequest, questions: Sequence[PendingAnswer | PendingText]
+    ) -> Sequence[Sequence[Sample]]:
         try:
-            samples = await self._ask(
-                observation_T, num_samples=asked.choices, max_new_tokens=asked.max_tokens
+            return await together(
+                *(
+                    self._ask(
+                        question.observation_T,
+                        num_samples=asked.choices,
+                        max_new_tokens=asked.max_tokens,
+                    )
+                    for question in questions
+                )
             )
         except IsothermError:
             raise
@@ -237,17 +279,18 @@ class AgentEndpoint:
             if not self.broken.done():
                 self.broken.set_exception(error)
             raise
-        self.limit = None
-        choices = []
-        for whole in samples:
-            sample = self._stopped(observation_T, whole, asked.stops)
-            self.turns.append(
-                Turn(observation_T=observation_T, sample=sample, bonuses_T=None, trained=True)
-            )
-            message = question.answered(sample, asked.stops)
-            pieces_T = self._pieces_T(sample) if asked.logprobs else ()
-            choices.append(ChatChoice(message=message, sample=sample, pieces_T=pieces_T))
-        return ChatAnswer(request=asked, choices=choices, prompt_tokens=len(observation_T))
+
+    def _choice(
+        self, asked: AgentRequest, question: PendingAnswer | PendingText, whole: Sample
+    ) -> AgentChoice:
+        observation_T = question.observation_T
+        sample = self._stopped(observation_T, whole, asked.stops)
+        self.turns.append(
+            Turn(observation_T=observation_T, sample=sample, bonuses_T=None, trained=True)
+        )
+        message = question.answered(sample, asked.stops)
+        pieces_T = self._pieces_T(sample) if asked.logprobs else ()
+        return AgentChoice(message=message, sample=sample, pieces_T=pieces_T)
 
     def _stopped(self, observation_T: TokenArray, sample: Sample, stops: tuple[str, ...]) -> Sample:
         """The sample up to the token that completes the first stop text.
@@ -265,6 +308,16 @@ class AgentEndpoint:
     def _pieces_T(self, sample: Sample) -> list[str]:
         text, starts_T, ends_T = token_spans(self._tokenizer, sample.tokens_T.tolist())
         return [text[start:end] for start, end in zip(starts_T, ends_T, strict=True)]
+
+
+def _parsed(raw: bytes) -> Body:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise DataError("the body must be a JSON object")
+    return body
 
 
 def _first_tokens(sample: Sample, length: int) -> Sample:

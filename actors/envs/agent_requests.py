@@ -1,4 +1,12 @@
-"""OpenAI's chat completions: the bodies that an agent sends and receives, without the network."""
+"""Requests of agents, by whichever of OpenAI's APIs they come, and their answers; no network.
+
+    agent_chat          chat completions     \\
+    agent_responses     responses             }   AgentRequest -> samples -> AgentAnswer
+    agent_completions   completions          /
+
+An `Api` translates bodies into requests and answers into bodies. All else is the same for all of
+them and is done once, in front of the policy (`agent_endpoint`).
+"""
 
 from __future__ import annotations
 
@@ -7,44 +15,66 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from distill.chat.messages import Message
-from distill.chat.template import check_messages, check_tools
 from distill.engine import Sample
 from distill.errors import DataError
+from distill.sampling import EvalSampling, Sampling
 from distill.types import StopReason
 
 logger = logging.getLogger(__name__)
 
-# What a request may say about sampling without an effect, with the values that change nothing:
-# tokens are sampled from the policy's whole distribution at the run's temperature.
+Body = Mapping[str, Any]
+ClientSampling = Literal["force", "refuse"]
+
+# What a request may say about sampling without an effect, with the values that change nothing,
+# beside the run's own: tokens are sampled from the policy's whole distribution at the run's
+# temperature. A field within an object has a dot.
 _WITHOUT_EFFECT: Mapping[str, Sequence[object]] = {
-    "temperature": (), "seed": (), "top_p": (1,), "top_k": (0, -1), "min_p": (0,),
+    "temperature": (), "seed": (), "top_p": (), "top_k": (-1,), "min_p": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
     "logit_bias": ({},), "response_format": ({"type": "text"},), "parallel_tool_calls": (True,),
-    "tool_choice": ("auto", "none"), "reasoning_effort": (),
+    "tool_choice": ("auto", "none"), "reasoning_effort": (), "verbosity": (),
+    "text.format": ({"type": "text"},), "text.verbosity": (), "reasoning.effort": (),
+    "truncation": ("disabled",),
 }  # fmt: skip
 _MOST_CHOICES, _MOST_STOPS = 128, 16
 _logged: set[str] = set()
 
 
+class Refused(DataError):
+    """A request that the API's own error refuses; `code` is the API's name for the reason."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.code = code
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A checked request for chat completions.
+class ChatPrompt:
+    """Messages in normal form, and the schemas of tools in OpenAI's form."""
+
+    messages: list[Message]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """A checked request.
 
     Attributes:
-        messages: in normal form.
-        tools: schemas in OpenAI's form; empty also for `tool_choice` "none".
-        choices: `n`, the number of samples.
+        body: the request as it was sent.
+        prompts: each is sampled by itself; a text or token ids are no chat.
+        choices: number of samples of each prompt.
         max_tokens: longest sample; None: the run's `max_new_tokens`.
         with_usage: whether a stream ends with the number of tokens.
     """
 
+    body: Body
     model: str
-    messages: list[Message]
-    tools: tuple[Mapping[str, Any], ...]
+    prompts: Sequence[ChatPrompt | str | list[int]]
     choices: int
     max_tokens: int | None
     stops: tuple[str, ...]
@@ -53,58 +83,204 @@ class ChatRequest:
     with_usage: bool
 
     @classmethod
-    def read(cls, body: object) -> ChatRequest:
-        """The request of a parsed body. Logs once what it asks for without an effect.
+    def of(
+        cls,
+        body: Body,
+        prompts: Sequence[ChatPrompt | str | list[int]],
+        *,
+        max_tokens: Sequence[str],
+        logprobs: bool,
+    ) -> AgentRequest:
+        """The request, with the fields that all APIs have.
+
+        Args:
+            max_tokens: names of the field that has the longest sample; the first one given counts.
 
         Raises:
-            DataError: a field that is malformed, or asks for what the policy cannot give.
+            DataError: a field that is malformed.
         """
-        if not isinstance(body, dict):
-            raise DataError("the body must be a JSON object")
-        if body.get("functions") is not None:
-            raise DataError("`functions` is deprecated; give `tools`", field="functions")
-        if body.get("top_logprobs"):
-            raise DataError("`top_logprobs` must be 0 or left out", field="top_logprobs")
-        _log_without_effect(body)
-        tools = () if body.get("tool_choice") == "none" else tuple(check_tools(body) or ())
-        longest = body.get("max_completion_tokens", body.get("max_tokens"))
+        longest = next((name for name in max_tokens if body.get(name) is not None), max_tokens[0])
         options = body.get("stream_options")
         return cls(
+            body=body,
             model=str(body.get("model") or "policy"),
-            messages=check_messages(_with_content(body.get("messages")), "messages"),
-            tools=tools,
-            choices=_whole(body.get("n"), "n", _MOST_CHOICES) or 1,
-            max_tokens=_whole(longest, "max_tokens", None),
+            prompts=prompts,
+            choices=_whole(body, "n", _MOST_CHOICES) or 1,
+            max_tokens=_whole(body, longest, None),
             stops=_stops(body.get("stop")),
-            logprobs=bool(body.get("logprobs")),
+            logprobs=logprobs,
             stream=bool(body.get("stream")),
             with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         )
 
 
-def _with_content(messages: object) -> object:
-    """The messages, with the content that clients leave out of an assistant's empty message."""
-    if not isinstance(messages, list):
-        return messages
-    return [each | {"content": ""} if _is_empty(each) else each for each in messages]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentChoice:
+    """One sample as an agent receives it.
+
+    Attributes:
+        message: an assistant's; of a prompt that is no chat it has content only.
+        pieces_T: text of each sampled token; empty if log-probs were not asked for.
+    """
+
+    message: Message
+    sample: Sample
+    pieces_T: Sequence[str] = ()
+
+    @property
+    def finish_reason(self) -> str:
+        if self.sample.stop_reason is StopReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+    def logprobs(self) -> list[dict[str, Any]]:
+        """Log-probs at the run's temperature, a sampled token each."""
+        return [
+            {
+                "token": piece,
+                "logprob": float(logprob),
+                "bytes": [*piece.encode("utf-8", "replace")],
+                "top_logprobs": [],
+            }
+            for piece, logprob in zip(self.pieces_T, self.sample.logprobs_T, strict=False)
+        ]
 
 
-def _is_empty(message: object) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") == "assistant"
-        and message.get("content") is None
-        and not message.get("tool_calls")
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentAnswer:
+    """The answer to a request, the same for every retry of it.
+
+    Attributes:
+        choices: those of the first prompt come first.
+        prompt_tokens: of all prompts.
+    """
+
+    request: AgentRequest
+    choices: Sequence[AgentChoice]
+    prompt_tokens: int
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(choice.sample.tokens_T) for choice in self.choices)
+
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens, in the form of (chat) completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.sampled_tokens,
+            "total_tokens": self.prompt_tokens + self.sampled_tokens,
+        }
 
 
-def _whole(value: object, field: str, most: int | None) -> int | None:
+class Api(Protocol):
+    """One of OpenAI's APIs."""
+
+    path: str
+
+    def read(self, body: Body) -> AgentRequest:
+        """The request of a body.
+
+        Raises:
+            DataError: a field that is malformed, or asks for what the policy cannot give.
+        """
+        ...
+
+    def body(self, answer: AgentAnswer) -> dict[str, Any]:
+        """The answer as one body."""
+        ...
+
+    def events(self, answer: AgentAnswer) -> Iterator[str]:
+        """The answer as server-sent events, without their blank lines."""
+        ...
+
+
+def data_events(parts: Iterator[Mapping[str, Any]]) -> Iterator[str]:
+    """Events of (chat) completions."""
+    for part in parts:
+        yield f"data: {json.dumps(part)}"
+    yield "data: [DONE]"
+
+
+def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:
+    """Raises DataError for a field of `remedies` that asks for something."""
+    for name, remedy in remedies.items():
+        if body.get(name) not in (None, False, 0, ""):
+            raise DataError(f"`{name}` is not there; {remedy}", field=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRule:
+    """The rule for what clients ask of the sampling, which is the run's whatever they ask.
+
+    Attributes:
+        sampling: the episode's.
+        client_sampling: `force` overrides a client and logs it once; `refuse` refuses its request.
+    """
+
+    sampling: Sampling
+    client_sampling: ClientSampling
+
+    def check(self, body: Body) -> None:
+        """Apply the rule to a request.
+
+        Raises:
+            Refused: a field asks for something else than the run does, and that is refused.
+        """
+        asked = {
+            name: value
+            for name in _WITHOUT_EFFECT
+            if (value := _found(body, name)) is not None and not self._is_harmless(name, value)
+        }
+        if asked and self.client_sampling == "refuse":
+            name, value = next(iter(asked.items()))
+            own = self._own(name)
+            instead = "" if own is None else f", or {own:g} as the run has it"
+            raise Refused(
+                f"`{name}`={json.dumps(value)[:80]} differs from how the run samples; leave it "
+                f"out{instead} (or set env.client_sampling=force)",
+                field=name,
+                code="unsupported_value",
+            )
+        new = [name for name in asked if name not in _logged]
+        if new:
+            _logged.update(new)
+            logger.warning(
+                "an agent asks for %s: no effect, the policy is sampled as the run says",
+                ", ".join(f"{name}={json.dumps(asked[name])[:80]}" for name in new),
+            )
+
+    def _is_harmless(self, name: str, value: object) -> bool:
+        return value in _WITHOUT_EFFECT[name] or value == self._own(name)
+
+    def _own(self, name: str) -> float | None:
+        """The run's own value; None: it has none."""
+        decoder = self.sampling if isinstance(self.sampling, EvalSampling) else None
+        own = {
+            "temperature": self.sampling.temperature,
+            "top_p": decoder.top_p if decoder else 1,
+            "top_k": decoder.top_k if decoder else 0,
+        }
+        return own.get(name)
+
+
+def _found(body: Body, name: str) -> object:
+    outer, _, inner = name.partition(".")
+    value = body.get(outer)
+    if not inner:
+        return value
+    return value.get(inner) if isinstance(value, dict) else None
+
+
+def _whole(body: Body, name: str, most: int | None) -> int | None:
+    value = body.get(name)
     if value is None:
         return None
     if type(value) is not int or value < 1 or (most is not None and value > most):
         limit = "" if most is None else f" and at most {most}"
         raise DataError(
-            f"`{field}` must be a whole number above 0{limit}, got {value!r}", field=field
+            f"`{name}` must be a whole number above 0{limit}, got {value!r}", field=name
         )
     return value
 
@@ -120,110 +296,6 @@ def _stops(value: object) -> tuple[str, ...]:
             f"`stop` must be a text or at most {_MOST_STOPS} of them, got {value!r}", field="stop"
         )
     return tuple(stops)
-
-
-def _log_without_effect(body: Mapping[str, Any]) -> None:
-    asked = [
-        name
-        for name, harmless in _WITHOUT_EFFECT.items()
-        if body.get(name) is not None and body[name] not in harmless
-    ]
-    new = [name for name in asked if name not in _logged]
-    if new:
-        _logged.update(new)
-        logger.warning(
-            "an agent asks for %s: no effect, the policy is sampled as the run says",
-            ", ".join(f"{name}={json.dumps(body[name])[:80]}" for name in new),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatChoice:
-    """One sample as an agent receives it.
-
-    Attributes:
-        pieces_T: text of each sampled token; empty if log-probs were not asked for.
-    """
-
-    message: Message
-    sample: Sample
-    pieces_T: Sequence[str] = ()
-
-    @property
-    def finish_reason(self) -> str:
-        if self.sample.stop_reason is StopReason.LENGTH:
-            return "length"
-        return "tool_calls" if self.message.get("tool_calls") else "stop"
-
-    def logprobs(self) -> dict[str, Any] | None:
-        """Log-probs at the run's temperature."""
-        if not self.pieces_T:
-            return None
-        return {
-            "content": [
-                {
-                    "token": piece,
-                    "logprob": float(logprob),
-                    "bytes": [*piece.encode("utf-8", "replace")],
-                    "top_logprobs": [],
-                }
-                for piece, logprob in zip(self.pieces_T, self.sample.logprobs_T, strict=True)
-            ]
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """The answer to a request: as one body, or as the parts of a stream."""
-
-    request: ChatRequest
-    choices: Sequence[ChatChoice]
-    prompt_tokens: int
-
-    def body(self) -> dict[str, Any]:
-        """A `chat.completion`."""
-        choices = [
-            {
-                "index": index,
-                "message": {"refusal": None, **choice.message},
-                "finish_reason": choice.finish_reason,
-                "logprobs": choice.logprobs(),
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return self._head("chat.completion") | {"choices": choices, "usage": self._usage()}
-
-    def parts(self) -> Iterator[dict[str, Any]]:
-        """The `chat.completion.chunk`s: each choice whole, as it has been sampled when it comes."""
-        head = self._head("chat.completion.chunk")
-        for index, choice in enumerate(self.choices):
-            delta = dict(choice.message)
-            calls = delta.pop("tool_calls", ())
-            if calls:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-            said = {"index": index, "delta": delta, "finish_reason": None}
-            yield head | {"choices": [said | {"logprobs": choice.logprobs()}]}
-            ended = {"index": index, "delta": {}, "finish_reason": choice.finish_reason}
-            yield head | {"choices": [ended]}
-        if self.request.with_usage:
-            yield head | {"choices": [], "usage": self._usage()}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = f"chatcmpl-{uuid.uuid4().hex}"
-        return {
-            "id": name,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.request.model,
-        }
-
-    def _usage(self) -> dict[str, int]:
-        sampled = sum(len(choice.sample.tokens_T) for choice in self.choices)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": self.prompt_tokens + sampled,
-        }
 
 
 def models_body(names: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from actors.together import together
 from distill.chat.segments import SegmentBuilder
 from distill.engine import GenerateRequest, Sample, Sampler
-from distill.envs.asking import Ask, AskingEnv
+from distill.envs.asking import AskingEnv
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
 from distill.rewards.length import LengthRules
@@ -293,27 +293,29 @@ async def _first_turns(
     return first_G
 
 
-def _asks(policy: Sampler, sampling: Sampling, seed: int, session: str) -> Ask:
-    """The policy for one episode; request n has the seed (seed, n)."""
-    numbers = count()
+class _EpisodePolicy:
+    """The policy for one episode (`Ask`); request n has the seed (seed, n)."""
 
-    async def ask(
-        observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
-    ) -> list[Sample]:
-        longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+    def __init__(self, policy: Sampler, sampling: Sampling, seed: int, session: str) -> None:
+        self.sampling = sampling
+        self._policy, self._seed, self._session = policy, seed, session
+        self._numbers = count()
+
+    async def __call__(
+        self, observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
+    ) -> Sequence[Sample]:
+        most = self.sampling.max_new_tokens
         request = GenerateRequest(
             prompt_tokens_T=observation_T,
-            sampling=replace(sampling, max_new_tokens=longest),
+            sampling=replace(self.sampling, max_new_tokens=min(most, max_new_tokens or most)),
             num_samples=num_samples,
-            seed=_mix(seed, next(numbers)),
-            session=session,
+            seed=_mix(self._seed, next(self._numbers)),
+            session=self._session,
         )
-        samples = await policy.generate(request)
+        samples = await self._policy.generate(request)
         if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
             raise EngineError("a rollout was aborted by the policy engine")
         return samples
-
-    return ask
 
 
 async def _play(
@@ -328,7 +330,7 @@ async def _play(
     """Plays one episode, from its first sample where there is one, to its end."""
     if isinstance(env, AskingEnv):
         async with user_code():
-            return await env.play(_asks(policy, sampling, seed, session))
+            return await env.play(_EpisodePolicy(policy, sampling, seed, session))
 
     async def sample_after(observation_T: TokenArray) -> Sample:
         request = GenerateRequest(

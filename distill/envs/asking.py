@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from distill.engine import Sample
 from distill.envs.base import Env, Episode, StepResult
+from distill.sampling import Sampling
 from distill.types import TokenArray
 
 
 class Ask(Protocol):
     """The policy of one episode, at the episode's own sampling. Calls may be concurrent."""
 
-    async def __call__(
+    @property
+    def sampling(self) -> Sampling: ...
+
+    def __call__(
         self, observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
-    ) -> Sequence[Sample]:
+    ) -> Coroutine[Any, Any, Sequence[Sample]]:
         """`num_samples` samples behind the same observation.
 
         Args:

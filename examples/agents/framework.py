@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK, unchanged: it is told to use chat completions, and no more.
+"""An agent of the OpenAI Agents SDK, unchanged.
 
 It has an interpreter of its own (docs/recipes/agents.md).
 """
@@ -9,15 +9,8 @@ import math
 import re
 import sys
 
-from agents import (
-    Agent,
-    Runner,
-    function_tool,
-    set_default_openai_api,
-    set_tracing_disabled,
-)
+from agents import Agent, Runner, function_tool, set_tracing_disabled
 
-set_default_openai_api("chat_completions")
 set_tracing_disabled(True)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import numpy as np
 import openai
 import pytest
 from hypothesis import given, settings
@@ -22,7 +21,7 @@ from distill.engine import GenerateRequest, Sample
 from distill.errors import EngineError
 from distill.tools.calculator import Calculator
 from distill.types import StopReason
-from tests.agents import sdk, served
+from tests.agents import TALKS, Noise, Said, assert_trained_as_sampled, sdk, served
 from tests.scripted import Scripted, call, chat_tokenizer
 
 CALL = call("calculator", {"expression": "6*7"})
@@ -278,37 +277,12 @@ def test_an_engine_s_failure_ends_the_client(tokenizer: PreTrainedTokenizerBase)
         served(client, Broken(), tokenizer)
 
 
-class Noise:
-    """Samples random tokens, after a random number of rounds of the loop; keeps all of them."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        special = set(tokenizer.added_tokens_decoder)
-        self._ids = [i for i in range(len(tokenizer)) if i not in special]
-        self._end, self._random = tokenizer.eos_token_id, np.random.default_rng(seed)
-        self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    async def generate(self, request: GenerateRequest) -> list[Sample]:
-        for _ in range(self._random.integers(0, 6)):
-            await asyncio.sleep(0)
-        return [self._sample(request) for _ in range(request.num_samples)]
-
-    def _sample(self, request: GenerateRequest) -> Sample:
-        words = self._random.choice(self._ids, self._random.integers(1, 6)).tolist()
-        tokens_T = np.array([*words, self._end], np.int32)
-        self.sampled.append((tuple(request.prompt_tokens_T.tolist()), tuple(tokens_T.tolist())))
-        return Sample(
-            tokens_T=tokens_T,
-            logprobs_T=-self._random.random(len(tokens_T)).astype(np.float32),
-            versions_T=np.zeros(len(tokens_T), np.int32),
-            stop_reason=StopReason.EOS,
-        )
-
-
-# What a client does next, and to which of its conversations.
+# What a client does next, to which of its conversations, and by which API.
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["new", "go on", "repeat", "edit", "forget", "both", "cancel"]),
         st.integers(0, 5),
+        st.sampled_from(sorted(TALKS)),
     ),
     min_size=1,
     max_size=12,
@@ -318,52 +292,46 @@ ACTS = st.lists(
 @settings(deadline=None, max_examples=40)
 @given(acts=ACTS, seed=st.integers(0, 1000))
 def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
-    tokenizer: PreTrainedTokenizerBase, acts: Sequence[tuple[str, int]], seed: int
+    tokenizer: PreTrainedTokenizerBase, acts: Sequence[tuple[str, int, str]], seed: int
 ) -> None:
-    """Every sampled token is trained once, behind the very tokens that the engine was given."""
-    policy = Noise(tokenizer, seed)
+    """Every sampled token is trained once, behind the very tokens that the engine was given.
+
+    Conversations go on by any of the APIs, and answers may have special tokens in them.
+    """
+    policy = Noise(tokenizer, seed, special=0.1)
 
     async def client(endpoint: AgentEndpoint) -> None:
-        chats: list[list[Any]] = []
+        chats: list[list[Said]] = []
         own = sdk(endpoint)
 
-        async def ask(messages: list[Any]) -> None:
-            turn = await own.chat.completions.create(model="m", messages=messages)
-            chats.append([*messages, turn.choices[0].message.model_dump()])
+        async def ask(chat: Sequence[Said], api: str) -> None:
+            chats.append([*chat, Said("assistant", await TALKS[api](own, chat))])
 
-        async def abandoned(messages: list[Any]) -> None:
-            task = asyncio.create_task(ask(messages))
+        async def abandoned(chat: Sequence[Said], api: str) -> None:
+            task = asyncio.create_task(ask(chat, api))
             await asyncio.sleep(0.002 * (seed % 5))
             task.cancel()
             await asyncio.wait({task})
 
-        more = {"role": "user", "content": "Go on."}
-        await ask(ASKED)
-        for act, number in acts:
+        more = Said("user", "Go on.")
+        await ask([Said("user", "What?")], "chat")
+        for act, number, api in acts:
             chat = chats[number % len(chats)]
-            edited = [*chat[:-1], {"role": "assistant", "content": "never said"}, more]
+            edited = [*chat[:-1], Said("assistant", "never said"), more]
             await {
-                "new": lambda n=number: ask([{"role": "user", "content": str(n)}]),
-                "go on": lambda c=chat: ask([*c, more]),
-                "repeat": lambda c=chat: ask(c[:-1]),
-                "edit": lambda e=edited: ask(e),
-                "forget": lambda c=chat: ask([*c[2:], more]),
-                "both": lambda c=chat: asyncio.gather(ask([*c, more]), ask([*c, more])),
-                "cancel": lambda c=chat: abandoned([*c, more]),
+                "new": lambda n=number, a=api: ask([Said("user", str(n))], a),
+                "go on": lambda c=chat, a=api: ask([*c, more], a),
+                "repeat": lambda c=chat, a=api: ask(c[:-1], a),
+                "edit": lambda e=edited, a=api: ask(e, a),
+                "forget": lambda c=chat, a=api: ask([*c[2:], more], a),
+                "both": lambda c=chat, a=api: asyncio.gather(
+                    ask([*c, more], a), ask([*c, more], a)
+                ),
+                "cancel": lambda c=chat, a=api: abandoned([*c, more], a),
             }[act]()
         await own.close()
 
-    group = served(client, policy, tokenizer)
-    trained = []
-    for segment in group.segments():
-        for t in np.flatnonzero(segment.action_mask_T):
-            trained.append((tuple(segment.tokens_T[:t].tolist()), int(segment.tokens_T[t])))
-    sampled = [
-        ((*prompt, *tokens[:t]), token)
-        for prompt, tokens in policy.sampled
-        for t, token in enumerate(tokens)
-    ]
-    assert sorted(trained) == sorted(sampled)
+    assert_trained_as_sampled(served(client, policy, tokenizer), policy.sampled)
 
 
 @settings(deadline=None, max_examples=20)

@@ -1,0 +1,107 @@
+"""Prompts that are text or token ids, which a program writes itself, without a chat template.
+
+A text that goes on from one that was answered keeps its tokens: those that the model saw and
+sampled are not encoded again, and what the program adds is encoded behind them. Any other text is
+encoded as a whole. Each sample whose prompt does not begin with all tokens of a former one and of
+its sample opens a segment (`distill.chat.segments`).
+
+    "Q: 6*7?\\nA:" -- [" I look.\\nObservation:"] -- " 42\\nA:" -- [" 42"]        one segment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distill.chat.continuation import added_text, added_tokens, served_continuation
+from distill.chat.responses import response_text
+from distill.chat.template import render_text
+from distill.chat.token_text import decode
+from distill.engine import Sample
+from distill.errors import DataError
+from distill.types import StopReason, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+class RawPrompts:
+    """The raw prompts of one episode, and what followed them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = added_tokens(tokenizer)
+        self._tokens_by_text: dict[str, TokenArray] = {}
+
+    def asked(self, prompt: str | Sequence[int]) -> PendingText:
+        """A prompt whose samples `answered` makes text of.
+
+        Raises:
+            DataError: it is empty, cannot be encoded, or has an id that is no token.
+        """
+        if isinstance(prompt, str):
+            text, tokens_T = prompt, self._encoded(prompt)
+        else:
+            if not all(0 <= id_ < len(self._tokenizer) for id_ in prompt):
+                raise DataError(
+                    f"`prompt` has a token id that is not within 0 and {len(self._tokenizer) - 1}",
+                    field="prompt",
+                )
+            tokens_T = np.asarray(prompt, np.int32)
+            text = decode(self._tokenizer, tokens_T)
+        if not len(tokens_T):
+            raise DataError("`prompt` is empty: a sample needs a token before it", field="prompt")
+        return PendingText(self, self._tokenizer, text, tokens_T)
+
+    def keep(self, text: str, tokens_T: TokenArray) -> None:
+        """Note the tokens of a prompt and its sample, for prompts that begin with their text."""
+        self._tokens_by_text[text] = tokens_T
+
+    def _encoded(self, prompt: str) -> TokenArray:
+        known = max(filter(prompt.startswith, self._tokens_by_text), key=len, default="")
+        if known:
+            before_T, rest = self._tokens_by_text[known], prompt[len(known) :]
+            if not rest:
+                return before_T
+            added_T = served_continuation(self._tokenizer, before_T, rest, added=self._added)
+            if added_T is not None:
+                return np.concatenate([before_T, added_T])
+        return render_text(self._tokenizer, prompt)
+
+
+class PendingText:
+    """A raw prompt whose samples are awaited.
+
+    Attributes:
+        observation_T: int32 ids that the model sees.
+    """
+
+    def __init__(
+        self,
+        prompts: RawPrompts,
+        tokenizer: PreTrainedTokenizerBase,
+        text: str,
+        observation_T: TokenArray,
+    ) -> None:
+        self._prompts, self._tokenizer, self._text = prompts, tokenizer, text
+        self.observation_T = observation_T
+
+    def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, str]:
+        """The sample as an assistant's message of text, which ends before the first of `stops`.
+
+        The text has no stop token, so that a program may write on; one that does write it goes on
+        from the stop token as it was sampled.
+        """
+        sampled_T = np.asarray(sample.tokens_T, np.int32)
+        tokens_T = np.concatenate([self.observation_T, sampled_T])
+        text = response_text(self._tokenizer, self.observation_T, sample)
+        if sample.stop_reason is StopReason.EOS:
+            self._prompts.keep(self._text + text, tokens_T[:-1])
+        whole = added_text(self._tokenizer, self.observation_T, sampled_T)
+        if whole is not None:
+            self._prompts.keep(self._text + whole, tokens_T)
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return {"role": "assistant", "content": text}

@@ -1,0 +1,388 @@
+"""The endpoint's other APIs, responses and completions, asked by the real `openai` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.envs.agent_endpoint import AgentEndpoint
+from distill.chat.template import render_text
+from distill.engine import GenerateRequest, Sample
+from distill.tools.calculator import Calculator
+from distill.types import StopReason, Trajectory
+from tests.agents import TALKS, Client, Said, assert_trained_as_sampled, sdk, served
+from tests.samples import TEMPERATURE
+from tests.scripted import Script, Scripted, call, chat_tokenizer
+
+QUESTION = "What is 6*7?"
+CALL = call("calculator", {"expression": "6*7"})
+SCHEMA: Any = Calculator().schema
+FLAT: Any = [{"type": "function", **SCHEMA["function"]}]
+UNTOUCHED = {"rewritten": 0, "unmatched": 0, "breaks": 0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def played(
+    client: Client, script: Script | Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> Trajectory:
+    [trajectory] = served(client, Scripted(tokenizer, script), tokenizer).trajectories_G
+    return trajectory
+
+
+async def respond(endpoint: AgentEndpoint, given: Any, **options: Any) -> Any:
+    async with sdk(endpoint) as client:
+        return await client.responses.create(model="m", input=given, **options)
+
+
+async def complete(endpoint: AgentEndpoint, prompt: Any, **options: Any) -> Any:
+    async with sdk(endpoint) as client:
+        return await client.completions.create(model="m", prompt=prompt, **options)
+
+
+def test_responses_give_the_same_segment_as_chat_completions(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """With a tool, an instruction, and the items sent back as they came."""
+
+    async def by_responses(endpoint: AgentEndpoint) -> None:
+        items: list[Any] = [{"role": "user", "content": QUESTION}]
+        told = {"instructions": "Be brief.", "tools": FLAT}
+        turn = await respond(endpoint, items, **told)
+        assert turn.status == "completed" and turn.usage.output_tokens > 0
+        [asked] = turn.output
+        assert (asked.type, asked.name) == ("function_call", "calculator")
+        assert json.loads(asked.arguments) == {"expression": "6*7"}
+        items += [each.model_dump() for each in turn.output]
+        items += [{"type": "function_call_output", "call_id": asked.call_id, "output": "42"}]
+        turn = await respond(endpoint, items, **told)
+        assert turn.output_text == "42"
+
+    async def by_chat(endpoint: AgentEndpoint) -> None:
+        messages: list[Any] = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": QUESTION},
+        ]
+        async with sdk(endpoint) as client:
+            for result in ("42", None):
+                turn: Any = await client.chat.completions.create(
+                    model="m", messages=messages, tools=[SCHEMA]
+                )
+                said = turn.choices[0].message
+                messages.append(said.model_dump())
+                if result:
+                    [asked] = said.tool_calls
+                    messages.append({"role": "tool", "tool_call_id": asked.id, "content": result})
+
+    one, other = (played(each, [CALL, "42"], tokenizer) for each in (by_responses, by_chat))
+    assert one.metrics == other.metrics == UNTOUCHED
+    [segment], [expected] = one.segments, other.segments
+    assert segment.tokens_T.tolist() == expected.tokens_T.tolist()
+    assert segment.action_mask_T.tolist() == expected.action_mask_T.tolist()
+
+
+def test_a_response_is_kept_for_the_next_unless_it_is_not_stored(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        first = await respond(endpoint, QUESTION)
+        second = await respond(endpoint, "Again.", previous_response_id=first.id, store=False)
+        reference = {"type": "item_reference", "id": first.output[0].id}
+        more = {"role": "user", "content": "Again."}
+        third = await respond(endpoint, [{"role": "user", "content": QUESTION}, reference, more])
+        assert [turn.output_text for turn in (first, second, third)] == ["a", "b", "c"]
+        for given in ({"previous_response_id": second.id}, {"previous_response_id": "other"}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await respond(endpoint, "Again.", **given)
+            assert caught.value.code == "previous_response_not_found"
+            assert caught.value.param == "previous_response_id"
+
+    trajectory = played(client, ["a", "b", "c"], tokenizer)
+    assert trajectory.metrics == UNTOUCHED
+    one, other = trajectory.segments  # the third goes on where the second did: a branch
+    assert str(tokenizer.decode(one.tokens_T.tolist())).count(str(tokenizer.eos_token)) >= 2
+    assert other.action_mask_T.sum() == 2
+
+
+@pytest.mark.parametrize("said", [CALL, "forty-two", f"<think>\nso\n</think>\n\n{CALL}"])
+def test_a_stream_of_events_is_the_response(tokenizer: PreTrainedTokenizerBase, said: str) -> None:
+    """The library rebuilds from the events what it gets in one body."""
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        asked: Any = {"model": "m", "input": QUESTION, "tools": FLAT}
+        async with sdk(endpoint) as own, own.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            rebuilt = await stream.get_final_response()
+        whole = await respond(endpoint, QUESTION, tools=FLAT)
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        assert [item.type for item in rebuilt.output] == [item.type for item in whole.output]
+        assert rebuilt.output_text == whole.output_text
+        for one, other in zip(rebuilt.output, whole.output, strict=True):
+            if one.type == "function_call" and other.type == "function_call":
+                assert one.arguments == other.arguments
+        assert events[-1].type == "response.completed"
+
+    assert len(played(client, [said, said], tokenizer).segments) == 2
+
+
+def test_options_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        short = await respond(endpoint, QUESTION, max_output_tokens=2)
+        assert short.status == "incomplete"
+        assert short.incomplete_details.reason == "max_output_tokens"
+        [item] = (
+            await respond(endpoint, QUESTION, include=["message.output_text.logprobs"])
+        ).output
+        [part] = item.content
+        assert "".join(each.token for each in part.logprobs).startswith(part.text)
+        assert {each.logprob for each in part.logprobs} == {-0.5}
+        plain = await respond(endpoint, QUESTION, tools=FLAT, tool_choice="none")
+        assert plain.output_text == CALL, "it has no tools"
+
+    policy = Scripted(tokenizer, ["many words", "so", CALL])
+    served(client, policy, tokenizer)
+    assert "calculator" not in policy.seen[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"input": 3}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_bad_responses_are_refused(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await respond(endpoint, QUESTION, extra_body=options)
+        assert caught.value.param == field
+        await respond(endpoint, QUESTION)
+
+    played(client, ["a"], tokenizer)
+
+
+def test_a_text_that_goes_on_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A loop that stops at a word and writes on is one segment; another prompt is another."""
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        prompt = "Q: 6*7?\nA:"
+        turn = await complete(endpoint, prompt, stop="Look:")
+        [choice] = turn.choices
+        assert (choice.text, choice.finish_reason) == (" hm ", "stop")
+        again = await complete(endpoint, f"{prompt}{choice.text}Look: 42\nA:")
+        assert again.choices[0].text == " 42"
+        ended = f"{prompt}{choice.text}Look: 42\nA: 42{tokenizer.eos_token}\nQ: and?\nA:"
+        await complete(endpoint, ended)
+        await complete(endpoint, "Q: other\nA:")
+
+    trajectory = played(client, [" hm Look: 43", " 42", " so", " no"], tokenizer)
+    one, other = trajectory.segments
+    words = str(tokenizer.decode(one.tokens_T.tolist()))
+    stop = str(tokenizer.eos_token)
+    assert words == f"Q: 6*7?\nA: hm Look: 42\nA: 42{stop}\nQ: and?\nA: so{stop}"
+    assert str(tokenizer.decode(other.tokens_T.tolist())) == f"Q: other\nA: no{stop}"
+
+
+def test_options_of_completions(tokenizer: PreTrainedTokenizerBase) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        ids = render_text(tokenizer, QUESTION).tolist()
+        several = await complete(endpoint, [ids, ids], n=2, logprobs=0)
+        assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in several.choices] == ["a", "b", "c", "d"]
+        for choice in several.choices:
+            assert choice.logprobs.token_logprobs == [-0.5, -0.5]
+            assert choice.logprobs.tokens[0] == choice.text
+            assert choice.logprobs.text_offset == [0, 1]
+        assert several.usage.prompt_tokens == 2 * len(ids)
+        [short] = (await complete(endpoint, QUESTION, max_tokens=2)).choices
+        assert short.finish_reason == "length"
+        stream = await complete(
+            endpoint, QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+        parts = [part async for part in stream]
+        assert "".join(choice.text for part in parts for choice in part.choices) == "words"
+        assert parts[-1].usage.completion_tokens > 0
+
+    trajectory = played(client, ["a", "b", "c", "d", "many words", "words"], tokenizer)
+    assert len(trajectory.segments) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "s"}, "suffix"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1 << 30]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"n": 0}, "n"),
+    ],
+)
+def test_bad_completions_are_refused(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str
+) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(endpoint, QUESTION, extra_body=options)
+        assert caught.value.param == field
+        await complete(endpoint, QUESTION)
+
+    played(client, ["a"], tokenizer)
+
+
+def test_limits_hold_for_every_api(tokenizer: PreTrainedTokenizerBase) -> None:
+    async def client(endpoint: AgentEndpoint) -> None:
+        for ask in (respond, complete):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(endpoint, "1" * 300)
+            assert caught.value.code == "context_length_exceeded"
+        await complete(endpoint, ["1", "2"])
+        for ask in (respond, complete):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(endpoint, QUESTION)
+            assert caught.value.code == "turn_limit_exceeded"
+
+    policy = Scripted(tokenizer, ["a", "b"])
+    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=2).trajectories_G
+    assert trajectory.stop_reason is StopReason.TURNS
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "completions"])
+def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(
+    tokenizer: PreTrainedTokenizerBase, api: str
+) -> None:
+    """The run's own values, and those that change nothing, are no conflict."""
+    path, given = {
+        "chat": ("/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+        "responses": ("/responses", {"input": QUESTION}),
+        "completions": ("/completions", {"prompt": QUESTION}),
+    }[api]
+    conflicts = {
+        "temperature": TEMPERATURE + 0.1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1,
+        "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1,
+        "logit_bias": {"1": 5},
+    }  # fmt: skip
+    harmless = {
+        "temperature": TEMPERATURE, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0,
+        "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {},
+    }  # fmt: skip
+    policy = Scripted(tokenizer, ["a"])
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        async with sdk(endpoint) as own:
+            for name, value in conflicts.items():
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await own.post(path, body=given | {name: value}, cast_to=object)
+                assert caught.value.param == name
+                assert caught.value.code == "unsupported_value"
+                assert str(value) in str(caught.value).replace('"', "'")
+            assert not policy.requests
+            await own.post(path, body=given | harmless, cast_to=object)
+
+    served(client, policy, tokenizer, client_sampling="refuse")
+
+
+def _spaces_in_words(folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that decodes without the space that it puts before a text, as Llama 2's."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    marks = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=[*marks, *every_byte], show_progress=False
+    )
+    backend.train_from_iterator(["user assistant system hi more words\n: Go on."] * 9, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        unk_token="<unk>", additional_special_tokens=["<|im_start|>"],
+    )  # fmt: skip
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return made
+
+
+@pytest.mark.parametrize("api", sorted(TALKS))
+@pytest.mark.parametrize("make_tokenizer", [chat_tokenizer, _spaces_in_words])
+def test_special_tokens_and_broken_bytes_within_answers(
+    make_tokenizer: Callable[[Path], PreTrainedTokenizerBase], tmp_path: Path, api: str
+) -> None:
+    """They are trained as sampled, and the client's text goes on from them as they are.
+
+    Bytes that are no character come back as the replacement character. In a chat the model is then
+    shown that, as any server would: a new segment; raw prompts keep the tokens.
+    """
+    tokenizer = make_tokenizer(tmp_path)
+    vocabulary = tokenizer.get_vocab()
+    start, pad = vocabulary["<|im_start|>"], vocabulary[str(tokenizer.pad_token)]
+    bos = vocabulary.get("<s>", pad)
+    a, e = vocabulary["a"], vocabulary["e"]
+    letters = [vocabulary[each] for each in "hi"]  # not as the tokenizer writes the word
+    [broken] = [vocabulary[each] for each in ("<0xE6>", "\u00e6") if each in vocabulary][:1]
+    answers = [
+        [a, start, e], [pad, a], [a, bos, pad, pad], [start], letters, [*letters, broken, a],
+        [broken], [a, broken], letters,
+    ]  # fmt: skip
+    stop = vocabulary[str(tokenizer.eos_token)]
+    sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    class Says:
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            tokens = [*answers[len(sampled)], stop]
+            sampled.append((tuple(request.prompt_tokens_T.tolist()), tuple(tokens)))
+            return [
+                Sample(
+                    tokens_T=np.array(tokens, np.int32),
+                    logprobs_T=np.full(len(tokens), -0.5, np.float32),
+                    versions_T=np.zeros(len(tokens), np.int32),
+                    stop_reason=StopReason.EOS,
+                )
+            ]
+
+    async def client(endpoint: AgentEndpoint) -> None:
+        chat = [Said("user", "hi")]
+        async with sdk(endpoint) as own:
+            for _ in answers:
+                text = await TALKS[api](own, chat)
+                ended = text + str(tokenizer.eos_token) if api == "completions" else text
+                chat += [Said("assistant", ended), Said("user", "Go on.")]
+
+    group = served(client, Says(), tokenizer)
+    assert_trained_as_sampled(group, sampled)
+    [trajectory] = group.trajectories_G
+    broken_answers = 0 if api == "completions" else 3
+    assert trajectory.metrics == UNTOUCHED | {"breaks": broken_answers}
+    assert len(trajectory.segments) == 1 + broken_answers
