@@ -24,7 +24,7 @@ from examples.show.chat_worlds import (
     products,
     write_untrained,
 )
-from tests.e2e.harness import REPOSITORY, metrics, run, trained_groups
+from tests.e2e.harness import REPOSITORY, evaluations, metrics, run, trained_groups
 from tests.e2e.test_environments import ENGINES
 
 pytestmark = pytest.mark.e2e
@@ -38,22 +38,55 @@ def test_the_page_shows_the_example() -> None:
 
 
 @pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model that was taught to call the example's calculator, barely."""
-    folder = tmp_path_factory.mktemp("caller")
-    book: Sequence[dict[str, Any]] = [
-        {**row, "tools": TOOLS} for row in product_book(products(300, 0), guesses=0.0)
-    ]
-    write_jsonl(folder / "book.jsonl", book)
-    untrained = str(folder / "untrained")
-    write_untrained(untrained, book, DIGITS_APART, context_length=160, seed=1)
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model that knows nothing yet."""
+    folder = tmp_path_factory.mktemp("untrained")
+    write_untrained(str(folder), book(0.0), DIGITS_APART, context_length=160, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def caller(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that was taught to call the example's calculator, barely."""
+    return taught(untrained, book(0.0), tmp_path_factory.mktemp("caller"))
+
+
+def book(guesses: float) -> Sequence[dict[str, Any]]:
+    """Conversations with the example's calculator; a share of them guesses, and calls nothing."""
+    return [{**row, "tools": TOOLS} for row in product_book(products(300, 0), guesses=guesses)]
+
+
+def taught(untrained: Path, rows: Sequence[dict[str, Any]], folder: Path) -> str:
+    write_jsonl(folder / "book.jsonl", rows)
     schooling = make(
         "sft",
-        model=untrained, data=str(folder / "book.jsonl"), out=str(folder / "sft"), steps=80,
+        model=str(untrained), data=str(folder / "book.jsonl"), out=str(folder / "sft"), steps=80,
         batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
     )  # fmt: skip
     cluster.run.run(schooling, QUIET)
     return str(folder / "sft/final")
+
+
+def test_a_student_learns_from_another_teacher_to_call_the_tool(
+    untrained: Path, caller: str, tmp_path: Path
+) -> None:
+    """One that guesses nearly always comes to call the calculator, as its teacher does."""
+    student = taught(untrained, book(0.95), tmp_path)
+    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(products(80, 1)))
+    out = tmp_path / "run"
+    code, output = run(
+        "cluster.train", "recipe=opd", f"student={student}", f"teacher={caller}",
+        f"prompts={tmp_path / 'prompts.jsonl'}", f"out={out}", "temperature=0.7", "steps=10",
+        "prompts_per_step=4", "group_size=4", "max_new_tokens=32", "engine=embedded", "lr=2e-3",
+        "max_staleness=0", "eval_size=32", "checkpoint_every=100", "reward=last_number",
+        "local=True", "env=Agent", "env.command=examples.agents.calculator:solve",
+        "env.max_turns=6",
+    )  # fmt: skip
+    assert code == 0, output
+    first, *_, last = metrics(out)
+    assert first["rollout/turns"] < 1.5 < last["rollout/turns"]
+    judged = [each for each in evaluations(out) if "eval/reverse_kl" in each]
+    assert judged[-1]["eval/reverse_kl"] < judged[0]["eval/reverse_kl"] / 4
 
 
 @pytest.mark.parametrize("engine", ENGINES)
