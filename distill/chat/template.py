@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-# Attribute of a tokenizer: what templates are told of the present time.
+# Attribute of a tokenizer, and variable of templates: the time that templates take to be now.
 _CHAT_TIME = "chat_time"
+# `strftime_now` for templates, which are given plain data and no functions (transformers 5.22 on):
+# replaces the codes of a format by their texts. What follows begins a line, as it did without this.
+_STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{% for part in format.split('%%') %}"
+    "{% set shown = namespace(text=part) %}{% for code, text in chat_time.items() %}"
+    "{% set shown.text = shown.text.replace(code, text) %}{% endfor %}"
+    "{{ shown.text }}{{ '' if loop.last else '%' }}{% endfor %}{% endmacro %}\n"
+)
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
@@ -191,11 +199,17 @@ def _written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: Mapping[str, Any]
 ) -> str:
     conversation: Any = [*messages]
-    # Without a time of the run's own, that of the tokenizer's first chat: also after midnight.
-    time: datetime = vars(tokenizer).setdefault(_CHAT_TIME, datetime.now())
+    template = tokenizer.get_chat_template(None, settings["tools"])
+    dated = {}
+    if "strftime_now" in template:
+        # Without a time of the run's own, that of the tokenizer's first chat: also after midnight.
+        time: datetime = vars(tokenizer).setdefault(_CHAT_TIME, datetime.now())
+        codes = set(re.findall("%[-_0^#]?[A-Za-z]", template))
+        dated[_CHAT_TIME] = {code: time.strftime(code) for code in codes}
+        template = _STRFTIME_NOW + template
     try:
         text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, strftime_now=time.strftime, **settings
+            conversation, chat_template=template, tokenize=False, **dated, **settings
         )
     except Exception as error:  # jinja2 raises whatever the template's author chose
         raise DataError(
