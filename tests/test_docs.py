@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc import locate
 
 import chz
 import pytest
 
+import isotherm
 from actors.envs.agent import Agent
 from actors.envs.verifiers_env import Verifiers
 from cluster.config.recipes import CONFIGS
 from distill.envs.reading import Reading
 from distill.envs.tool_use import ToolUse
 from distill.settings import meant_by
+from isotherm.shadowing import PACKAGES
 from tests.generated_docs import PAGES
 
 REPOSITORY = Path(__file__).parents[1]
@@ -28,6 +31,25 @@ OWN = {
 def test_generated_pages_are_current(name: str) -> None:
     written = (REPOSITORY / "docs" / name).read_text()
     assert written == PAGES[name](), f"docs/{name} is old: make docs-generated"
+
+
+def test_the_reference_has_what_users_are_told_to_import() -> None:
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    imported = {
+        f"{module}.{name}"
+        for page in pages
+        for block in re.findall(
+            r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        )
+        for module, names in re.findall(r"^from (\S+) import (.+)$", block, re.MULTILINE)
+        if module.partition(".")[0] in PACKAGES
+        for name in names.split(", ")
+    }
+    reference = (REPOSITORY / "docs/api.md").read_text()
+    listed = re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
+    assert imported and {f"isotherm.{name}" for name in dir(isotherm)} | imported == {*listed}
+    for name in listed:
+        assert locate(name) is not None, name
 
 
 def test_every_row_of_the_table_has_a_test() -> None:
