@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -156,39 +153,6 @@ def test_a_job_has_the_standing_clusters_cluster() -> None:
 def test_every_node_runs_one_image() -> None:
     images = set(re.findall(r"image: (\S+)", "".join(map(Path.read_text, DEPLOY.glob("*.yaml")))))
     assert len(images) == 1
-
-
-def test_the_image_has_the_pinned_versions() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    (python,) = re.findall(r"^FROM python:(\d+\.\d+)-", text, re.MULTILINE)
-    assert project["project"]["requires-python"] == f">={python}"
-    assert project["tool"]["pyright"]["pythonVersion"] == python
-    assert "-c constraints.txt" in text and "deploy/hold.py constraints-cuda.txt" in text
-    (sglang,) = re.findall(r"^FROM lmsysorg/sglang:v(\S+) AS cuda$", text, re.MULTILINE)
-    assert sglang == CUDA_PINS["sglang"], "SGLang's image is not of the version that is pinned"
-    assert "ARG VARIANT" in text
-    user = [line for line in text.splitlines() if line.startswith("USER")]
-    assert user == ["USER ray"]
-    copied = {
-        word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()
-    }
-    for package in project["tool"]["setuptools"]["packages"]["find"]["include"]:
-        assert package.rstrip("*") in copied, f"{package} is not in the image"
-
-
-def test_what_an_image_has_already_is_held(tmp_path: Path) -> None:
-    """As in SGLang's image: its packages stay, and what it lacks is of the file's versions."""
-    file = tmp_path / "pins.txt"
-    file.write_text("# comment==1\nRay==0.1\nhuggingface-hub==0.1\nno_such.package==7.0\n")
-    printed = subprocess.run(
-        [sys.executable, DEPLOY / "hold.py", file], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    held = {str(canonicalize_name(n)): v for n, v in (line.split("==") for line in printed)}
-    for package in ("ray", "torch", "huggingface-hub", "numpy"):
-        assert held[package] == importlib.metadata.version(package)
-    assert held["no-such-package"] == "7.0"
-    assert len(held) == len(printed), "a package is held at two versions"
 
 
 def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() -> None:
