@@ -20,7 +20,7 @@ help:
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need, by answer length: LENGTHS=4,16,48,128 (long)"
 	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings, SFT to OPD"
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
-	@echo "make test-newest, make test-oldest: models and adapters with other versions of the libraries"
+	@echo "make test-newest, make test-oldest: models, adapters, chat templates with other versions of libraries"
 	@echo "make docs    the pages as a site, in build/site; fails where a link leads nowhere (make lint does it)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
@@ -109,7 +109,8 @@ test-newest test-oldest: test-%:
 	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python --resolution $(RESOLUTION) -r pyproject.toml
 	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python pytest hypothesis
 	.venv-$*/bin/python -m pytest -m "not slow" tests/learner/test_families.py tests/learner/test_lora.py \
-		tests/distill/test_model_loading.py tests/distill/test_model_files.py
+		tests/distill/test_model_loading.py tests/distill/test_model_files.py tests/distill/test_template_choice.py \
+		tests/actors/test_embedded_engine.py
 
 chaos: $(DEV) $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))
