@@ -14,6 +14,7 @@ from typing import Any, Final
 import chz
 
 from actors.sglang.address import is_url
+from cluster.config.checkpoint_facts import check_length, check_stop_tokens, check_targets
 from cluster.config.job_upload import refuse_upload
 from cluster.config.rows import RowCheck
 from distill.chat.template_choice import template_text
@@ -58,6 +59,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     for name, kind, value in _paths(config):
         if not (begun and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
+    _check_against_files(config)
     if (row_readers := getattr(config, "row_readers", None)) is not None:
         for name, (read, check_row) in row_readers().items():
             _check_small_files(name, get(config, name), read, check_row)
@@ -92,6 +94,18 @@ def _check_model(name: str, path: str) -> None:
         check_model_path(path)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
+
+
+def _check_against_files(config: Any) -> None:
+    """Check the settings that must fit the model, where it is a directory."""
+    directory = Path(str(get(config, "model.path")))
+    if not (directory / "config.json").is_file():
+        return
+    samples = get(config, "train_from") in (None, ABSENT)
+    for name, check in _FITTING.items():
+        value = get(config, name)
+        if value not in (None, ABSENT, "") and (samples or check is not check_length):
+            check(directory, value)
 
 
 def _check_rows(name: str, value: str) -> None:
@@ -130,7 +144,7 @@ def _check_adapter(name: str, path: str) -> None:
 
 
 def _check_function(name: str, value: str) -> None:
-    if ":" in value:
+    if ":" in value and not is_url(value):
         require_module(name, value, ())
 
 
@@ -155,6 +169,11 @@ _CHECKS: dict[str, Callable[[str, str], None]] = {
     "run": _check_run,
     "adapter": _check_adapter,
     "function": _check_function,
+}
+_FITTING: dict[str, Callable[[Path, Any], None]] = {
+    "sampling.max_new_tokens": check_length,
+    "model.stop_tokens": check_stop_tokens,
+    "lora.targets": check_targets,
 }
 # Checks of what a run reads when it begins, and not when it is resumed.
 _OF_THE_START = ("run", "adapter")

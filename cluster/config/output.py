@@ -9,11 +9,13 @@ from typing import ClassVar, Literal
 
 import chz
 
+from actors.addresses import names_user, split_address
+from actors.sglang.address import is_url
 from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from distill.rules import at_least, multiple_of, needs, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
+from distill.settings import ESSENTIAL, FUNCTION, MAY_CHANGE, Section, section_field
 
 # Trackers for track=; each is an extra of the package with the same name.
 TRACKERS = ("wandb", "tensorboard", "mlflow")
@@ -100,8 +102,30 @@ class TrackingSettings:
         default=None,
         doc="receiver of the run's findings, and of the news of its end: a URL that receives JSON "
         "by POST, or package.module:function, called with the same content as a dict",
-        metadata=MAY_CHANGE,
+        metadata=MAY_CHANGE | FUNCTION,
     )
+
+    @chz.validate
+    def _notify_is_an_address_or_a_function(self) -> None:
+        if self.notify is None:
+            return
+        if names_user(self.notify):  # before the address is printed anywhere
+            raise ConfigError(
+                "tracking.notify= holds a user or a password, which would stand in config.json; "
+                "give package.module:function, which may take them from the environment",
+                field="tracking.notify",
+            )
+        if is_url(self.notify) and split_address(self.notify) is None:
+            raise ConfigError(
+                f"tracking.notify={self.notify} names no host; give https://HOST/PATH",
+                field="tracking.notify",
+            )
+        if ":" not in self.notify:
+            raise ConfigError(
+                f"tracking.notify={self.notify} is neither a URL (https://...) nor "
+                "package.module:function",
+                field="tracking.notify",
+            )
 
     @chz.validate
     def _trackers_are_known(self) -> None:

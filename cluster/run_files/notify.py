@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from actors.addresses import names_user, split_address
+from actors.sglang.address import is_url
 from cluster.run_files.background import WorkThread
 from cluster.run_files.redact import redacted
-from distill.errors import ConfigError, described
+from distill.errors import described
 from distill.lookup import resolve_function
 
 Receiver = Callable[[dict[str, Any]], object]
@@ -36,29 +36,12 @@ def receiver_of(notify: str | None) -> Receiver | None:
     """Receiver that `notify=` names, or None.
 
     Raises:
-        ConfigError: `notify` is neither a URL with a host nor a function that can be imported.
+        ConfigError: `notify` is no function that can be imported.
     """
     if notify is None:
         return None
-    if notify.startswith(("http://", "https://")):
-        url = split_address(notify)
-        if names_user(notify):  # before the address is printed anywhere
-            raise ConfigError(
-                f"{_SETTING}= holds a user or a password, which would stand in config.json; "
-                "give package.module:function, which may take them from the environment",
-                field=_SETTING,
-            )
-        if url is None:
-            raise ConfigError(
-                f"{_SETTING}={notify} names no host; give https://HOST/PATH",
-                field=_SETTING,
-            )
+    if is_url(notify):
         return lambda told: _post(notify, told)
-    if ":" not in notify:
-        raise ConfigError(
-            f"{_SETTING}={notify} is neither a URL (https://...) nor package.module:function",
-            field=_SETTING,
-        )
     return resolve_function(_SETTING, notify, ())
 
 

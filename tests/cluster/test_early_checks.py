@@ -22,6 +22,8 @@ from cluster.train import run_recipe
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from distill.settings import fields_of, path_of, setting_of
 from tests.cluster.test_rules import COMMANDS, GIVEN, KINDS, build
+from tests.conftest import TinyPair
+from tests.refusals import refuses
 
 OTHERS = ["prompts=a/rows", "temperature=0.7", "out=OUT"]
 
@@ -144,6 +146,30 @@ def test_other_slips_are_refused_by_their_setting(given: str, field: str, run: P
     with pytest.raises(IsothermError) as refused:
         check_early(config)
     assert str(refused.value).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("max_new_tokens=128", "sampling.max_new_tokens"),
+        ("stop_tokens=<eos>,<|im_end|>", "model.stop_tokens"),
+        ("stop_tokens=160", "model.stop_tokens"),
+        ("lora.rank=4 lora.targets=q_proj,qproj", "lora.targets"),
+        ("stop_tokens=<eos>,63 lora.rank=4 lora.targets=self_attn.q_proj", None),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_its_files(
+    given: str, field: str | None, tiny_pair: TinyPair
+) -> None:
+    if "max_new_tokens" not in given:
+        given += " max_new_tokens=127"
+    config = parse(
+        OpdConfig, [f"student={tiny_pair.student}", "teacher=a/c", *given.split(), *OTHERS]
+    )
+    if field is None:
+        return check_early(config)
+    with refuses(ConfigError, field):
+        check_early(config)
 
 
 def test_servers_hub_names_and_data_sets_are_left_to_those_who_ask_them() -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import cluster.run
+from cluster.config.output import TrackingSettings
 from cluster.config.recipes import make
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
@@ -171,11 +172,21 @@ def test_what_hangs_does_not_hold_up_the_end() -> None:
         "https://me:secret@host/path",
         "https://me:secret@h[/path",
         "somewhere",
+    ],
+)
+def test_what_is_no_receiver_is_refused_as_a_setting(notify: str) -> None:
+    with refuses(ConfigError, "tracking.notify") as caught:
+        TrackingSettings(notify=notify)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "notify",
+    [
         "tests.cluster.test_notify:nothing",
         "tests.cluster.test_notify:heard",
     ],
 )
-def test_what_cannot_be_told_is_refused(notify: str) -> None:
-    with refuses(ConfigError, "tracking.notify") as caught:
+def test_what_cannot_be_called_is_refused(notify: str) -> None:
+    with refuses(ConfigError, "tracking.notify"):
         receiver_of(notify)
-    assert "secret" not in str(caught.value)

@@ -1,0 +1,105 @@
+"""Checks of settings against the files of a checkpoint's directory, without a library of tensors.
+
+They refuse only what no reading of these files could mean. What they let pass is checked again once
+models and tokenizers are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from distill.errors import ConfigError
+from distill.lookup import known_names
+
+# Where tokens stand by their texts. Any token of a tokenizer of these files is in one of them.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+
+
+def check_length(directory: Path, max_new_tokens: int) -> None:
+    """Raises ConfigError for responses that are longer than the model's context."""
+    context = _text_config(directory).get("max_position_embeddings")
+    if isinstance(context, int) and max_new_tokens >= context:
+        raise ConfigError(
+            f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context of "
+            f"{directory} is {context} tokens; give fewer",
+            field="sampling.max_new_tokens",
+            value=max_new_tokens,
+        )
+
+
+def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
+    """Raises ConfigError for a stop token that the tokenizer's files do not name."""
+    if not (directory / "tokenizer.json").is_file():
+        return
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    size = _text_config(directory).get("vocab_size")
+    for given in filter(None, map(str.strip, stop_tokens.split(","))):
+        forms = {json.dumps(given), json.dumps(given, ensure_ascii=False)}
+        if given.isdecimal():
+            if not isinstance(size, int) or int(given) < size:
+                continue
+        elif any(form in text for form in forms):
+            continue
+        raise ConfigError(
+            f"model.stop_tokens={stop_tokens}: {given!r} is no token of {directory}, nor an id; "
+            f"{known_names(given, sorted(_special_tokens(directory)))}",
+            field="model.stop_tokens",
+            value=stop_tokens,
+        )
+
+
+def check_targets(directory: Path, targets: str) -> None:
+    """Raises ConfigError for a layer that the checkpoint does not have.
+
+    Checkpoints with experts are left out: their layers have other names in memory.
+    """
+    names = _tensor_names(directory)
+    layers = {name.split(".")[-2] for name in names if "." in name}
+    if not layers or any(".experts." in name for name in names):
+        return
+    for target in map(str.strip, targets.split(",")):
+        if target.rpartition(".")[2] not in layers:
+            raise ConfigError(
+                f"lora.targets={targets}: {directory} has no layer {target!r}; "
+                f"{known_names(target, sorted(layers))}",
+                field="lora.targets",
+                value=targets,
+            )
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    config = _json(directory / "config.json")
+    return {**config, **config.get("text_config", {})}
+
+
+def _special_tokens(directory: Path) -> Iterator[str]:
+    for token in _json(directory / "tokenizer.json").get("added_tokens", ()):
+        yield token["content"]
+
+
+def _tensor_names(directory: Path) -> list[str]:
+    """Names of the tensors in safetensors files; none where there are no such files."""
+    index, whole = (directory / f"model.safetensors{end}" for end in (".index.json", ""))
+    if index.is_file():
+        return list(_json(index).get("weight_map", ()))
+    try:
+        with safe_open(whole, framework="numpy") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError):  # loading says what is wrong with it
+        return []
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_bytes())
+    except (OSError, ValueError):  # loading says what is wrong with it
+        return {}
+    return read if isinstance(read, dict) else {}
