@@ -169,9 +169,7 @@ def test_it_installs_and_its_entry_points_run(image: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "extras"), [("cpu", ""), ("cpu", EXTRAS), ("cuda", "wandb,data,judge")]
-)
+@pytest.mark.parametrize(("variant", "extras"), [("cpu", EXTRAS), ("cuda", "wandb,data,judge")])
 def test_pip_finds_versions_that_go_together(
     variant: str, extras: str, image: Path, tmp_path: Path
 ) -> None:
@@ -189,4 +187,5 @@ def test_pip_finds_versions_that_go_together(
     if variant == "cuda":
         assert chosen["sglang"] == pinned["sglang"]
     elif chosen["torch"].endswith("+cpu") and sys.version_info[:2] == (3, 11):
-        assert chosen.keys() - pinned.keys() == {"isotherm"}, "packages without a pinned version"
+        loose = chosen.keys() - pinned.keys() - {"setuptools"}  # which `pip freeze` leaves out
+        assert loose == {"isotherm"}, "packages without a pinned version"

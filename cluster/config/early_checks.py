@@ -24,7 +24,7 @@ from distill.data.sources import Kind, kind_of, parse_sources, require_source
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
-from distill.model_paths import check_model_path, directory_meant, trained_model
+from distill.model_paths import check_model_path, directory_meant, require_hub, trained_model
 from distill.rules import ABSENT, get
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
@@ -92,6 +92,8 @@ def _check_model(name: str, path: str) -> None:
         return
     try:
         check_model_path(path)
+        if not Path(path).exists():
+            require_hub(path)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.hub import fetch_missing, missing_bytes, size_on_hub
 from distill.errors import CheckpointError
+from distill.model_paths import require_hub
 from distill.models.loading import tensor_shapes
 from tests.tiny import tiny_model_dir
 
@@ -134,6 +135,17 @@ def test_a_model_is_fetched_once_and_only_what_is_read(served: Hub, model: Path)
     before = list(served.asked)
     fetch_missing([served.name], said.append)
     assert served.asked == before and len(said) == 1 and missing_bytes(served.name) == 0
+
+
+def test_a_hub_that_is_out_of_reach_is_found_before_models_load(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_hub("some/model")
+    fetch_missing([served.name], print)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    require_hub(served.name)
+    with pytest.raises(CheckpointError):
+        require_hub("some/model")
 
 
 def test_a_model_with_a_lost_shard_is_not_whole(served: Hub, tmp_path: Path) -> None:
