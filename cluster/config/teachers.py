@@ -293,8 +293,10 @@ class TeachersSettings:
     def _teachers_in_range(self) -> None:
         if (self.teacher.model is None) != bool(self.teachers):
             raise ConfigError(
-                f"teacher={self.teacher.model} with {len(self.teachers)} teachers.NAME: give "
-                "teacher=DIR for one, or teachers.NAME.model=DIR for several"
+                f"teacher={self.teacher.model} and teachers.NAME ({', '.join(self.teachers)}) are "
+                "both given: give teacher=DIR for one, or teachers.NAME.model=DIR for several"
+                if self.teachers
+                else "there is no teacher: give teacher=DIR, or teachers.NAME.model=DIR for several"
             )
         for name, teacher in self.teachers.items():
             if teacher.model == OWN:
