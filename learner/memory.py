@@ -150,7 +150,7 @@ def check_fits(
             f"{model} in the learner needs {readable(needed)} here ({estimate}) and {device} "
             f"has {readable(free)} free; a model of up to "
             f"{free / share / holding.bytes_per_parameter / 1e6:.0f} M parameters fits, less its "
-            "activations. Use a smaller model, an adapter (lora.rank), learner_workers on several "
+            "activations. Use a smaller model, an adapter (lora.rank), learner.workers on several "
             "GPUs or machines, or more memory"
         )
 
@@ -215,7 +215,7 @@ class WorkerMemory:
                 f"{what} in the learner does not fit: weights, gradients and moments"
                 f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
                 f"of a GPU in an update, and {gib(room)} are there for them. Use more "
-                "learner_workers, an adapter (lora.rank), or a smaller model"
+                "learner.workers, an adapter (lora.rank), or a smaller model"
             )
 
 

@@ -329,7 +329,7 @@ class LearnerMemory:
         for many in (workers * times for times in _MORE_WORKERS):
             for offload in [False, True] if may_offload else [False]:
                 if self._fits(room, asked, many, offloads=offloads or offload):
-                    yield f"learner_workers={many}{' offload_optimizer=True' * offload}"
+                    yield f"learner.workers={many}{' offload_optimizer=True' * offload}"
                     return
 
 

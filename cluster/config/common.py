@@ -237,7 +237,7 @@ class CommonConfig(
         """
         if units < self.learner.workers:
             raise ConfigError(
-                f"learner_workers={self.learner.workers} but an optimizer step has {units} "
+                f"learner.workers={self.learner.workers} but an optimizer step has {units} "
                 f"({what}): some workers would have nothing to do; use at most {units} workers, or "
                 "larger steps"
             )

@@ -11,6 +11,7 @@ from actors.config import choose_dtype
 from actors.sglang.address import is_url
 from cluster.config.model_checks import ask_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.teachers import teacher_setting
 from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
 from distill.models.loading import load_config, resolve_device, vocab_size
@@ -70,7 +71,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
         return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
     models = [teacher.model for teacher in teachers.values()]
     served = {
-        teacher.model: ask_server(f"teachers.{name}" if name else "teacher", teacher.model)
+        teacher.model: ask_server(teacher_setting(name), teacher.model)
         for name, teacher in teachers.items()
         if is_url(teacher.model)
     }

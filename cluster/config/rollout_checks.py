@@ -25,6 +25,7 @@ from cluster.config.model_checks import (
 )
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
+from cluster.config.teachers import teacher_setting
 from cluster.config.text_teachers import text_teachers
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.held_out import choose_held_out
@@ -126,8 +127,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     check_model_files(config.model.path, tokenizer)
     check_holds_tokenizer("student", config.model.path, vocab_size(student), tokenizer)
     named = {
-        f"teachers.{name}" if name else "teacher": teacher.model
-        for name, teacher in config.teacher_models().items()
+        teacher_setting(name): teacher.model for name, teacher in config.teacher_models().items()
     }
     if config.model.reference is not None:
         named["reference"] = config.model.reference
@@ -150,9 +150,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         if role != "reference":
             _check_top(config.objective, role, scorer, vocab_size(student), stops.event)
     teacher_tokenizers = {
-        name: _for_teacher_messages(
-            config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
-        )
+        name: _for_teacher_messages(config, scorers[teacher_setting(name)], own_template, tokenizer)
         for name in config.teacher_models()
     }
     if config.reward_model is not None:
@@ -184,9 +182,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
     longest_row = max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)])
     states: dict[str, States] = {
-        name: _check_states(
-            config, f"teachers.{name}" if name else "teacher", head, scorers, longest_row
-        )
+        name: _check_states(config, teacher_setting(name), head, scorers, longest_row)
         for name, head in config.teacher_heads.items()
     }
     readers = {"data.source": read, "eval.source": read, "sft.data": read_sft}

@@ -23,6 +23,11 @@ from learner.config import ShadowRule
 _NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
 
 
+def teacher_setting(name: str) -> str:
+    """Setting of a teacher; a single one has an empty name."""
+    return f"teachers.{name}" if name else "teacher"
+
+
 def check_stands_still(teacher: str) -> None:
     """Raises ConfigError for teacher=policy in a command that trains no student."""
     if teacher == OWN:
@@ -159,7 +164,7 @@ class TeacherSettings(EnginePoolSettings):
         for name, teacher in teachers.items():
             if teacher.samples_from is None:
                 continue
-            setting = f"teachers.{name}.samples_from" if name else "teacher.samples_from"
+            setting = f"{teacher_setting(name)}.samples_from"
             found[name] = EndpointAddress.of(setting, teacher.samples_from)
             if not self.sft_steps and not self.sample_share:
                 raise ConfigError(
@@ -225,7 +230,7 @@ class TeacherSettings(EnginePoolSettings):
     ) -> None:
         """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
         for name, teacher in models.items():
-            setting = f"teachers.{name}" if name else "teacher"
+            setting = teacher_setting(name)
             if objective.estimator == "full" and is_url(teacher.model) and teacher.head is None:
                 raise ConfigError(
                     f"estimator=full with {setting}={teacher.model}, a running server, needs its "

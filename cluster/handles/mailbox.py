@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
-from distill.errors import EngineLost
+from distill.errors import EngineError, EngineLost
 
 if TYPE_CHECKING:
     from ray.exceptions import RayTaskError
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _GATHERED_PART, _GATHERED_S = 0.05, 0.01
 # A `collect` without an answer returns after this; a caller that is dead by then asks no more.
 _ASKED_AGAIN_S = 20.0
+# Deadline for the bytes of a few rows' hidden states.
+_FETCH_S = 120.0
 
 _Numbered = tuple[int, GenerateRequest]
 _Answer = tuple[int, "list[Sample] | RayTaskError"]
@@ -157,6 +159,27 @@ def _stored(scores: Sequence[Score]) -> list[Score]:
         each if each.states is None else replace(each, states=calls.put(each.states))
         for each in scores
     ]
+
+
+async def with_states(scores: Sequence[Score]) -> list[Score]:
+    """Scores with the hidden states that their references lead to, fetched from the store.
+
+    Raises:
+        EngineError: they are lost, or did not come in time.
+    """
+    return await asyncio.to_thread(_fetched, scores)
+
+
+def _fetched(scores: Sequence[Score]) -> list[Score]:
+    try:
+        return [
+            replace(each, states=calls.get(each.states, _FETCH_S))
+            if calls.in_store(each.states)
+            else each
+            for each in scores
+        ]
+    except errors.RayError as error:
+        raise EngineError(f"hidden states could not be fetched: {error!r}") from error
 
 
 class MailboxEnd:

@@ -7,19 +7,15 @@ temperature law; whatever the engine itself makes of T.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from cluster.handles import calls
+from cluster.handles.mailbox import with_states
 from cluster.handshake.handshake import LearnerLogprobs, probe_row
 from distill.engine import Engine, EngineInfo, Score, ScoreRequest
 from distill.sampling import UNSCALED
-
-# Deadline for the bytes of a probe's states, seconds.
-_FETCH_S = 120.0
 
 
 class HeadedTeacher:
@@ -54,13 +50,10 @@ class HeadedTeacher:
             for request in requests
         ]
         rows_D = []
-        for request, score in zip(asked, await self._engine.score(asked), strict=True):
-            states = score.states
-            if calls.in_store(states):
-                states = await asyncio.to_thread(calls.get, states, _FETCH_S)
-            rows_D.append(
-                replace(probe_row(request.tokens_T, request.start, UNSCALED), teacher_states=states)
-            )
+        scores = await with_states(await self._engine.score(asked))
+        for request, score in zip(asked, scores, strict=True):
+            row = probe_row(request.tokens_T, request.start, UNSCALED)
+            rows_D.append(replace(row, teacher_states=score.states))
         pairs = list(zip(requests, rows_D, strict=True))
         at_each = [replace(row, temperature=t) for asked, row in pairs for t in asked.temperatures]
         found = iter(await self._logprobs(at_each))

@@ -149,7 +149,7 @@ def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[C
     if nccl is not None:
         yield CheckResult("NCCL", nccl)
     elif found:
-        remedy = "learner_workers=, --tp-size and weights=group need it: take torch from PyPI"
+        remedy = "learner.workers=, --tp-size and weights=group need it: take torch from PyPI"
         yield CheckResult("NCCL", "not in this torch", CheckState.NOTE, remedy)
 
 

@@ -114,13 +114,13 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
         if share == 0.5 and config.policy.size.smallest * gpus == workers:
             return
         raise ConfigError(
-            f"colocate={config.cluster.colocate} gpus_per_actor={share} learner_workers={workers} "
+            f"colocate={config.cluster.colocate} gpus_per_actor={share} learner.workers={workers} "
             f"policy.engines={config.policy.engines}: two workers could meet on one GPU, which "
             f"NCCL refuses; use gpus_per_actor=0.5 and policy.engines={workers // gpus}",
             field="cluster.colocate",
         )
     raise ConfigError(
-        f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
+        f"gpus_per_actor={share} with learner.workers={workers}: NCCL needs a GPU of its own for "
         "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines",
         field="cluster.gpus_per_actor",
     )

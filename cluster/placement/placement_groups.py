@@ -294,7 +294,7 @@ class Placement:
         if not needed or min(needed) < 1:
             return ""
         return (
-            "; gpus_per_actor=0.5, with as many policy.engines as learner_workers, puts each pair "
+            "; gpus_per_actor=0.5, with as many policy.engines as learner.workers, puts each pair "
             "on one GPU"
         )
 

@@ -25,17 +25,23 @@ class Elsewhere:
 
 
 def ask_once(
-    url: str, temperature: float, *, given: int, top_k: int, deadline_s: float = _DEADLINE_S
+    url: str,
+    temperature: float,
+    *,
+    given: int,
+    top_k: int,
+    states: bool = False,
+    deadline_s: float = _DEADLINE_S,
 ) -> Elsewhere:
     """Score one canary row at T and 1.5 T on a server, with the requests of training.
 
     Args:
-        given, top_k: tokens at each position, as `CanaryRows.of` takes them.
+        given, top_k, states: what is asked at each position, as `CanaryRows.of` takes it.
     """
     began = time.monotonic()
     works = False
     try:
-        asked = _asked(url, temperature, given, top_k)
+        asked = _asked(url, temperature, given, top_k, states)
         info, rows, answer = asyncio.run(asyncio.wait_for(asked, deadline_s))
         fault = first_fault(answer, rows)
         works, told = not fault, f"{url} answers, and {fault}"
@@ -56,12 +62,12 @@ def ask_once(
 
 
 async def _asked(
-    url: str, temperature: float, given: int, top_k: int
+    url: str, temperature: float, given: int, top_k: int, states: bool
 ) -> tuple[EngineInfo, CanaryRows, CanaryScores]:
     engine = ExternalSglangEngine(url=url, request_deadline_s=_DEADLINE_S)
     try:
         info = await engine.info()
-        rows = CanaryRows.of(info, temperature, given=given, top_k=top_k, number=1)
+        rows = CanaryRows.of(info, temperature, given=given, top_k=top_k, states=states, number=1)
         return info, rows, rows.answer(await engine.score(rows.requests))
     finally:
         await engine.close()

@@ -29,6 +29,7 @@ from cluster.base.outcomes import Interrupted, RunFailed
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
+from cluster.config.teachers import teacher_setting
 from cluster.inspect.audit import audit
 from cluster.placement.device_choice import with_device
 from cluster.placement.engine_choice import with_engine
@@ -151,9 +152,15 @@ class _Rehearsal:
     def _ask_those_elsewhere(self) -> None:
         """Send one canary to each external teacher, which a twin replaces in the run."""
         objective = self._config.objective
-        given, top_k = objective.asked_of_policy, objective.asked_of_teacher
+        headed = [teacher_setting(name) for name in self._config.teacher_heads]
         for name, url in self._small.stand_ins.items():
-            asked = ask_once(url, self._config.sampling.temperature, given=given, top_k=top_k)
+            asked = ask_once(
+                url,
+                self._config.sampling.temperature,
+                given=objective.asked_of_policy,
+                top_k=objective.asked_of_teacher,
+                states=name in headed,
+            )
             self._found(f"{name}, elsewhere", asked.works, asked.told, asked.seconds)
 
     def _with_deaths(self) -> Strikes:

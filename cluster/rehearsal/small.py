@@ -12,6 +12,7 @@ import chz
 from actors.sglang.address import is_url
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.pools import PoolSize
+from cluster.config.teachers import teacher_setting
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
 from distill.rules import get
@@ -111,7 +112,7 @@ def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     yield "student", config.model.path
     if not config.teacher_moves:  # else it is the student
         for name, teacher in config.teacher_models().items():
-            yield (f"teachers.{name}" if name else "teacher"), teacher.model
+            yield teacher_setting(name), teacher.model
     if config.model.reference is not None:
         yield "reference", config.model.reference
     if config.reward_model is not None:

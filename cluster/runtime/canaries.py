@@ -18,14 +18,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
-from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
+from cluster.handles.mailbox import with_states
+from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT, teacher_role
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
@@ -56,6 +57,7 @@ class CanarySetup:
     Attributes:
         every: steps between two canaries; 0 disables them.
         listed: numbers of (given, likeliest) tokens that training requests per position, by role.
+        headed: roles of which it requests hidden states (`teacher.head`).
         require: False lets engines serve that disagree with the others of their role.
         copies: the learner holds frozen models of its own.
         base: the base of the learner's adapter is one of them.
@@ -64,6 +66,7 @@ class CanarySetup:
     every: int
     temperature: float
     listed: Mapping[str, tuple[int, int]]
+    headed: Collection[str] = ()
     require: bool
     copies: bool = False
     base: bool = False
@@ -77,6 +80,7 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
         every=config.verify.canary_every,
         temperature=config.sampling.temperature,
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
+        headed=[teacher_role(name) for name in config.teacher_heads],
         require=config.verify.handshake,
         copies=bool(config.copied_teachers or config.teacher_heads) or config.base_is_reference,
         base=config.base_is_reference,
@@ -107,7 +111,7 @@ class Canaries:
         self._supervisor, self._driver, self._queue = supervisor, driver, queue
         self._setup, self._say, self._found, self._trusted = setup, say, found, trusted
         self._learner = learner
-        self._engines = Engines(setup.temperature, setup.listed)
+        self._engines = Engines(setup.temperature, setup.listed, setup.headed)
         self._numbers: dict[Watched, int] = {}  # of the lives in the journal
         self._next_number = 0
         self._digests: dict[object, str] = {}  # that each life of these weights has to have
@@ -352,6 +356,8 @@ class Canaries:
                 worker = workers[self._turn % len(workers)].handle
                 ride = watched.ride(worker, _PATIENCE_S)
                 answer, rode = await self._driver.answer(what, ride)
+            if isinstance(watched, ScoringEngine):
+                answer = await with_states(answer)
         except (ActorLost, CallFailed, EngineError) as error:
             if not alone and _state(watched) is State.SERVING:
                 # The worker died, or its batch was refused.

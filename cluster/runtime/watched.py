@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from actors.embedded.reward_model import RewardAnswer
+from cluster.handles.mailbox import with_states
 from cluster.placement.roles import learner_title, teacher_role
 from cluster.supervision.supervise import Member
 from distill.engine import EngineInfo, Score
@@ -137,10 +138,16 @@ class Engines:
 
     Args:
         listed: numbers of (given, likeliest) tokens that training requests per position, by role.
+        headed: roles of which it requests hidden states.
     """
 
-    def __init__(self, temperature: float, listed: Mapping[str, tuple[int, int]]) -> None:
-        self._temperature, self._listed = temperature, listed
+    def __init__(
+        self,
+        temperature: float,
+        listed: Mapping[str, tuple[int, int]],
+        headed: Collection[str],
+    ) -> None:
+        self._temperature, self._listed, self._headed = temperature, listed, headed
         self._rows: dict[str, CanaryRows] = {}
         self._anchors: dict[str, CanaryScores] = {}  # by role: an answer that others have to repeat
 
@@ -151,11 +158,12 @@ class Engines:
         role, T = member.spec.name, self._temperature
         info = await member.handle.info.remote()
         given, top_k = self._listed[role]
-        rows = self._rows.setdefault(role, CanaryRows.of(info, T, given=given, top_k=top_k))
+        made = CanaryRows.of(info, T, given=given, top_k=top_k, states=role in self._headed)
+        rows = self._rows.setdefault(role, made)
         answers = []
         for number in COMPANY:
             scores: list[Score] = await member.handle.score.remote(rows.with_company(number))
-            answers.append(rows.answer(scores))
+            answers.append(rows.answer(await with_states(scores)))
         return ScoringEngine(member, FirstAnswers(info, rows, answers))
 
     def inconsistent(self, engines: Sequence[ScoringEngine]) -> dict[str, str]:

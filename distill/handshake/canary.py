@@ -4,7 +4,8 @@ Pure: rows, answers, the tolerance that repeated answers give, verdicts.
 cluster/runtime/canaries.py decides which models are queried, and when.
 
     rows        random tokens, scored at T (and unscaled) and at 1.5 T, with as many listed tokens
-                as training requests: the same passes as for real requests
+                as training requests, and hidden states where those ask for them: the same passes as
+                for real requests
     tolerance   from the first answers, given several times in batches of different composition
     verdict     on a later answer, always against the first one, so that a slow drift adds up
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from distill.handshake.comparison import (
     tolerance_at,
 )
 from distill.sampling import UNSCALED
+from distill.states import HiddenStates, joined
 from distill.types import FloatArray, TokenArray
 
 NUM_ROWS = 4
@@ -46,6 +49,8 @@ _ALLOWED_SHARE = 1 / 8
 # Log-probs that are equal up to the first number, in nats, and equal to -ln V up to the second,
 # are those of a model whose weights are all 0.
 _ALL_ALIKE, _NEAR_UNIFORM = 1e-3, 0.05
+# Outcomes of the head that hidden states are compared by.
+_OUTCOMES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,9 +70,13 @@ class CanaryRows:
         *,
         given: int = 0,
         top_k: int = 0,
+        states: bool = False,
         number: int = NUM_ROWS,
     ) -> CanaryRows:
-        """Rows for a model of which training requests `given` given and `top_k` top tokens."""
+        """Rows for a model of which training requests `given` given and `top_k` top tokens.
+
+        `states`: and hidden states.
+        """
         prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
         rows = sorted(prompts, key=len)[-number:]
         ids_K = _some_ids(info, given) if info.scores_given else ()
@@ -82,6 +91,7 @@ class CanaryRows:
                     temperatures=(temperature, UNSCALED),
                     given_NK=given_NK,
                     top_k=top_k,
+                    states_N=np.ones(positions, np.bool_) if states else None,
                 ),
                 ScoreRequest(
                     tokens_T=tokens_T,
@@ -125,6 +135,7 @@ class CanaryRows:
                 [s.top.logprobs_NK.reshape(-1) for s in at_T if s.top is not None]
                 or [np.empty(0, np.float32)]
             ),
+            states_N=_by_fixed_head([s.states for s in at_T if s.states is not None]),
         )
 
 
@@ -132,6 +143,24 @@ def _some_ids(info: EngineInfo, number: int) -> TokenArray:
     """Seeded ids to request at every position; of a stop event's ids, only the first may occur."""
     ids_V = np.setdiff1d(np.arange(info.vocab_size, dtype=np.int32), info.stop_event[1:])
     return np.random.default_rng(_SEED).choice(ids_V, min(number, len(ids_V)), replace=False)
+
+
+def _by_fixed_head(parts: Sequence[HiddenStates]) -> FloatArray:
+    """Numbers of the size of log-probs, which any change of the hidden states changes.
+
+    At each position: the log of the state's root mean square, and log-probs of `_OUTCOMES` outcomes
+    by a seeded head of the state over it. The teacher's own head is not here.
+    """
+    if not parts:
+        return np.empty(0, np.float32)
+    states_NH = joined(parts, "cpu").double().numpy()
+    hidden = states_NH.shape[1]
+    head_HK = np.random.default_rng(_SEED).standard_normal((hidden, _OUTCOMES)) / math.sqrt(hidden)
+    with np.errstate(divide="ignore", invalid="ignore"):  # states of 0 are NaN, which is no answer
+        size_N1 = np.sqrt(np.square(states_NH).mean(1, keepdims=True))
+        logits_NK = states_NH / size_N1 @ head_HK
+        logprobs_NK = logits_NK - np.log(np.exp(logits_NK).sum(1, keepdims=True))
+        return np.hstack([np.log(size_N1), logprobs_NK]).astype(np.float32).reshape(-1)
 
 
 def _values(arrays: Sequence[FloatArray]) -> FloatArray:
@@ -142,16 +171,18 @@ def _values(arrays: Sequence[FloatArray]) -> FloatArray:
 class CanaryScores:
     """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T.
 
-    `listed_N`: log-probs at T of the other tokens that were requested.
+    `listed_N`: log-probs at T of the other tokens that were requested. `states_N`: numbers that
+    stand for the hidden states that were.
     """
 
     at_T_N: FloatArray
     unscaled_N: FloatArray
     at_other_N: FloatArray
     listed_N: FloatArray
+    states_N: FloatArray
 
     @property
-    def all_N(self) -> FloatArray:
+    def logprobs_N(self) -> FloatArray:
         return np.concatenate([self.at_T_N, self.unscaled_N, self.at_other_N, self.listed_N])
 
 
@@ -161,22 +192,25 @@ class Tolerance:
 
     Attributes:
         max_gap, mean_gap: limits on the largest and on the mean difference.
+        states_gap: limit on the largest difference of the numbers of hidden states.
         measured: the largest difference among the first answers.
     """
 
     max_gap: float
     mean_gap: float
+    states_gap: float
     measured: float
 
     @classmethod
     def of(cls, repeats: Sequence[CanaryScores], dtype: str, temperature: float) -> Tolerance:
         """Tolerance from repeated answers to the same requests; the first is the reference."""
-        gaps = [_gaps(other, repeats[0]) for other in repeats[1:]] or [(0.0, 0.0)]
-        largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
+        gaps = [_Gaps.of(other, repeats[0]) for other in repeats[1:]] or [_Gaps(0.0, 0.0, 0.0)]
+        largest, mean, states = (max(each) for each in zip(*gaps, strict=True))
         most = tolerance_at(dtype, temperature)
         return cls(
             max_gap=allowed(largest, most),
             mean_gap=allowed(mean, most * MEAN_SHARE),
+            states_gap=allowed(states, tolerance_at(dtype, UNSCALED)),  # states know no T
             measured=largest,
         )
 
@@ -184,7 +218,12 @@ class Tolerance:
     def between(cls, dtype: str, temperature: float) -> Tolerance:
         """Tolerance between two replicas of one model: the handshake's between two kernels."""
         most = tolerance_at(dtype, temperature)
-        return cls(max_gap=most, mean_gap=most * MEAN_SHARE, measured=0.0)
+        return cls(
+            max_gap=most,
+            mean_gap=most * MEAN_SHARE,
+            states_gap=tolerance_at(dtype, UNSCALED),
+            measured=0.0,
+        )
 
 
 def allowed(measured: float, most: float) -> float:
@@ -202,11 +241,16 @@ class CanaryVerdict:
 
     max_gap: float
     mean_gap: float
+    states_gap: float
     tolerance: Tolerance
     cause: str = ""
 
     @property
     def good(self) -> bool:
+        return self._same_logprobs and self.states_gap <= self.tolerance.states_gap
+
+    @property
+    def _same_logprobs(self) -> bool:
         return (
             math.isfinite(self.max_gap)
             and self.max_gap <= self.tolerance.max_gap
@@ -217,6 +261,11 @@ class CanaryVerdict:
         """Description of the difference, with its cause if that is known."""
         if not math.isfinite(self.max_gap):
             return "some of its log-probs are not finite"
+        if self._same_logprobs:
+            return (
+                f"its hidden states moved by {self.states_gap:.3g} (allowed "
+                f"{self.tolerance.states_gap:.3g}), and its log-probs by no more than is allowed"
+            )
         far = (
             f"up to {self.max_gap:.3g} nats (mean {self.mean_gap:.3g}; allowed "
             f"{self.tolerance.max_gap:.3g}, mean {self.tolerance.mean_gap:.3g})"
@@ -228,19 +277,27 @@ def judge(
     answer: CanaryScores, first: CanaryScores, tolerance: Tolerance, rows: CanaryRows
 ) -> CanaryVerdict:
     """Verdict on a later answer."""
-    max_gap, mean_gap = _gaps(answer, first)
-    verdict = CanaryVerdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance)
+    gaps = _Gaps.of(answer, first)
+    verdict = CanaryVerdict(**gaps._asdict(), tolerance=tolerance)
     if verdict.good:
         return verdict
-    cause = _cause(answer, first, tolerance, rows)
-    return CanaryVerdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance, cause=cause)
+    return replace(verdict, cause=_cause(answer, first, tolerance, rows))
 
 
-def _gaps(a: CanaryScores, b: CanaryScores) -> tuple[float, float]:
-    """(largest, mean) |difference|; NaN if a value is not finite."""
-    with np.errstate(invalid="ignore"):
-        gap_N = np.abs(a.all_N.astype(np.float64) - b.all_N)
-    return float(gap_N.max()), float(gap_N.mean())
+class _Gaps(NamedTuple):
+    """Largest and mean |difference| of log-probs, and the largest of the numbers of hidden states;
+    NaN if a value is not finite."""
+
+    max_gap: float
+    mean_gap: float
+    states_gap: float
+
+    @classmethod
+    def of(cls, a: CanaryScores, b: CanaryScores) -> _Gaps:
+        with np.errstate(invalid="ignore"):
+            gap_N = np.abs(a.logprobs_N.astype(np.float64) - b.logprobs_N)
+            states_N = np.abs(a.states_N.astype(np.float64) - b.states_N)
+        return cls(float(gap_N.max()), float(gap_N.mean()), float(states_N.max(initial=0.0)))
 
 
 def _cause(
@@ -270,8 +327,11 @@ def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
     A server that divides by T twice is not found here, because its log-probs do depend on T. The
     handshake finds it.
     """
-    if not np.isfinite(answer.all_N).all():
-        return "some of its log-probs are not finite: its weights, or its numbers, are broken"
+    if not (np.isfinite(answer.logprobs_N).all() and np.isfinite(answer.states_N).all()):
+        return (
+            "some of its log-probs or hidden states are not finite: its weights, or its numbers, "
+            "are broken"
+        )
     if empty := _empty(answer, rows):
         return f"{empty}: load them, and restart it"
     undivided_N = np.abs(answer.at_T_N - answer.unscaled_N)
@@ -300,10 +360,10 @@ def outliers(
     else:
         middle = CanaryScores(
             **{
-                name: np.median([getattr(each, name) for each in answers.values()], axis=0).astype(
-                    np.float32
-                )
-                for name in ("at_T_N", "unscaled_N", "at_other_N", "listed_N")
+                each.name: np.median(
+                    [getattr(answer, each.name) for answer in answers.values()], axis=0
+                ).astype(np.float32)
+                for each in fields(CanaryScores)
             }
         )
         verdicts = {name: judge(each, middle, tolerance, rows) for name, each in answers.items()}

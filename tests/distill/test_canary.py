@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from distill.handshake.canary import (
     outliers,
 )
 from distill.handshake.comparison import TOLERANCE
+from distill.states import HiddenStates
 from distill.types import TopLogprobs
 
 T = 0.7
@@ -43,10 +46,19 @@ class Model:
         self.head_HV = rng.normal(size=(HIDDEN, VOCAB_SIZE)) * 0.6
         self.noise, self.rng = NOISE[dtype], rng
 
-    def logits_TV(self, tokens_T: np.ndarray) -> np.ndarray:
+    def states_TH(self, tokens_T: np.ndarray) -> np.ndarray:
         """After each token."""
         age_TT = np.arange(len(tokens_T))[:, None] - np.arange(len(tokens_T))
-        state_TH = np.where(age_TT >= 0, 0.7 ** np.abs(age_TT), 0) @ self.embedding_VH[tokens_T]
+        return np.where(age_TT >= 0, 0.7 ** np.abs(age_TT), 0) @ self.embedding_VH[tokens_T]
+
+    def given_states(self, request: ScoreRequest) -> HiddenStates:
+        states_NH = self.states_TH(request.tokens_T)[request.start - 1 : -1]
+        noise_NH = self.rng.normal(size=states_NH.shape) * self.noise
+        return HiddenStates((states_NH * (1 + noise_NH)).astype(np.float32), "float32")
+
+    def logits_TV(self, tokens_T: np.ndarray) -> np.ndarray:
+        """After each token."""
+        state_TH = self.states_TH(tokens_T)
         scale_TV = np.abs(state_TH) @ np.abs(self.head_HV)
         noise_TV = self.rng.normal(size=scale_TV.shape) * self.noise
         return state_TH @ self.head_HV + scale_TV * noise_TV
@@ -75,6 +87,7 @@ class Model:
                         log_p_NV[rows, targets_N].astype(np.float32) for log_p_NV in columns
                     ),
                     top=top,
+                    states=None if request.states_N is None else self.given_states(request),
                 )
             )
         return scores
@@ -87,7 +100,7 @@ def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[CanaryScores
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_raises_no_alarm_and_other_weights_always_do(dtype: str) -> None:
-    rows = CanaryRows.of(info(), T, given=5)
+    rows = CanaryRows.of(info(), T, given=5, states=True)
     for seed in range(10):
         model = Model(seed, dtype)
         first, tolerance = introduced(model, rows, dtype)
@@ -103,7 +116,7 @@ def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
     model = Model(0)
     model.noise = 2**-13
     repeats = [rows.answer(model.score(list(rows.requests))) for _ in range(4)]
-    gaps = [np.abs(each.all_N.astype(float) - repeats[0].all_N) for each in repeats]
+    gaps = [np.abs(each.logprobs_N.astype(float) - repeats[0].logprobs_N) for each in repeats]
     tolerance = Tolerance.of(repeats, "float16", 1.0)
     assert 0.00625 < tolerance.measured < 0.05, "between the bounds that are tried below"
     assert tolerance.measured == pytest.approx(max(gap_N.max() for gap_N in gaps))
@@ -147,6 +160,26 @@ def test_known_mistakes_are_named() -> None:
     with np.errstate(invalid="ignore"):
         verdict = judge(rows.answer(broken.score(list(rows.requests))), first, tolerance, rows)
     assert not verdict.good and verdict.told() == "some of its log-probs are not finite"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factor", [1.5, -1.0, 0.0], ids=["longer", "elsewhere", "empty"])
+def test_hidden_states_that_change_are_found_beside_log_probs_that_do_not(
+    dtype: str, factor: float
+) -> None:
+    """The head in the learner is given the states, and the server's log-probs are its own."""
+    rows = CanaryRows.of(info(), T, states=True)
+    model = Model(5, dtype)
+    first, tolerance = introduced(model, rows, dtype)
+    changed = [
+        score
+        if score.states is None
+        else replace(score, states=replace(score.states, values_NH=score.states.values_NH * factor))
+        for score in model.score(list(rows.requests))
+    ]
+    verdict = judge(rows.answer(changed), first, tolerance, rows)
+    assert not verdict.good
+    assert "its hidden states moved" in verdict.told()
 
 
 def test_the_odd_one_of_several_replicas_is_known_and_of_two_both_are() -> None:

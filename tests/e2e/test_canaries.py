@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -204,6 +205,42 @@ def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
     assert sum(each["groups"] for each in copies) == 40 and found["limits"] == []
     [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
     [rewind] = events(out, "rewind")
+    assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
+
+
+def test_hidden_states_that_change_while_log_probs_stay(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss reads the teacher's states; its log-probs and the head in the learner are well."""
+    out = tmp_path / "run"
+    score = EmbeddedEngine.score
+    ill: list[EmbeddedEngine] = []  # the first teacher, from its 187th chain on
+    chains = 0
+
+    async def watched(engine: EmbeddedEngine, requests: Sequence[ScoreRequest]) -> list[Score]:
+        nonlocal chains
+        scores = await score(engine, requests)
+        if engine._model_path != tiny_pair.teacher or (ill and engine is not ill[0]):
+            return scores
+        chains += len(requests)
+        if chains < 187:
+            return scores
+        ill[:] = [engine]
+        return [
+            replace(one, states=replace(one.states, values_NH=-one.states.values_NH))
+            if one.states is not None
+            else one
+            for one in scores
+        ]
+
+    monkeypatch.setattr(EmbeddedEngine, "score", watched)
+    head = {"teacher.head": tiny_pair.teacher}
+    assert train(tiny_pair, out, estimator="full", max_staleness=0, **head) == 0 and ill
+    engines = [r for r in expect_proven(out)["replicas"] if r["who"] == "teacher engine 0"]
+    assert [bool(each["quarantine"]) for each in engines] == [True, False]
+    assert "hidden states moved" in engines[0]["quarantine"]["why"]
+    [rewind] = events(out, "rewind")
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
     assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
 
 

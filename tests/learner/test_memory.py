@@ -194,9 +194,9 @@ ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 @pytest.mark.parametrize(
     "config, billions, workers, rows, needed_gib, remedies",
     [
-        (QWEN3_32B, 32.76, 8, 17_408, 26.1, {"offload_optimizer=True", "learner_workers=16"}),
-        (LLAMA_70B, 70.55, 16, 16_896, 41.7, {"learner_workers=32 offload_optimizer=True"}),
-        (QWEN3_8B, 8.19, 2, 33_792, 22.1, {"offload_optimizer=True", "learner_workers=4"}),
+        (QWEN3_32B, 32.76, 8, 17_408, 26.1, {"offload_optimizer=True", "learner.workers=16"}),
+        (LLAMA_70B, 70.55, 16, 16_896, 41.7, {"learner.workers=32 offload_optimizer=True"}),
+        (QWEN3_8B, 8.19, 2, 33_792, 22.1, {"offload_optimizer=True", "learner.workers=4"}),
     ],
     ids=["32B", "70B", "8B"],
 )
@@ -225,7 +225,7 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     assert remedies <= set(proposed)
     for remedy in remedies:  # all of them hold
         settings = dict(setting.split("=") for setting in remedy.split())
-        many, offloads = settings.get("learner_workers", workers), "offload_optimizer" in settings
+        many, offloads = settings.get("learner.workers", workers), "offload_optimizer" in settings
         assert memory.plan(ROOM, asked, workers=int(many), offloads=offloads)
     for text in set(proposed) - remedies:  # beside 70 B there is room for no row at all
         shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
