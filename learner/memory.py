@@ -224,12 +224,14 @@ def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
 
     Of a GPU that it shares it is its `share`, less the bytes of others `beside` it, as the plan has
     it, whatever the others hold at the moment: servers fill their part after the learner starts.
+    What this process holds already, frozen models say, is not free in either case.
     """
     if not device.startswith("cuda"):
         return free_bytes(device)
     total = gpu_bytes() if beside or share < 1 else None
     if total is not None:
-        return max(0, part_bytes(total, share, beside) - CONTEXT_BYTES)
+        part = part_bytes(total, share, beside) - CONTEXT_BYTES
+        return max(0, part - torch.cuda.memory_allocated(device))
     return max(0, free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1]))
 
 

@@ -7,7 +7,7 @@ temperature law; whatever the engine itself makes of T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,32 @@ import numpy as np
 from cluster.handles.mailbox import with_states
 from cluster.handshake.handshake import LearnerLogprobs, probe_row
 from distill.engine import Engine, EngineInfo, Score, ScoreRequest
+from distill.handshake.comparison import CalibrationReport, Comparison
 from distill.sampling import UNSCALED
+
+
+def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> CalibrationReport:
+    """The report, with the head as the cause where an engine disagrees with its own states.
+
+    Args:
+        heads: `setting=checkpoint` of the head, by name of the engine that gives the states.
+    """
+
+    def explained(comparison: Comparison) -> Comparison:
+        for engine, head in heads.items():
+            if comparison.party.startswith(f"{engine} ") and not (
+                comparison.agrees or comparison.must_differ or comparison.diagnosis
+            ):
+                return replace(
+                    comparison,
+                    culprit=head,
+                    diagnosis=f"the head of {head} is not the one of {engine}: give "
+                    "the checkpoint that it serves. A head that it has quantised, or with an "
+                    "adapter, is in no checkpoint; estimator=top_k needs none",
+                )
+        return comparison
+
+    return replace(report, comparisons=tuple(map(explained, report.comparisons)))
 
 
 class HeadedTeacher:

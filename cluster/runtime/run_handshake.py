@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from actors.config import choose_dtype
 from actors.rollout.teacher import States
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.teachers import teacher_setting
 from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import (
     ENGINE_DEADLINE_S,
@@ -22,7 +23,7 @@ from cluster.handshake.handshake import (
     handshake,
     scored_by,
 )
-from cluster.handshake.headed import HeadedTeacher
+from cluster.handshake.headed import HeadedTeacher, naming_heads
 from cluster.placement.roles import EVALUATION, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
@@ -135,6 +136,7 @@ class RunHandshake:
 
         copies: dict[str, Copy] = {}
         teachers: dict[str, Any] = dict(scorers)
+        heads: dict[str, str] = {}
         follows = self._config.teacher_rule is not None
         for name, role in served_teachers(self._config).items():
             engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
@@ -142,7 +144,8 @@ class RunHandshake:
             if name in self._config.copied_teachers or follows:
                 for engine in engines if follows else engines[:1]:
                     copies[engine] = Copy(f"the learner's copy of {engine}", by_learner)
-            if name in self._config.teacher_heads:
+            if path := self._config.teacher_heads.get(name):
+                heads |= dict.fromkeys(engines, f"{teacher_setting(name)}.head={path}")
                 for engine in engines:
                     teachers[engine] = HeadedTeacher(scorers[engine], by_learner)
                     if self._states[name] == "also":
@@ -150,7 +153,7 @@ class RunHandshake:
                             f"{engine} without the learner's head", scored_by(scorers[engine])
                         )
                         copies[engine] = own
-        return await handshake(
+        report = await handshake(
             policies=policies,
             teachers=teachers,
             learner=learner_logprobs if reference is None else scored_by(reference),
@@ -160,3 +163,4 @@ class RunHandshake:
             copies=copies,
             deadline_s=min(ENGINE_DEADLINE_S, self._config.cluster.no_progress_s / PARTS),
         )
+        return naming_heads(report, heads)

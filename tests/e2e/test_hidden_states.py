@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer
 from cluster.queue.journal import read_journal
 from cluster.train import main
+from distill.models.loading import load_causal_lm
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     events,
@@ -101,6 +104,27 @@ def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: P
         made[heads] = kls(out)
     whole, one, both = made.values()
     assert one == pytest.approx(whole, rel=1e-3) and both == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_head_that_the_teacher_does_not_serve_is_named(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of the checkpoint before its weights were quantised, head and all."""
+    model = load_causal_lm(tiny_pair.teacher, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        head_VH = model.get_output_embeddings().weight
+        step_V1 = head_VH.abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
+        head_VH.copy_((head_VH / step_V1).round() * step_V1)
+    served = tmp_path / "served"
+    shutil.copytree(tiny_pair.teacher, served)
+    model.save_pretrained(served)
+    arguments = opd_arguments(
+        tiny_pair, tmp_path / "run", local=True, **SETTINGS | {"teacher": str(served)},
+        **{"teacher.head": tiny_pair.teacher},
+    )  # fmt: skip
+    assert main(["recipe=opd", *arguments]) == 3
+    [error] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert f"The head of teacher.head={tiny_pair.teacher} is not the one of teacher" in error
 
 
 @pytest.mark.slow
