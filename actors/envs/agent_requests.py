@@ -134,7 +134,8 @@ class AgentChoice:
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
     def logprobs(self) -> list[dict[str, Any]]:
-        """Log-probs at the run's temperature, a sampled token each."""
+        """Log-probs at the run's temperature, a sampled token each; none if nobody asked."""
+        logprobs_T = self.sample.logprobs_T if self.pieces_T else ()
         return [
             {
                 "token": piece,
@@ -142,7 +143,7 @@ class AgentChoice:
                 "bytes": [*piece.encode("utf-8", "replace")],
                 "top_logprobs": [],
             }
-            for piece, logprob in zip(self.pieces_T, self.sample.logprobs_T, strict=False)
+            for piece, logprob in zip(self.pieces_T, logprobs_T, strict=True)
         ]
 
 
