@@ -160,7 +160,7 @@ def test_missing_checkpoints(opd: NewOpd, role: str, tmp_path: Path) -> None:
         check_rollout(opd(**{role: str(tmp_path / "nowhere")}))
 
 
-def test_corrupt_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
+def test_corrupt_and_missing_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     for role in ("student", "teacher"):
@@ -168,6 +168,9 @@ def test_corrupt_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
             check_rollout(opd(**{role: str(broken)}))
     with refuses(CheckpointError, None, names=str(weights)):
         check_sft(sft(model=str(broken)))
+    weights.unlink()
+    with refuses(CheckpointError, None, names=str(broken)):
+        check_rollout(opd(student=str(broken)))
 
 
 def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
@@ -183,7 +186,9 @@ def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> Non
         check_rollout(opd(teacher=small))
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "a"', {"prompt": "x" * 121}], ids=["bad", "long"])
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a"', '"a"', {"prompt": "x" * 121}], ids=["bad", "text", "long"]
+)
 @pytest.mark.parametrize("setting", ["prompts", "eval.source"])
 def test_bad_prompts_by_file_and_line(
     opd: NewOpd, prompts, setting: str, line: str | dict[str, str]

@@ -391,6 +391,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["config=/"], None, "config.json"),
         (["temperature=", "0.7"], None, "temperature=0.7"),
         (["temperature="], "sampling.temperature", ""),
+        (["lr=abc"], "learner.lr", "auto"),
         (["lora.rank=1.5"], "lora.rank", ""),
         (["steps=1e-3"], "steps", ""),
         (["dry_run=maybe"], "dry_run", "rehearse"),
