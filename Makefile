@@ -91,10 +91,9 @@ docs: $(DEV)
 docs-generated: $(DEV)
 	$(BIN)/python -m tests.generated_docs
 
-# A file's tests share servers. Three files at a time: many tests wait for processes, and two files at a time left
-# a third of two cores idle.
+# Two files at a time: most tests wait for processes of their own. A file's tests share servers.
 test: lint $(SGLANG)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow"
 
 # One file after the other: each has clusters of its own.
 test-all: test

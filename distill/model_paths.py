@@ -8,9 +8,6 @@ from pathlib import Path
 
 from distill.errors import CheckpointError, ConfigError
 
-# Deadline of the hub's first answer.
-_ANSWER_S = 5.0
-
 
 def trained_model(path: str) -> str:
     """Directory of the model that `path` names.
@@ -71,28 +68,6 @@ def check_model_path(path: str) -> None:
             f"cannot read a model config from {path!r}: there is no such directory{owner}"
             + directory_meant(path)
         )
-
-
-def require_hub(name: str) -> None:
-    """Ask whether a model of the hub can be had, before libraries that take 35 s to give up.
-
-    Raises:
-        CheckpointError: it is not in this machine's cache, and the hub does not answer.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.utils import get_session
-
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if cached or constants.HF_HUB_OFFLINE:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
-    except Exception as error:  # the hub's library changes its HTTP library, and so its errors
-        raise CheckpointError(
-            f"cannot read a model config from {name!r}: there is no such directory, and the hub at "
-            f"{constants.ENDPOINT} cannot be reached ({error}). Give a directory, or run "
-            f"`hf download {name}` where there is a network, with the HF_HOME of this machine"
-        ) from error
 
 
 def directory_meant(path: str) -> str:

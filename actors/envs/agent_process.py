@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile, mkdtemp
+from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
 from typing import IO, Any, TypeVar
 
 from distill.errors import ConfigError
@@ -166,11 +168,8 @@ class AgentProgram:
                 raise AgentFailed(_told("printed no JSON as its last line", line)) from None
 
     async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
-        with (
-            _kept(self) as child,
-            TemporaryDirectory(dir=child.scratch, ignore_cleanup_errors=True) as scratch,
-        ):
-            environment = {**variables, "TMPDIR": scratch}
+        with _kept(self) as child, _folder(child.scratch):
+            environment = {**variables, "TMPDIR": child.scratch}
             asked = _written({"problem": problem, "environment": environment})
             answer = await child.call(asked, self.time_s)
         told = json.loads(answer)
@@ -245,14 +244,14 @@ class _KeptProcess:
     """A process that calls the agent's function, for one episode at a time.
 
     Attributes:
-        scratch: folder for temporary files, which ends with the process.
+        scratch: folder for temporary files, which is there during an episode. If this process dies
+            meanwhile, the guard removes it.
     """
 
     def __init__(self, program: AgentProgram) -> None:
         command = program.kept_command()
         assert command is not None
-        # Not a TemporaryDirectory, which a forked process would remove too; the guard does.
-        self.scratch = mkdtemp(prefix=_SCRATCH)
+        self.scratch = str(Path(gettempdir(), _SCRATCH + secrets.token_hex(8)))
         self._calls, calls = socket.socketpair()
         # Appended to, because it is emptied for each episode; `end` closes it.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
@@ -262,7 +261,7 @@ class _KeptProcess:
                 stdin=calls.fileno(),
                 stdout=calls.fileno(),
                 stderr=self._complaints,
-                env=_environment(program, {}, self.scratch),
+                env=_environment(program, {}, gettempdir()),
                 cwd=program.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),
@@ -306,6 +305,16 @@ class _KeptProcess:
 _idle: dict[AgentProgram, list[_KeptProcess]] = {}
 # A forked process shares sockets with its parent's children, so it starts its own.
 os.register_at_fork(after_in_child=_idle.clear)
+
+
+@contextmanager
+def _folder(path: str) -> Iterator[None]:
+    """A folder that is there within the block."""
+    os.mkdir(path, 0o700)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

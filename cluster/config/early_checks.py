@@ -24,9 +24,11 @@ from distill.data.sources import Kind, kind_of, parse_sources, require_source
 from distill.errors import CheckpointError, ConfigError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
-from distill.model_paths import check_model_path, directory_meant, require_hub, trained_model
+from distill.model_paths import check_model_path, directory_meant, trained_model
 from distill.rules import ABSENT, get
 
+# Deadline of the hub's first answer.
+_ANSWER_S = 5.0
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
 
@@ -96,6 +98,28 @@ def _check_model(name: str, path: str) -> None:
             require_hub(path)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
+
+
+def require_hub(name: str) -> None:
+    """Ask whether a model of the hub can be had, before libraries that take 35 s to give up.
+
+    Raises:
+        CheckpointError: it is not in this machine's cache, and the hub does not answer.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import get_session
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if cached or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
+    except Exception as error:  # the hub's library changes its HTTP library, and so its errors
+        raise CheckpointError(
+            f"cannot read a model config from {name!r}: there is no such directory, and the hub at "
+            f"{constants.ENDPOINT} cannot be reached ({error}). Give a directory, or run "
+            f"`hf download {name}` where there is a network, with the HF_HOME of this machine"
+        ) from error
 
 
 def _check_against_files(config: Any) -> None:

@@ -5,8 +5,8 @@
 
 The guard ends all of them when the program has ended, on SIGTERM, and when the starter has died,
 however it died. Then it removes the program's scratch folder, and ends as the program did, or with
-exit code 1. On Linux those that left
-the program's process group are ended too: orphans become children of the guard.
+exit code 1. On Linux those that left the program's process group are ended too: orphans become
+children of the guard.
 
 Run as a script it needs only the standard library:
 `python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`.

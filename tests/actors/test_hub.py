@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from actors.hub import fetch_missing, missing_bytes, size_on_hub
+from cluster.config.early_checks import require_hub
 from distill.errors import CheckpointError
-from distill.model_paths import require_hub
 from distill.models.loading import tensor_shapes
 from tests.tiny import tiny_model_dir
 

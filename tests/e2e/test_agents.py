@@ -67,6 +67,7 @@ def taught(untrained: Path, rows: Sequence[dict[str, Any]], folder: Path) -> str
     return str(folder / "sft/final")
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_another_teacher_to_call_the_tool(
     untrained: Path, caller: str, tmp_path: Path
 ) -> None:
@@ -92,8 +93,8 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
 @pytest.mark.parametrize(
     "command",
     [
-        "python examples/agents/calculator.py",
-        pytest.param("examples.agents.calculator:solve", marks=pytest.mark.slow),
+        pytest.param("python examples/agents/calculator.py", marks=pytest.mark.slow),
+        "examples.agents.calculator:solve",
     ],
 )
 def test_a_student_is_distilled_through_the_example(
