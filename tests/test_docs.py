@@ -52,6 +52,18 @@ def test_the_reference_has_what_users_are_told_to_import() -> None:
         assert locate(name) is not None, name
 
 
+def test_settings_beside_a_recipe_are_its_own() -> None:
+    seen = 0
+    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
+        for code in re.findall(r"`([^`\n]*\brecipe=\w+[^`\n]*)`", page.read_text()):
+            kinds = [CONFIGS[name] for name in re.findall(r"recipe=(\w+)", code) if name in CONFIGS]
+            for name in re.findall(r"(?<![\w.\"'])([a-z_]+(?:\.[a-z_]+)*)=", code):
+                if name not in {"recipe", "config"} and not name.startswith("env."):
+                    seen += 1
+                    assert any(meant_by(kind, name) for kind in kinds), f"{page.name}: {code}"
+    assert seen > 20
+
+
 def test_every_row_of_the_table_has_a_test() -> None:
     rows = [line for line in FEATURES.splitlines() if line.startswith("| ") and "---" not in line]
     rows = [row for row in rows if not row.startswith("| feature")]

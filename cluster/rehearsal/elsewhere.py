@@ -30,7 +30,7 @@ def ask_once(
     *,
     given: int,
     top_k: int,
-    states: bool = False,
+    states: bool,
     deadline_s: float = _DEADLINE_S,
 ) -> Elsewhere:
     """Score one canary row at T and 1.5 T on a server, with the requests of training.

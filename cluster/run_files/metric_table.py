@@ -297,7 +297,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "dpo/chosen_nll",
             "nats",
-            "mean of -log pi per token of chosen responses (the term of `sft.coef=`)",
+            "mean of -log pi per token of chosen responses (the term of `sft_coef=`)",
         ),
         Metric("reward_model/accuracy", "share", "pairs whose chosen response scores higher"),
         Metric("reward_model/margin", "", "mean difference of the scores"),

@@ -66,7 +66,7 @@ class CanarySetup:
     every: int
     temperature: float
     listed: Mapping[str, tuple[int, int]]
-    headed: Collection[str] = ()
+    headed: Collection[str]
     require: bool
     copies: bool = False
     base: bool = False

@@ -143,6 +143,7 @@ class House:
                 every=every,
                 temperature=T,
                 listed={REFERENCE: (0, 0)},
+                headed=(),
                 require=True,
                 copies=model is not None,
             ),

@@ -90,7 +90,7 @@ def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> Else
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ISOTHERM_TEACHER_API_KEY", key)
                 return await asyncio.to_thread(
-                    ask_once, server.url, 0.7, given=0, top_k=0, deadline_s=deadline_s
+                    ask_once, server.url, 0.7, given=0, top_k=0, states=False, deadline_s=deadline_s
                 )
 
     return asyncio.run(ask())
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_it_is_said_with_the_remedy(
 
 
 def test_nobody_there_and_one_that_hangs() -> None:
-    found = ask_once("http://127.0.0.1:9", 0.7, given=0, top_k=0)
+    found = ask_once("http://127.0.0.1:9", 0.7, given=0, top_k=0, states=False)
     assert not found.works and "cannot be reached" in found.told
     server = elsewhere()
     server.failures = ["hang"]
