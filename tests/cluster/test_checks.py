@@ -209,7 +209,7 @@ def test_the_longest_of_training_and_evaluation_must_fit(opd: NewOpd, prompts) -
 def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> None:
     short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
     save_tokenizer(short)
-    with refuses(DataError, None, names="32"):
+    with refuses(DataError, None, names="context of 32"):
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
@@ -235,7 +235,7 @@ def test_supervised_rows(sft: NewSft, prompts) -> None:
     path = prompts({"prompt": "a", "completion": "b" * 127})
     with refuses(DataError, None, names=f"{path}:1: 129 tokens"):
         check_sft(sft(data=path))
-    with refuses(DataError, None, names="16"):
+    with refuses(DataError, None, names="limit of 16"):
         check_sft(sft(data=path, max_length=16))
 
 
