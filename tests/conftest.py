@@ -19,9 +19,12 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -32,6 +35,9 @@ from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 
+# What `hub_cache` has.
+CACHED_MODELS = ("a/b", "a/c", "Qwen/Qwen3-0.6B")
+CACHED_DATA_SETS = ("a/rows", "openai/gsm8k")
 _PARENT: pytest.StashKey[Parent | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
@@ -66,6 +72,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (parent := config.stash[_PARENT]) is not None:
         parent.end()
+
+
+@pytest.fixture
+def hub_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This machine's cache of the hub, here and in processes of this test's: names, and no more."""
+    cache = tmp_path_factory.mktemp("cache")
+    for variable in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(variable, str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    for name in CACHED_MODELS:
+        model = cache / repo_folder_name(repo_id=name, repo_type="model")
+        for file, text in (("refs/main", "1"), ("snapshots/1/config.json", "{}")):
+            (model / file).parent.mkdir(parents=True)
+            (model / file).write_text(text)
+    for name in CACHED_DATA_SETS:
+        (cache / repo_folder_name(repo_id=name, repo_type="dataset")).mkdir()
+    return cache
 
 
 @pytest.fixture(scope="session")

@@ -319,6 +319,7 @@ def test_processes_without_tensors_start_without_torch() -> None:
     assert (found.returncode, found.stdout.strip()) == (0, ""), found.stderr
 
 
+@pytest.mark.usefixtures("hub_cache")
 def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) -> None:
     answered = [
         (name, arguments.replace("OUT", str(tmp_path / "out")), code)
@@ -328,6 +329,7 @@ def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.usefixtures("hub_cache")
 def test_ray_comes_up_beside_the_imports_of_torch(tmp_path: Path) -> None:
     started = [arguments.replace("OUT", str(tmp_path / "out")) for arguments in STARTING_RAY]
     ended = python(_START.format(started=started))

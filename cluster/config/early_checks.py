@@ -21,7 +21,7 @@ from distill.chat.template_choice import template_text
 from distill.data.row_files import located
 from distill.data.row_reader import RowReader
 from distill.data.sources import Kind, kind_of, parse_sources, require_source
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, DataError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
 from distill.model_paths import check_model_path, directory_meant, trained_model
@@ -106,20 +106,59 @@ def require_hub(name: str) -> None:
     Raises:
         CheckpointError: it is not in this machine's cache, and the hub does not answer.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if silent := _hub_silent():
+        raise CheckpointError(
+            f"cannot read a model config from {name!r}: there is no such directory, this machine's "
+            f"cache has no such model, and {silent}. Give a directory, or run `hf download {name}` "
+            "where there is a network, with the HF_HOME of this machine"
+        )
+
+
+def require_hub_rows(place: str) -> None:
+    """As `require_hub`, for a data set: OWNER/NAME[:SUBSET[:SPLIT]].
+
+    Raises:
+        DataError: it is not in this machine's cache, and the hub does not answer.
+    """
+    name = place.partition(":")[0]
+    if not _data_set_cached(name) and (silent := _hub_silent()):
+        raise DataError(
+            f"cannot read {place!r}: there is no such file, this machine's cache has no such data "
+            f"set, and {silent}. Give a file, or load the data set once where there is a network, "
+            "with the HF_HOME of this machine"
+        )
+
+
+def _data_set_cached(name: str) -> bool:
+    """True if either library has kept something of the data set; how much, its reader finds out."""
+    from huggingface_hub import constants, file_download
+
+    owner, _, own = name.partition("/")
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    fetched = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(
+        repo_id=name, repo_type="dataset"
+    )
+    # `datasets` writes a name's words in lower case, with underscores between them.
+    kept = {each.name.replace("_", "").lower() for each in prepared.glob(f"{owner}___*")}
+    return fetched.is_dir() or f"{owner}{own}".replace("_", "").lower() in kept
+
+
+def _hub_silent() -> str:
+    """Why the hub gives no answer; empty if it gives one."""
+    from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if cached or constants.HF_HUB_OFFLINE:
-        return
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so that the hub is not asked"
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
     except Exception as error:  # the hub's library changes its HTTP library, and so its errors
-        raise CheckpointError(
-            f"cannot read a model config from {name!r}: there is no such directory, and the hub at "
-            f"{constants.ENDPOINT} cannot be reached ({error}). Give a directory, or run "
-            f"`hf download {name}` where there is a network, with the HF_HOME of this machine"
-        ) from error
+        return f"the hub at {constants.ENDPOINT} cannot be reached ({error})"
+    return ""
 
 
 def _check_against_files(config: Any) -> None:
@@ -138,6 +177,8 @@ def _check_rows(name: str, value: str) -> None:
     with located(name):
         for source in parse_sources(name, value):
             require_source(source.place)
+            if kind_of(source.place) is Kind.HUB:
+                require_hub_rows(source.place)
 
 
 def _check_small_files(name: str, value: str | None, read: RowReader, check_row: RowCheck) -> None:

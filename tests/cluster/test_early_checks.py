@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from cluster.command import parse
@@ -19,13 +20,15 @@ from cluster.evaluate import EvaluateConfig
 from cluster.run_files.out_directory import wait_for_other_job
 from cluster.run_files.run_lock import RunLock
 from cluster.train import run_recipe
-from distill.errors import CheckpointError, ConfigError, IsothermError
+from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
 from distill.settings import fields_of, path_of, setting_of
 from tests.cluster.test_rules import COMMANDS, GIVEN, KINDS, build
 from tests.conftest import TinyPair
 from tests.refusals import refuses
 
 OTHERS = ["prompts=a/rows", "temperature=0.7", "out=OUT"]
+
+pytestmark = pytest.mark.usefixtures("hub_cache")
 
 
 @pytest.fixture
@@ -172,9 +175,40 @@ def test_what_does_not_fit_the_model_is_refused_by_its_files(
         check_early(config)
 
 
-def test_servers_hub_names_and_data_sets_are_left_to_those_who_ask_them() -> None:
+def test_servers_and_what_the_cache_has_are_left_to_those_who_ask_them() -> None:
     given = ["student=Qwen/Qwen3-0.6B", "teacher=http://localhost:1", "prompts=openai/gsm8k:main"]
     check_early(parse(OpdConfig, [*given, *OTHERS[1:]]))
+
+
+@pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("student=some/model", CheckpointError),
+        ("teacher=some/model", CheckpointError),
+        ("prompts=some/RowsOfText:main", DataError),
+    ],
+)
+def test_what_neither_the_cache_nor_the_hub_has_is_refused(
+    given: str,
+    error: type[Exception],
+    offline: bool,
+    hub_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    settings = {"student": "a/b", "teacher": "a/c", "prompts": "a/rows"}
+    name, _, value = given.partition("=")
+    others = [f"{each}={kept}" for each, kept in settings.items() if each != name]
+    config = parse(OpdConfig, [*others, *OTHERS[1:], given])
+    with pytest.raises(error) as refused:
+        check_early(config)
+    assert repr(value) in str(refused.value)
+    # As `datasets` keeps what it has prepared.
+    (hub_cache / "some___rows_of_text/main").mkdir(parents=True)
+    if name == "prompts":
+        check_early(config)
 
 
 def test_the_directory_of_an_unfinished_run_is_no_model(tmp_path: Path) -> None:

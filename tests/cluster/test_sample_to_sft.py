@@ -157,12 +157,13 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
         ({"hinted": "True"}, "the row has neither"),
     ],
 )
+@pytest.mark.usefixtures("hub_cache")
 def test_bad_input_is_refused_before_anything_is_sampled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
 ) -> None:
     prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
     given = {
-        "model": "o/m",
+        "model": "a/b",
         "prompts": str(prompts),
         "data": str(tmp_path / "rows.jsonl"),
     } | changes

@@ -16,24 +16,25 @@ from examples.opd_vs_rl.__main__ import main as opd_vs_rl
 from examples.show.__main__ import main as show
 
 UPLOAD = "runtime_resources/working_dir_files/_ray_pkg_0"
-MODELS = ["student=a/s", "teacher=a/t", "temperature=1"]
+MODELS = ["student=a/b", "teacher=a/c", "temperature=1"]
 Writer = tuple[Callable[[list[str]], int], str, list[str]]
 WRITERS: list[Writer] = [
     (train.main, "out", ["recipe=opd", *MODELS, "prompts=p.jsonl"]),
-    (train.main, "out", ["recipe=rl", "student=a/s", "temperature=1", "prompts=p.jsonl"]),
-    (train.main, "out", ["recipe=sft", "model=a/m", "data=d.jsonl"]),
+    (train.main, "out", ["recipe=rl", "student=a/b", "temperature=1", "prompts=p.jsonl"]),
+    (train.main, "out", ["recipe=sft", "model=a/b", "data=d.jsonl"]),
     (demo.main, "out", []),
     (show, "out", ["task=tools"]),
     (opd_vs_rl, "out", []),
-    (evaluate.main, "out", ["model=a/m", "prompts=p.jsonl"]),
+    (evaluate.main, "out", ["model=a/b", "prompts=p.jsonl"]),
     (forecast.main, "out", [*MODELS, "prompts=p.jsonl"]),
     (calibrate.main, "out", MODELS),
-    (sample_to_sft.main, "data", ["model=a/m", "prompts=p.jsonl"]),
+    (sample_to_sft.main, "data", ["model=a/b", "prompts=p.jsonl"]),
     (rollouts_to_sft.main, "data", ["out=run"]),
     (report.main, "html", ["out=run"]),
 ]
 
 
+@pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_no_command_writes_into_a_job_s_upload(
     writer: Writer,

@@ -110,11 +110,12 @@ def test_thousands_of_equal_answers_are_read_once(tmp_path: Path, monkeypatch) -
     assert counting_reward.read == ["good", "bad"]
 
 
+@pytest.mark.usefixtures("hub_cache")
 def test_sampling_for_sft_reads_answers_first(tmp_path: Path, capfd) -> None:
     from cluster.sample_to_sft import main
 
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answer": "eighteen"}) + "\n")
-    arguments = [f"prompts={path}", f"data={tmp_path / 'data.jsonl'}", "model=a/absent"]
+    arguments = [f"prompts={path}", f"data={tmp_path / 'data.jsonl'}", "model=a/b"]
     assert main([*arguments, "reward=last_number", "temperature=1", "max_new_tokens=4"]) == 2
     assert "prompts.jsonl:1" in "".join("".join(capfd.readouterr()).split())
