@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from actors.config import choose_dtype
 from actors.sglang.memory import served_bytes
 from actors.sglang.parallelism import parallelism
@@ -17,6 +19,7 @@ from cluster.placement.resource_plan import (
     render,
 )
 from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
+from cluster.placement.starts_here import starts_here
 from distill.models.loading import weight_files
 from learner.config import TOKEN_BUDGET
 from learner.memory import estimate_memory
@@ -56,7 +59,8 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     push = ""
     if isinstance(config, RolloutConfig) and config.pushes:
         push = describe_push(config, device)
-    plan = render(Layout(roles=plans, colocate=colocated(config), push=push))
+    cores = os.cpu_count() if starts_here() else None
+    plan = render(Layout(roles=plans, colocate=colocated(config), push=push, cores=cores))
     if not device.startswith("cuda"):
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}

@@ -35,11 +35,16 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All roles, those that share nodes, and what a push of weights moves."""
+    """All roles, those that share nodes, and what a push of weights moves.
+
+    Attributes:
+        cores: of this machine, where the run starts Ray on it; Ray then grants what is asked for.
+    """
 
     roles: Sequence[RolePlan]
     colocate: Sequence[str] = ()
     push: str = ""
+    cores: int | None = None
 
 
 def render(layout: Layout) -> str:
@@ -62,6 +67,8 @@ def render(layout: Layout) -> str:
     if layout.push:
         lines.append(f"push     {layout.push}")
     lines.append(f"needs    {_totals(layout)}")
+    if layout.cores and _cpus(layout, [role.count for role in layout.roles]) > layout.cores:
+        lines.append(f"         this machine has {layout.cores} cores, for which they take turns")
     return "\n".join(lines)
 
 
@@ -131,8 +138,11 @@ def _totals(layout: Layout) -> str:
 
 
 def _sum(layout: Layout, counts: Sequence[int]) -> str:
-    sized = list(zip(layout.roles, counts, strict=True))
-    return _resources(
-        sum(role.cpus * role.bundles * count for role, count in sized),
-        sum(role.gpus * role.bundles * count for role, count in sized),
-    )
+    sized = zip(layout.roles, counts, strict=True)
+    gpus = sum(role.gpus * role.bundles * count for role, count in sized)
+    return _resources(_cpus(layout, counts), gpus)
+
+
+def _cpus(layout: Layout, counts: Sequence[int]) -> float:
+    sized = zip(layout.roles, counts, strict=True)
+    return sum(role.cpus * role.bundles * count for role, count in sized)

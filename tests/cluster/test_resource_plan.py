@@ -38,6 +38,15 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
     ]
 
 
+def test_a_plan_for_more_cpus_than_this_machine_has_says_so() -> None:
+    roles = [
+        RolePlan(name="policy", count=2, most=4, cpus=1),
+        RolePlan(name="learner", count=1, most=1, cpus=2),
+    ]
+    fits, more = (render(Layout(roles=roles, cores=cores)).splitlines() for cores in (4, 3))
+    assert more[:-1] == fits and "3 cores" in more[-1]
+
+
 def test_memory_of_one_member() -> None:
     assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
     assert engine_memory(EIGHT_B, "float32") == 32 << 30
