@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -55,6 +56,8 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
             Ray cannot start here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # before the lines of actors
     if ray.is_initialized():
         yield
         return

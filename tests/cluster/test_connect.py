@@ -51,6 +51,17 @@ def chosen(asked):
         return "refused"
 print(*map(chosen, ("cpu", "auto", "cuda")))
 """
+# Lines of a worker, as a file gets them.
+_PRINTED = """
+import io, sys, time, ray
+from cluster.placement.connect import connect
+sys.stdout = file = io.StringIO()
+with connect("somewhere", 1):
+    ray.get(ray.remote(lambda: print("from a worker")).remote())
+    while "from a worker" not in file.getvalue():
+        time.sleep(0.1)
+sys.__stdout__.write(file.getvalue())
+"""
 # What a head of another version would have written, in place of what this one wrote.
 _PRETEND = """
 import json, ray
@@ -84,6 +95,12 @@ def join(address: str | None, **environment: str) -> dict:
     facts = json.loads(next(line for line in printed if line.startswith("{")))
     assert facts["left"], "Ray was left connected"
     return facts
+
+
+def test_lines_of_workers_are_not_coloured_where_nobody_sees_colours() -> None:
+    printed = python(_PRINTED, None)
+    assert "from a worker" in printed and "\x1b" not in printed
+    assert "\x1b" in python(_PRINTED, None, RAY_COLOR_PREFIX="1")
 
 
 @pytest.mark.parametrize(
