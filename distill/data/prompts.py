@@ -58,7 +58,7 @@ class Prompt:
         bonuses: reward of each occurrence of a phrase in the response.
         messages: the prompt as a chat; empty for a plain string.
         text: the plain string; empty for a chat.
-        tools: the row's tools, which went to the chat template.
+        tools: schemas of the tools that went to the chat template.
         told: prompt of a teacher that is queried with text: a text, or a chat; empty: `messages` or
             `text`.
     """
@@ -196,14 +196,14 @@ def _prompt(
     teacher, teacher_tokens_T, told = teacher_named(row, teachers), None, ""
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
         its_own = teacher_tokenizers.get(teacher, tokenizer)
-        teacher_tokens_T, chat_told = _render(row, its_own, "teacher_", chat)
+        teacher_tokens_T, chat_told, _ = _render(row, its_own, "teacher_", chat)
         told = chat_told or check_text(row, "teacher_prompt")
-    tokens_T, messages = _render(row, tokenizer, "", chat)
+    tokens_T, messages, tools = _render(row, tokenizer, "", chat)
     return Prompt(
         tokens_T=tokens_T,
         messages=messages,
         text="" if messages else check_text(row, "prompt"),
-        tools=check_tools(row) if messages else None,
+        tools=tools,
         answer=answer_text(row.get("answer")),
         line=number,
         teacher=teacher,
@@ -244,10 +244,11 @@ def _render(
     tokenizer: PreTrainedTokenizerBase,
     prefix: str,
     chat: ChatStyle | None,
-) -> tuple[TokenArray, Sequence[Message]]:
-    """Tokens and messages of the prompt whose field names begin with `prefix`."""
+) -> tuple[TokenArray, Sequence[Message], Sequence[Mapping[str, Any]] | None]:
+    """Tokens, messages and tools of the prompt whose field names begin with `prefix`."""
     text, messages = _check_prompt(row, prefix)
     given: list[Message] = []
+    tools = None
     if row.get(messages) is not None:
         given = check_messages(row[messages], messages)
     elif chat is not None:
@@ -260,7 +261,7 @@ def _render(
         tokens_T = render_text(tokenizer, check_text(row, text))
     if len(tokens_T) == 0:
         raise DataError(f"the {prefix}prompt is empty after tokenization")
-    return tokens_T, given
+    return tokens_T, given, tools
 
 
 def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:

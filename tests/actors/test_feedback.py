@@ -95,6 +95,7 @@ def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(
 
     judged = contexts(ToolUse(), path, room, script)
     assert all("<Right.>What is 6*7?" in text for text in judged)
+    assert all(text.startswith("<|im_start|>system\n# Tools\n") for text in judged)
     cut = contexts(
         ToolUse(max_turns=1), path, room, [fails, call("calculator", {"expression": "6*7"})]
     )
