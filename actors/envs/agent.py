@@ -31,6 +31,7 @@ from actors.envs.agent_process import AgentFailed, AgentProgram
 from actors.envs.agent_requests import ClientSampling
 from distill.chat.template import check_text
 from distill.data.answers import answer_text
+from distill.data.feedback import FeedbackContext
 from distill.data.prompts import prompt_key, teacher_named
 from distill.data.row_files import located
 from distill.engine import Sampler
@@ -44,11 +45,11 @@ from distill.envs.base import (
     Episode,
     require_path,
 )
-from distill.errors import ConfigError, DataError, kind_of
+from distill.errors import DataError, kind_of
 from distill.rewards.registry import RewardFunction, verdict
 from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.rules import above, at_least, setting
-from distill.types import StopReason
+from distill.types import StopReason, TokenArray
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -63,13 +64,18 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProblem:
-    """One problem: the row as the agent gets it, and what is known of it."""
+    """One problem: the row as the agent gets it, and what is known of it.
+
+    Attributes:
+        feedback: see `EnvGroupBuilder`.
+    """
 
     row: Mapping[str, Any]
     line: int
     answer: str | None
     teacher: str
     tag: str | None
+    feedback: FeedbackContext | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +213,7 @@ class AgentEpisode(AskingEnv):
 
 
 def _episode(endpoint: AgentEndpoint) -> Episode:
-    turns, histories = tuple(endpoint.turns), endpoint.histories
+    turns, histories, first = tuple(endpoint.turns), endpoint.histories, endpoint.first
     last = turns[-1].sample.stop_reason if turns else StopReason.DONE
     return Episode(
         turns=turns,
@@ -218,6 +224,8 @@ def _episode(endpoint: AgentEndpoint) -> Episode:
             "agent/unmatched": float(histories.unmatched),
             "prefix_breaks": float(histories.prefix_breaks),
         },
+        first_messages=first.messages if first else (),
+        first_tools=first.tools if first else None,
         failure="",
     )
 
@@ -229,6 +237,16 @@ class AgentGroupBuilder(EnvGroupBuilder):
     problem: AgentProblem
     setting: AgentSetting
     group_size: int
+
+    @property
+    def gives_words(self) -> bool:
+        return self.setting.program.gives_words
+
+    def teacher_context_T(self, episode: Episode) -> TokenArray | None:
+        """As in every group; None too if the first request has nothing that a user said."""
+        if not any(message["role"] == "user" for message in episode.first_messages):
+            return None
+        return super().teacher_context_T(episode)
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [AgentEpisode(self.problem, self.setting) for _ in range(self.group_size)]
@@ -252,6 +270,7 @@ class AgentDataset(EnvDataset):
             teacher=chosen.teacher,
             tag=chosen.tag,
             answer=chosen.answer,
+            feedback=chosen.feedback,
             prompt_key=prompt_key(json.dumps(chosen.row, sort_keys=True, default=str).encode()),
         )
 
@@ -280,15 +299,6 @@ class AgentLimits(EnvConfig):
         "with the API's error 400",
     )
 
-    def refuse_feedback(self, setting: EnvContext) -> None:
-        """Raises ConfigError if the teacher's context has feedback on the episode."""
-        if setting.feedback is not None:
-            raise ConfigError(
-                f"teacher.feedback with env={type(self).__name__}: the agent makes its prompts "
-                "itself, so there is none to put feedback into; leave it out",
-                field="teacher.feedback",
-            )
-
 
 @chz.chz
 class Agent(AgentLimits):
@@ -303,8 +313,17 @@ class Agent(AgentLimits):
     def check_here(self) -> None:
         self._program().check()
 
+    @staticmethod
+    def check_row(row: Mapping[str, Any]) -> None:
+        for name in ("teacher_prompt", "teacher_messages"):
+            if row.get(name) is not None:
+                raise DataError(
+                    f"`{name}`: the agent makes its prompts itself, so no row says what its "
+                    "teacher sees; give teacher.feedback, or leave the field out",
+                    field=name,
+                )
+
     def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
-        self.refuse_feedback(setting)
         self.check_here()
         source = require_path(path, "Agent")
         problems_P = []
@@ -326,10 +345,25 @@ class Agent(AgentLimits):
 def _problem(row: Mapping[str, Any], number: int, setting: EnvContext) -> AgentProblem:
     if not row:
         raise DataError("the row is empty; give the agent a problem")
+    Agent.check_row(row)
+    answer, teacher = answer_text(row.get("answer")), teacher_named(row, setting.teachers)
     return AgentProblem(
         row=row,
         line=number,
-        answer=answer_text(row.get("answer")),
-        teacher=teacher_named(row, setting.teachers),
+        answer=answer,
+        teacher=teacher,
         tag=None if row.get("tag") is None else check_text(row, "tag"),
+        feedback=feedback_on_agent(setting, teacher, answer),
     )
+
+
+def feedback_on_agent(
+    setting: EnvContext, teacher: str, answer: str | None
+) -> FeedbackContext | None:
+    """Maker of the teacher's context for an agent, which begins with messages of its own.
+
+    Raises:
+        DataError: see `EnvContext.feedback_on`.
+    """
+    example = [{"role": "user", "content": ""}]
+    return setting.feedback_on(example, teacher=teacher, answer=answer)

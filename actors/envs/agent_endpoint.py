@@ -78,6 +78,7 @@ class AgentEndpoint:
     Attributes:
         key: the API key, valid as long as the endpoint is served.
         turns: what was sampled, in the order in which it came.
+        first: the request of the first turn; None: there is none, or it is no chat.
         histories: the conversations that the turns belong to.
         limit: the limit that refused the latest request; None: it was answered, or none was sent.
         broken: is done as soon as the engine has failed, with its error.
@@ -103,6 +104,7 @@ class AgentEndpoint:
         self._max_tokens, self._max_turns = max_tokens, max_turns
         self.key = secrets.token_urlsafe(24)
         self.turns: list[Turn] = []
+        self.first: PendingAnswer | None = None
         self.histories, self._raw_prompts = Histories(tokenizer), RawPrompts(tokenizer)
         self.limit: StopReason | None = None
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -285,6 +287,8 @@ class AgentEndpoint:
     ) -> AgentChoice:
         observation_T = question.observation_T
         sample = self._stopped(observation_T, whole, asked.stops)
+        if not self.turns and isinstance(question, PendingAnswer):
+            self.first = question
         self.turns.append(
             Turn(observation_T=observation_T, sample=sample, bonuses_T=None, trained=True)
         )

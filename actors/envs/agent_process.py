@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
-from typing import IO, Any, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 from distill.errors import ConfigError
 from distill.json_values import loads
@@ -62,7 +62,10 @@ class AgentProgram:
         directory: working directory, on nodes that have it.
         time_s: seconds that an episode may take.
         memory_mb: memory that each of its processes may write to.
+        gives_words: True if its result, or what judges its answer, may have feedback.
     """
+
+    gives_words: ClassVar[bool] = True
 
     command: str
     directory: str

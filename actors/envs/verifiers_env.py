@@ -16,11 +16,17 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import chz
 
-from actors.envs.agent import AgentDataset, AgentLimits, AgentProblem, AgentSetting
+from actors.envs.agent import (
+    AgentDataset,
+    AgentLimits,
+    AgentProblem,
+    AgentSetting,
+    feedback_on_agent,
+)
 from actors.envs.agent_process import AgentProgram
 from distill.data.prompts import teacher_named
 from distill.envs.base import EnvContext
@@ -76,6 +82,8 @@ class VerifiersProgram(AgentProgram):
     Attributes:
         settings: of `verifiers_child`.
     """
+
+    gives_words: ClassVar[bool] = False
 
     python: str
     settings: str
@@ -135,7 +143,6 @@ class Verifiers(AgentLimits):
         verifiers_version(self.python)
 
     def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
-        self.refuse_feedback(setting)
         self.check_here()
         settings = {"name": self.name, "args": self._args(), "most": self.problems}
         program = VerifiersProgram(
@@ -147,8 +154,11 @@ class Verifiers(AgentLimits):
             settings=json.dumps(settings, sort_keys=True),
         )
         teacher = teacher_named({}, setting.teachers)
+        feedback = feedback_on_agent(setting, teacher, None)
         problems_P = [
-            AgentProblem(row=row, line=number, answer=None, teacher=teacher, tag=None)
+            AgentProblem(
+                row=row, line=number, answer=None, teacher=teacher, tag=None, feedback=feedback
+            )
             for number, row in enumerate(program.problems(), start=1)
         ]
         return AgentDataset(problems_P, AgentSetting.of(self, program, setting))

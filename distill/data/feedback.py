@@ -115,8 +115,8 @@ class FeedbackContext:
         prompt: the plain prompt, or the last user message.
         messages: the chat; empty for a plain prompt.
         room: longest token chain that the teacher has room for.
-        anew: True if each episode begins with its own messages (`begun`); `messages` are then an
-            example.
+        anew: True if each episode begins with its own messages (`begun`); `messages` and `tools`
+            are then an example.
     """
 
     template: FeedbackTemplate
@@ -128,8 +128,13 @@ class FeedbackContext:
     tools: Sequence[Mapping[str, Any]] | None = None
     anew: bool = False
 
-    def begun(self, messages: Sequence[Message]) -> FeedbackContext:
+    def begun(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> FeedbackContext:
         """The context maker of an episode that began with these messages.
+
+        Args:
+            tools: schemas of its tools; None: those of the problem.
 
         Raises:
             DataError: they have no user message, or the last one is no text.
@@ -137,7 +142,8 @@ class FeedbackContext:
         if not self.anew:
             return self
         prompt = messages[last_of_user(messages)]["content"]
-        return replace(self, messages=messages, prompt=prompt)
+        tools = self.tools if tools is None else tools
+        return replace(self, messages=messages, prompt=prompt, tools=tools)
 
     def tokens_T(self, outcome: Outcome) -> TokenArray:
         """Tokens of the teacher's context for an episode with this outcome.

@@ -73,6 +73,7 @@ class Episode:
 
     Attributes:
         first_messages: see `Env`.
+        first_tools: schemas of the tools that they were rendered with; None: the problem's.
         failure: reason why the episode is not trained, which evaluations count as wrong; empty: it
             did not fail; None: episodes of its environment cannot fail by themselves.
     """
@@ -83,6 +84,7 @@ class Episode:
     metrics: Mapping[str, float]
     feedback: str = ""
     first_messages: Sequence[Message] = ()
+    first_tools: Sequence[Mapping[str, Any]] | None = None
     failure: str | None = None
 
 
@@ -166,7 +168,7 @@ class EnvGroupBuilder(ABC):
         turns, tokenizer = episode.turns, self.feedback.tokenizer
         said = [response_text(tokenizer, turn.observation_T, turn.sample) for turn in turns]
         longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
-        return self.feedback.begun(episode.first_messages).context_T(
+        return self.feedback.begun(episode.first_messages, episode.first_tools).context_T(
             Outcome(
                 reward=episode.reward,
                 response=neutralised("\n".join(said), tokenizer),

@@ -78,7 +78,7 @@ class Histories:
             conversation = Conversation(
                 self._tokenizer, heard, tools=tools, tool_format=tool_format
             )
-        return PendingAnswer(self, conversation, keys[-1])
+        return PendingAnswer(self, conversation, keys[-1], tools)
 
     def keep(self, key: bytes, message: Message, conversation: Conversation) -> None:
         """Note that the program was sent `message` as the answer to the history of that key."""
@@ -106,11 +106,19 @@ class PendingAnswer:
 
     Attributes:
         observation_T: int32 ids that the model sees.
+        messages, tools: what they were rendered from.
     """
 
-    def __init__(self, histories: Histories, conversation: Conversation, key: bytes) -> None:
+    def __init__(
+        self,
+        histories: Histories,
+        conversation: Conversation,
+        key: bytes,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
         self._histories, self._conversation, self._key = histories, conversation, key
         self.observation_T = conversation.observation_T
+        self.messages, self.tools = conversation.messages, tools
 
     def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, Any]:
         """The sample as the message that the program is sent, in OpenAI's format.

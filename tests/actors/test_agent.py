@@ -23,6 +23,7 @@ from actors.envs.agent import Agent, AgentResult
 from actors.envs.agent_process import AgentFailed
 from actors.rollout.episode import EpisodesFailed, play_group, rollout_group
 from actors.rollout.evaluator import Evaluator
+from distill.data.feedback import FeedbackTemplate
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import EnvDataset
 from distill.envs.tool_use import ToolUse
@@ -341,6 +342,67 @@ def test_an_agent_that_is_killed_within_its_request_fails_alone(
     assert trajectory.reward == 1 and group.metrics["rollout/failed_episodes"] == 0.5
 
 
+def told(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[list[str | None]]:
+    """What the teacher sees before each segment of each member."""
+    return [
+        [None if T is None else str(tokenizer.decode(T.tolist())) for T in contexts]
+        for trajectory in group.trajectories_G
+        for contexts in [[segment.teacher_context_T for segment in trajectory.segments]]
+    ]
+
+
+def test_a_teacher_is_given_feedback_as_with_tool_use(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """In place of what the user said last, with the tools of the agent's first request."""
+    template = FeedbackTemplate(
+        text="<{feedback} {answer} {outcome}>{prompt}", correct_reward_threshold=1.0
+    )
+    context = setting(tokenizer, reward=last_number, context_length=512, feedback=template)
+    said = ["41", "42"]
+    ours, by_agent = (
+        sorted(
+            str(text)
+            for [text] in told(
+                tokenizer, rolled_out(env("rows.jsonl", context), Scripted(tokenizer, said), 2)
+            )
+        )
+        for env in (ToolUse(), Agent(command="calculate:solve"))
+    )
+    assert by_agent == ours
+    right, wrong = (text.partition("<|im_start|>user\n")[2] for text in ours)
+    assert right.startswith("<Right. 42 right>What is 6*7?")
+    assert wrong.startswith("<Wrong. The right answer is: 42 42 wrong>What is 6*7?")
+
+
+def test_what_an_agent_says_is_feedback_on_its_first_conversation(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """A sub-agent's conversation, and one that begins with a text, have no place for it."""
+    code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n"
+    code += "    once({'messages': [{'role': 'user', 'content': 'Other.'}]})\n"
+    code += "    return {'reward': 0.5, 'feedback': 'Too slow.'}\n"
+    (folder / "talks.py").write_text(code)
+    (folder / "writes.py").write_text(
+        code.replace("chat/completions", "completions")
+        .replace('{"messages": problem["messages"]}', '{"prompt": "What?"}')
+        .replace('["message"]["content"]', '["text"]')
+    )
+    template = FeedbackTemplate(text="{feedback} {prompt}", correct_reward_threshold=1.0)
+    context = setting(tokenizer, context_length=512, feedback=template)
+    groups = {
+        module: rolled_out(
+            Agent(command=f"{module}:solve")("rows.jsonl", context), Scripted(tokenizer, ["a", "b"])
+        )
+        for module in ("talks", "writes")
+    }
+    [[first, other]] = told(tokenizer, groups["talks"])
+    assert first is not None and "user\nToo slow. What is 6*7?<" in first and other is None
+    assert groups["talks"].metrics["opd/unhinted_segments"] == 0.5
+    assert told(tokenizer, groups["writes"]) == [[None, None]]
+    assert groups["writes"].metrics["opd/unhinted_segments"] == 1
+
+
 def test_results_in_every_form() -> None:
     assert AgentResult.read(2).reward == 2.0
     assert AgentResult.read("Paris").answer == "Paris"
@@ -357,6 +419,9 @@ def test_what_cannot_be_started_is_refused(
     for command in ("no_such_program_anywhere x", "", "'", "no_such_module:solve"):
         with refuses(ConfigError, "env.command"):
             dataset(tokenizer, command)
+    (folder / "rows.jsonl").write_text(json.dumps({**ROW, "teacher_prompt": "It is 42."}))
+    with refuses(DataError, "teacher_prompt"):
+        dataset(tokenizer, "calculate:solve")
     limits: list[dict[str, Any]] = [{"max_turns": 0}, {"time_s": 0}, {"memory_mb": 1}]
     for limit in limits:
         with refuses(ConfigError, f"env.{next(iter(limit))}"):
