@@ -103,11 +103,12 @@ def living_actors() -> dict[str, str]:
 
 
 def temporary_files() -> set[str]:
-    """Names in the session's directory for temporary files, but for what W&B keeps there."""
+    """Names in the session's directory for temporary files, but for what W&B keeps there, and the
+    locks of uv."""
     return {
         path.name
         for path in Path(tempfile.gettempdir()).iterdir()
-        if "wandb" not in path.name and not _is_of_table(path)
+        if "wandb" not in path.name and not _is_of_table(path) and not path.match("uv-*.lock")
     }
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ class Player:
         if self._serving is None:
             self._serving = self._env.serving()
             await self._serving.__aenter__()
+        # For this process alone: uv, which agents start with, has its locks in TMPDIR, and shares
+        # them with other episodes.
+        tempfile.tempdir = given["TMPDIR"]
         # The environment's judges may have an endpoint by OPENAI_BASE_URL: the episode's is apart.
         os.environ[_KEY] = given["OPENAI_API_KEY"]
         client = vf.EvalClientConfig(base_url=given["OPENAI_BASE_URL"], api_key_var=_KEY)
@@ -110,7 +114,10 @@ def main() -> None:
                 json.dump(problems(env, settings["most"]), file)
             return
     except Exception as error:  # whatever the environment's own code raises
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        told = " ".join(str(error).split())
+        # verifiers says "not found" of an environment that is there, and lacks what it imports.
+        reason = f" ({error.__cause__})" if error.__cause__ else ""
+        sys.exit(f"{type(error).__name__}: {told}{reason}")
     serve = runpy.run_path(str(Path(__file__).with_name("agent_child.py")))["serve"]
     serve(Player(env).answer)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.verifiers_env import Verifiers
 from actors.rollout.episode import rollout_group
+from distill.data.feedback import FeedbackTemplate
 from distill.envs.base import EnvDataset
 from distill.errors import ConfigError
 from distill.sampling import TrainSampling
@@ -22,98 +23,14 @@ from distill.types import TrajectoryGroup
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
+from tests.verifiers_environments import verifiers_python
 
 pytestmark = pytest.mark.slow
-
-PRODUCTS = """
-import verifiers.v1 as vf
-
-class Data(vf.TaskData):
-    answer: str
-
-class Product(vf.Task[Data]):
-    @vf.reward(weight=1.0)
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply.strip() == self.data.answer)
-
-    @vf.metric
-    async def letters(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply))
-
-class Config(vf.TasksetConfig):
-    num_tasks: int = 5
-
-class Products(vf.Taskset[Product, Config]):
-    def load(self):
-        for i in range(self.config.num_tasks):
-            data = Data(prompt=f"What is {i}*7?", answer=str(i * 7))
-            yield Product(data, self.config.task)
-
-__all__ = ["Products"]
-"""
-CALCULATOR = '''
-import verifiers.v1 as vf
-
-class Tools(vf.Toolset[vf.ToolsetConfig]):
-    @vf.tool
-    def multiply(self, a: int, b: int) -> str:
-        """Multiplies."""
-        return str(a * b)
-
-if __name__ == "__main__":
-    Tools.run()
-'''
-WITH_TOOLS = """
-import itertools
-import verifiers.v1 as vf
-from with_tools.calculator import Tools
-
-class Data(vf.TaskData):
-    answer: str
-
-class Config(vf.TaskConfig):
-    tools: vf.ToolsetConfig = vf.ToolsetConfig()
-
-class TasksetConfig(vf.TasksetConfig):
-    task: Config = Config()
-
-class Product(vf.Task[Data, vf.State, Config]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Tools(config.tools)]
-
-    @vf.reward(weight=1.0)
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply.strip() == self.data.answer)
-
-class Products(vf.Taskset[Product, TasksetConfig]):
-    INFINITE = True
-
-    def load(self):
-        for i in itertools.count():
-            data = Data(prompt=f"What is {i}*7?", answer=str(i * 7))
-            yield Product(data, self.config.task)
-
-__all__ = ["Products"]
-"""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with `verifiers`, its games, and two environments."""
-    folder = tmp_path_factory.mktemp("verifiers") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    made = str(folder / "bin/python")
-    subprocess.run(
-        [made, "-m", "pip", "install", "-q", "--no-compile", "verifiers[ta]>=0.4,<0.5", "uv"],
-        check=True,
-    )
-    [site] = (folder / "lib").glob("*/site-packages")
-    (site / "products.py").write_text(PRODUCTS)
-    (site / "with_tools").mkdir()
-    (site / "with_tools/__init__.py").write_text(WITH_TOOLS)
-    (site / "with_tools/calculator.py").write_text(CALCULATOR)
-    return made
+    return verifiers_python(tmp_path_factory.mktemp("verifiers"))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +39,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 def dataset(
-    tokenizer: PreTrainedTokenizerBase, name: str, python: str, **settings: Any
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    python: str,
+    *,
+    feedback: FeedbackTemplate | None = None,
+    **settings: Any,
 ) -> EnvDataset:
-    context = setting(tokenizer, context_length=8192)
+    context = setting(tokenizer, context_length=8192, feedback=feedback)
     made = Verifiers(name=name, python=python, **settings)(None, context)
     return pickle.loads(pickle.dumps(made))
 
@@ -147,6 +69,23 @@ def test_a_single_turn(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
     assert by_reward[0.0].metrics["letters"] == len("no idea")
     [segment] = by_reward[1.0].segments
     assert "What is 6*7?" in str(tokenizer.decode(segment.tokens_T.tolist()))
+    assert not [*Path(tempfile.gettempdir()).glob("product-*")], "temporary files stay"
+
+
+def test_feedback_has_the_reward_and_no_words(
+    tokenizer: PreTrainedTokenizerBase, python: str
+) -> None:
+    template = FeedbackTemplate(text="({outcome}) {prompt}", correct_reward_threshold=1.0)
+    problems = dataset(tokenizer, "products", python, feedback=template)
+    assert not problems.builder(1, 2).gives_words
+    group = rolled_out(tokenizer, problems, 1, lambda turn, _: ["7", "8"][turn])
+    told = {}
+    for trajectory in group.trajectories_G:
+        context_T = trajectory.segments[0].teacher_context_T
+        assert context_T is not None
+        told[trajectory.reward] = str(tokenizer.decode(context_T.tolist()))
+    assert "user\n(right) What is 1*7?" in told[1.0]
+    assert "user\n(wrong) What is 1*7?" in told[0.0]
 
 
 def test_tools(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
@@ -204,6 +143,8 @@ def test_what_cannot_be_played_is_refused(
             dataset(tokenizer, **settings)
     with refuses(ConfigError, "env.python"):
         dataset(tokenizer, "products", sys.executable)
+    with refuses(ConfigError, "env.name", names="verifiers.utils"):
+        dataset(tokenizer, "outdated", python)
     with refuses(ConfigError, "env.name"):
         dataset(tokenizer, "with-tools", python)
     with refuses(ConfigError, "env.name"):

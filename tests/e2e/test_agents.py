@@ -26,6 +26,7 @@ from examples.show.chat_worlds import (
 )
 from tests.e2e.harness import REPOSITORY, metrics, run, trained_groups
 from tests.e2e.test_environments import ENGINES
+from tests.verifiers_environments import MULTIPLY, verifiers_python
 
 pytestmark = pytest.mark.e2e
 QUIET = Console(quiet=True)
@@ -124,3 +125,60 @@ def test_a_student_is_distilled_through_the_example(
         assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["eval after"]["eval/turns"] > 1.5
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return verifiers_python(tmp_path_factory.mktemp("verifiers"))
+
+
+@pytest.fixture(scope="module")
+def multiplier(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that was taught to call the tool of `with-tools`, barely."""
+    folder = tmp_path_factory.mktemp("multiplier")
+    rows = [_product_by_tool(number) for number in range(60)]
+    write_untrained(str(folder), rows, DIGITS_APART, context_length=320, seed=1)
+    return taught(folder, rows, folder)
+
+
+def _product_by_tool(number: int) -> dict[str, Any]:
+    function = {"name": "tools_multiply", "arguments": json.dumps({"a": number, "b": 7})}
+    product = str(number * 7)
+    messages = [
+        {"role": "user", "content": f"What is {number}*7?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": product},
+        {"role": "assistant", "content": product},
+    ]
+    return {"messages": messages, "tools": [MULTIPLY]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["products", "with-tools"])
+def test_a_student_is_distilled_through_verifiers(
+    multiplier: str, python: str, tmp_path: Path, name: str, engine: str
+) -> None:
+    """The environment's problems, rewards and tools; histories come back as they were sent."""
+    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
+    shutil.copytree(multiplier, student)
+    shutil.copytree(multiplier, teacher)
+    out = tmp_path / "run"
+    code, output = run(
+        "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}", f"out={out}",
+        "temperature=0.7", "steps=2", "prompts_per_step=1", "group_size=2", "max_new_tokens=48",
+        f"engine={engine}", "max_staleness=0", "eval_size=0", "checkpoint_every=100",
+        "env=Verifiers", f"env.name={name}", f"env.python={python}", "env.problems=5",
+        "env.max_turns=4",
+    )  # fmt: skip
+    assert code == 0, output
+    assert trained_groups(out) == [0, 1]
+    assert audit(out / "ledger.jsonl").problems == []
+    for step in metrics(out):
+        assert (step["rollout/turns"] > 1) is (name == "with-tools")
+        assert step["rollout/segments"] == 1 + step["env/prefix_breaks"]
+        assert step["env/agent/rewritten"] == step["env/agent/unmatched"] == 0
+        assert step["rollout/failed_episodes"] == 0
+        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+    if name == "products":
+        assert all(step["env/letters"] > 0 for step in metrics(out))
