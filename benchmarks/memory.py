@@ -22,7 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from distill.models.loading import new_qwen3
-from distill.models.logprobs import TokenStats, VocabularyHead, token_stats
+from distill.models.logprobs import TokenStats, token_stats
+from distill.models.vocabulary_head import VocabularyHead
 from distill.objective.divergences import kl
 
 Way = Literal["naive", "ours"]

@@ -20,14 +20,10 @@ from distill.errors import ConfigError
 from distill.models.attention_probe import shares_prefixes
 from distill.models.autocast import cast_grouped_products
 from distill.models.loading import rope_length, silence
-from distill.models.logprobs import (
-    DivergenceOf,
-    Event,
-    TokenStats,
-    VocabularyHead,
-)
+from distill.models.logprobs import DivergenceOf, Event, TokenStats
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
+from distill.models.vocabulary_head import VocabularyHead
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
 from learner.routers import Piece, RoutingReplay

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from distill.errors import ConfigError
 from distill.models.decoder_sizes import HeadSizes, mlp_width
+from distill.models.linear_stats import positions_per_trained_chunk, positions_together
 from distill.models.loading import exact_attention, load_config, vocab_size
-from distill.models.logprobs import positions_per_trained_chunk, positions_together
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
 from learner.memory import (
     TRAINED,
@@ -34,8 +34,8 @@ from learner.memory import (
 _PASS_MARGIN = 1.1
 # Smallest micro-batches that `fit_pass` chooses by itself.
 _SMALLEST_BUDGET = 1024
-# Of some logits: divided by T, their log-softmax, and the gradients of both.
-_STATISTICS = 4
+# Of some logits: divided by T, their log-softmax, which becomes its gradient, and their gradient.
+_STATISTICS = 3
 # Tensors of heads x tokens x tokens of an eager layer: at once in its backward pass, and kept of
 # every other layer. torch's tracker finds 3.8 and 1 (sinks), 4.3 and 2 (soft caps).
 _SCORES_AT_ONCE, _SCORES_KEPT = 5, 2

@@ -21,8 +21,8 @@ from distill.models.loading import (
     stop_token_ids,
     vocab_size,
 )
-from distill.models.logprobs import VocabularyHead
 from distill.models.shared_prefix import SharedPrefixModel
+from distill.models.vocabulary_head import VocabularyHead
 from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.weights.digests import digest

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 
 from distill.engine import Score, ScoreRequest
-from distill.models.logprobs import (
-    Event,
-    VocabularyHead,
-    one_outcome,
-    positions_per_chunk,
-    selected_logprobs,
-)
+from distill.models.linear_stats import positions_per_chunk
+from distill.models.logprobs import Event, one_outcome, selected_logprobs
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
+from distill.models.vocabulary_head import VocabularyHead
 from distill.objective.batching import WORTH_SHARING
 from distill.states import HiddenStates
 from distill.types import FloatArray, TokenArray, TopLogprobs

@@ -25,7 +25,7 @@ from benchmarks.peak import peak_flops
 from distill.engine import CollectiveBroadcast
 from distill.gpu import GIB
 from distill.models.attention_probe import shares_prefixes
-from distill.models.logprobs import VocabularyHead
+from distill.models.vocabulary_head import VocabularyHead
 from distill.objective.batching import TrainingRow, collate
 from distill.objective.losses import StepCounts
 from distill.objective.settings import ObjectiveConfig

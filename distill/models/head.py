@@ -11,7 +11,8 @@ from torch import nn
 from distill.errors import ConfigError
 from distill.models.checkpoint_values import CheckpointValues, reads_by_tensor
 from distill.models.loading import meta_causal_lm, vocab_size
-from distill.models.logprobs import Event, VocabularyHead, projection_of
+from distill.models.logprobs import Event
+from distill.models.vocabulary_head import VocabularyHead, projection_of
 
 
 def check_head(path: str, role: str) -> tuple[int, int]:

@@ -19,16 +19,10 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
-from distill.models import logprobs
+from distill.models import linear_stats, vocabulary_head
 from distill.models.loading import new_qwen3
-from distill.models.logprobs import (
-    TokenStats,
-    VocabularyHead,
-    kept_until_backward,
-    log_distribution,
-    selected_logprobs,
-    token_stats,
-)
+from distill.models.logprobs import TokenStats, log_distribution, selected_logprobs, token_stats
+from distill.models.vocabulary_head import VocabularyHead, kept_until_backward
 from distill.objective.divergences import kl
 
 VOCAB = 50
@@ -176,7 +170,9 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
         return (log_p_NV.exp() * log_p_NV.square()).sum(dim=1) * tokens_N[positions]
 
     def run(positions: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: positions)
+        monkeypatch.setattr(
+            vocabulary_head, "positions_per_chunk", lambda device, vocab_size: positions
+        )
         hidden_NH = hidden_and_logits(model)[0].requires_grad_(True)
         model.zero_grad()
         stats = head.token_stats(
@@ -240,8 +236,8 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
     monkeypatch: pytest.MonkeyPatch, model, build, asked: str
 ) -> None:
     """Against one graph over all logits, fp32; each loss leaves the other statistics unused."""
-    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
-    monkeypatch.setattr(logprobs, "positions_together", lambda device, vocab_size: 2)
+    monkeypatch.setattr(vocabulary_head, "positions_per_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(linear_stats, "positions_together", lambda device, vocab_size: 2)
     head = VocabularyHead.of(model())
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -290,7 +286,7 @@ def test_chunks_under_autocast_are_the_whole_under_autocast(
     made = []
     for positions in (8, 3):
         monkeypatch.setattr(
-            logprobs, "positions_per_chunk", lambda device, vocab_size, n=positions: n
+            vocabulary_head, "positions_per_chunk", lambda device, vocab_size, n=positions: n
         )
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -318,7 +314,7 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
 
     spy.weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]
     head.projection = spy
-    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(vocabulary_head, "positions_per_chunk", lambda device, vocab_size: 3)
     with torch.no_grad():
         head.token_stats(hidden_NH, torch.arange(8), torch.ones(8))
     assert sizes == [3, 3, 2]

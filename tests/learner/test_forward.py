@@ -66,7 +66,7 @@ def test_divergences_are_given_the_distributions_of_their_own_positions(
 
     forward = Forward(deepcopy(model))
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.models.logprobs.CHUNK_ELEMENTS", {"cpu": 1})
+        patch.setattr("distill.models.linear_stats.CHUNK_ELEMENTS", {"cpu": 1})
         stats = forward(batch, divergence_of=chosen)
     assert len(seen) > 1 and stats.divergence_N is not None
     assert stats.divergence_N.tolist() == stats.logprobs_N.tolist()
