@@ -297,7 +297,7 @@ class Judge:
             return DataError(
                 f"the judge at {self.url} refuses a question: {said}", field="env.judge_url"
             )
-        return EngineError(f"the judge at {self.url} fails: {said}")
+        return EngineError(f"the judge at {self.url} fails (HTTP {status}): {said}")
 
 
 # A client's connections belong to the loop that made them, and closed loops leave theirs behind.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ _REFUSED_KEY = (401, 403)
 _FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
+# Tags of an HTML page, and those whose content is no text of the page.
+_MARKUP = re.compile(r"<(head|script|style)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
 LARGEST_ANSWER = 64 << 20
 # Some models reject the first name, with an error that mentions the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
@@ -156,8 +159,13 @@ def read_key(variable: str) -> str:
 
 
 def in_a_line(error: BaseException, key: str) -> str:
-    """Format an error's message as one line, shortened, with the key replaced by ***."""
+    """Format an error's message as one line, shortened, with the key replaced by ***.
+
+    Of an HTML page, which proxies and other servers answer with, only the text is kept.
+    """
     words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    if "<html" in words.lower():
+        words = _MARKUP.sub(" ", words)
     words = " ".join(words.split())
     return (words.replace(key, "***") if key else words)[:_SHOWN]
 

@@ -225,6 +225,15 @@ def test_something_else_answers(server: ScriptedJudge, judge: Judge, page: str, 
         asyncio.run(judge.check())
 
 
+def test_of_a_page_its_text_is_shown(server: ScriptedJudge, judge: Judge) -> None:
+    server.page_status = 501
+    server.page = "<html><head><title>Oh</title></head><body><p>No&nbsp;GET here</p></body></html>"
+    with refuses(ConfigError, "env.judge_url", names="HTTP 501") as refused:
+        asyncio.run(judge.check())
+    said = str(refused.value)
+    assert "GET here" in said and "Oh" not in said and "<" not in said
+
+
 def test_the_check_asks_for_no_verdict(
     server: ScriptedJudge, judge: Judge, caplog: pytest.LogCaptureFixture
 ) -> None:
