@@ -20,7 +20,7 @@ help:
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need, by answer length: LENGTHS=4,16,48,128 (long)"
 	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings, SFT to OPD"
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
-	@echo "make test-newest, make test-oldest: models, adapters, chat templates with other versions of libraries"
+	@echo "make test-newest, test-oldest, test-cuda: learner, engine, plugin, pushes with other versions of libraries"
 	@echo "make docs    the pages as a site, in build/site; fails where a link leads nowhere (make lint does it)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
@@ -99,17 +99,19 @@ test: lint $(SGLANG)
 test-all: test
 	$(BIN)/python -m tests.slow_tier
 
-# With the newest or the oldest versions that pyproject.toml allows, in an environment of its own; not in CI.
-test-newest: RESOLUTION := highest
-test-oldest: RESOLUTION := lowest-direct
-test-newest test-oldest: test-%:
+# What needs no SGLang, with other versions, in an environment of its own; not in CI: the newest and the
+# oldest that pyproject.toml allows, and those of a CUDA machine (CUDA's torch computes on a CPU as well).
+test-newest: VERSIONS := --resolution highest
+test-oldest: VERSIONS := --resolution lowest-direct
+test-cuda: VERSIONS := -c constraints-cuda.txt
+test-newest test-oldest test-cuda: test-%:
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -qq uv
-	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python --resolution $(RESOLUTION) -r pyproject.toml
+	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python $(VERSIONS) -r pyproject.toml --extra data
 	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python pytest hypothesis
-	.venv-$*/bin/python -m pytest -m "not slow" tests/learner/test_families.py tests/learner/test_lora.py \
-		tests/distill/test_model_loading.py tests/distill/test_model_files.py tests/distill/test_template_choice.py \
-		tests/actors/test_embedded_engine.py
+	.venv-$*/bin/python -m pytest -m "not slow" tests/learner tests/distill tests/actors/test_embedded_engine.py \
+		tests/actors/test_sglang_plugin.py tests/actors/test_weight_portions.py tests/cluster/test_weights.py \
+		tests/cluster/test_ipc.py tests/cluster/test_push_check.py tests/cluster/test_push_model.py
 
 chaos: $(DEV) $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))

@@ -107,6 +107,8 @@ def in_arrow(path: Path) -> str:
 
 
 def in_json_columns(path: Path) -> str:
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets has no such columns")
     listed = datasets.List(datasets.Json())
     features = datasets.Features({"messages": listed, "tools": listed})
     data = datasets.Dataset.from_list(ROWS, features=features)
