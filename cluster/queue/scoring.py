@@ -73,9 +73,9 @@ class Scoring:
     def verdict(self) -> str:
         """One-line summary for users."""
         moved = sum(replica.moved is not None for replica in self.replicas)
-        scorers = f"{len(self.replicas)} scorer{'s' * (len(self.replicas) != 1)}"
-        watched = f"({scorers}, {sum(r.canaries for r in self.replicas)} canaries after the first"
-        watched += f"; {moved} moved and {'was' if moved == 1 else 'were'} ended)" if moved else ")"
+        canaries = sum(replica.canaries for replica in self.replicas)
+        watched = f"(scorers: {len(self.replicas)}, canaries after the first: {canaries}"
+        watched += f"; moved and ended: {moved})" if moved else ")"
         if self.holds:
             return (
                 f"all {self.trained} trained groups were scored between two good canaries {watched}"
