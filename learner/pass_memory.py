@@ -34,8 +34,9 @@ from learner.memory import (
 _PASS_MARGIN = 1.1
 # Smallest micro-batches that `fit_pass` chooses by itself.
 _SMALLEST_BUDGET = 1024
-# Of some logits: divided by T, their log-softmax, which becomes its gradient, and their gradient.
-_STATISTICS = 3
+# Of some logits: divided by T, their log-softmax, which becomes its gradient, a divergence's
+# gradient, and their own.
+_STATISTICS = 4
 # Tensors of heads x tokens x tokens of an eager layer: at once in its backward pass, and kept of
 # every other layer. torch's tracker finds 3.8 and 1 (sinks), 4.3 and 2 (soft caps).
 _SCORES_AT_ONCE, _SCORES_KEPT = 5, 2
