@@ -10,17 +10,14 @@ way, by turns; ratios are medians over rounds.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import chz
-from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
@@ -48,20 +45,10 @@ from examples.show.chat_worlds import (
 )
 
 GROUP_SIZE, NEW_TOKENS, CONTEXT = 4, 32, 640
-_CLIENT = OpenAI(base_url="http://localhost", api_key="of an episode")
-
-
-def solve_by_kept_client(problem: dict[str, Any]) -> dict[str, Any]:
-    """The example's agent with a client that is made once, not in each episode."""
-    client = _CLIENT.with_options(
-        base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
-    )
-    return calculator.solve(problem, client)
-
 
 WAYS = {
     "env=ToolUse": ToolUse(tools="calculator"),
-    "module:function, one client kept": Agent(command="benchmarks.agents:solve_by_kept_client"),
+    "module:function, one client kept": Agent(command="benchmarks.kept_client:solve"),
     "module:function": Agent(command="examples.agents.calculator:solve"),
     "a process per episode": Agent(command=f"{sys.executable} {calculator.__file__}"),
 }
