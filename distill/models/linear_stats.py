@@ -120,21 +120,28 @@ class StatsOfLogits:
             logits_nV = logits_nV.detach().requires_grad_()
             scaled_nV = self.scaled_of(logits_nV, positions)
         log_p_nV = torch.log_softmax(scaled_nV.detach(), dim=1)
-        dense_nV = self._of_log_p(log_p_nV, positions, grads)
-        total_n = log_p_nV.new_zeros(len(log_p_nV)) if dense_nV is None else dense_nV.sum(dim=1)
-        chosen_n = None if grads[0] is None else grads[0][positions]
-        if chosen_n is not None:
-            total_n += chosen_n
+        chosen_N, entropy_N, divergence_N = grads
+        dense_nV = self._of_log_p(log_p_nV, positions, entropy_N, divergence_N)
+        total_n = log_p_nV.new_zeros(len(log_p_nV))
+        if dense_nV is not None:
+            total_n += dense_nV.sum(dim=1)
+        if chosen_N is not None:
+            total_n += chosen_N[positions]
         grad_nV = log_p_nV.exp_().mul_(-total_n[:, None])
         if dense_nV is not None:
             grad_nV += dense_nV
-        if chosen_n is not None:
-            grad_nV.scatter_add_(1, self.outcomes_N[positions, None], chosen_n[:, None])
+        if chosen_N is not None:
+            grad_nV.scatter_add_(1, self.outcomes_N[positions, None], chosen_N[positions, None])
         return torch.autograd.grad(scaled_nV, logits_nV, grad_nV)[0]
 
-    def _of_log_p(self, log_p_nV: Tensor, positions: slice, grads: _Grads) -> Tensor | None:
+    def _of_log_p(
+        self,
+        log_p_nV: Tensor,
+        positions: slice,
+        entropy_N: Tensor | None,
+        divergence_N: Tensor | None,
+    ) -> Tensor | None:
         """The gradient of log p from those of entropy and divergence; None: none is trained on."""
-        _, entropy_N, divergence_N = grads
         with torch.enable_grad():
             log_p_nV = log_p_nV.detach().requires_grad_()
             made: list[tuple[Tensor, Tensor]] = []

@@ -21,7 +21,14 @@ from transformers import (
 from distill.errors import ConfigError
 from distill.models import linear_stats, vocabulary_head
 from distill.models.loading import new_qwen3
-from distill.models.logprobs import TokenStats, log_distribution, selected_logprobs, token_stats
+from distill.models.logprobs import (
+    Event,
+    TokenStats,
+    as_outcomes,
+    log_distribution,
+    selected_logprobs,
+    token_stats,
+)
 from distill.models.vocabulary_head import VocabularyHead, kept_until_backward
 from distill.objective.divergences import kl
 
@@ -229,16 +236,22 @@ def linear(*, bias: bool = False, frozen: bool = False) -> nn.Linear:
     ids=["plain", "bias", "frozen", "not_a_linear"],
 )
 @pytest.mark.parametrize(
-    ("model", "asked"),
-    [(qwen3, "logprobs"), (gemma, "entropy"), (granite, "divergence"), (qwen3, "all")],
+    ("model", "asked", "event"),
+    [
+        (qwen3, "logprobs", ()),
+        (gemma, "entropy", ()),
+        (granite, "divergence", ()),
+        (qwen3, "all", ()),
+        (gemma, "all", (5, 7, 20)),
+    ],
 )
 def test_every_gradient_of_the_chunks_is_autograd_s_own(
-    monkeypatch: pytest.MonkeyPatch, model, build, asked: str
+    monkeypatch: pytest.MonkeyPatch, model, build, asked: str, event: Event
 ) -> None:
     """Against one graph over all logits, fp32; each loss leaves the other statistics unused."""
     monkeypatch.setattr(vocabulary_head, "positions_per_chunk", lambda device, vocab_size: 3)
     monkeypatch.setattr(linear_stats, "positions_together", lambda device, vocab_size: 2)
-    head = VocabularyHead.of(model())
+    head = VocabularyHead.of(model(), event)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         projection = build()
@@ -264,7 +277,7 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
         return [*terms.values(), *torch.autograd.grad(loss, wanted)]
 
     log_p_NV = head.log_distribution(hidden_NH, temperature_N)
-    whole = token_stats(log_p_NV, tokens_N, entropy_gradient=True)
+    whole = token_stats(log_p_NV, as_outcomes(tokens_N, event), entropy_gradient=True)
     expected = values_and_gradients(whole._replace(divergence_N=reverse_kl(log_p_NV, slice(0, 8))))
     found = values_and_gradients(
         head.token_stats(
