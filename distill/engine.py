@@ -293,7 +293,7 @@ class EngineInfo:
         return self.kind.startswith("sglang")
 
 
-class Sampler(Protocol):
+class SamplingModel(Protocol):
     """The part of `Engine` that an episode needs."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]: ...

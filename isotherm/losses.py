@@ -23,7 +23,7 @@ from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entro
 TokenLossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = str | ObjectiveConfig | PreferenceLoss | TokenLossFunction
 # The divisor of an update: the number of these in all the rows since the update before.
-Unit = Literal["token", "sequence", "pair"]
+LossUnit = Literal["token", "sequence", "pair"]
 
 _POLICY_LOSSES = get_args(LossName)
 _NAMES = ("cross_entropy", *_POLICY_LOSSES)
@@ -59,7 +59,7 @@ class ChosenLoss:
     """A loss, what its rows are counted in, and how many of them stay together."""
 
     function: LossFunction
-    unit: Unit
+    unit: LossUnit
     rows_per_unit: int = 1
 
     def count(self, rows_D: Sequence[TrainingRow]) -> int:

@@ -32,7 +32,7 @@ from distill.records import TrainedGroups
 from distill.sampling import UNSCALED, Sampling
 from distill.types import FloatArray, TokenArray
 from distill.whole_write import whole_write
-from isotherm.losses import Loss, Unit, choose_loss
+from isotherm.losses import Loss, LossUnit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
@@ -85,7 +85,7 @@ class Policy(Samples):
         self.tokenizer = self.sampler.tokenizer
         check_model_files(model, self.tokenizer)
         self.version = self.steps = 0
-        self._accumulated: dict[Unit, int] = defaultdict(int)
+        self._accumulated: dict[LossUnit, int] = defaultdict(int)
         self._teachers: dict[str, LocalTeachers] = {}
         if self._config.lora.adapter is not None:
             self.push()  # the sampler's checkpoint lacks the adapter

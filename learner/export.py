@@ -22,8 +22,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
 from distill.models.checkpoint_names import (
+    ConversionUnit,
     Shape,
-    Unit,
     exact_names,
     follow_checkpoint,
     ignored_names,
@@ -88,7 +88,7 @@ class Names:
         exact: names, in the checkpoint, of tensors that are never rounded.
     """
 
-    units: Sequence[Unit]
+    units: Sequence[ConversionUnit]
     exact: frozenset[str]
 
     @classmethod
@@ -115,7 +115,7 @@ class Exported:
         """
         self._model, self._plain, self._leads = model, plain, leads
         self._keeps = leads
-        self._held: tuple[Unit, torch.dtype | None, dict[str, Tensor]] | None = None
+        self._held: tuple[ConversionUnit, torch.dtype | None, dict[str, Tensor]] | None = None
         self.weights: dict[str, LazyTensor] = {}
         for unit in names.units:
             source = plain[unit.names[0]]
@@ -135,7 +135,7 @@ class Exported:
         """Drop cached tensors. Call it before the weights change."""
         self._held = None
 
-    def _make(self, unit: Unit, name: str, dtype: torch.dtype | None) -> Tensor:
+    def _make(self, unit: ConversionUnit, name: str, dtype: torch.dtype | None) -> Tensor:
         if self._held is not None:
             of, precision, tensors = self._held
             if of is unit and precision == dtype and name in tensors:
@@ -145,7 +145,7 @@ class Exported:
         return self._held[2].pop(name)
 
     @torch.no_grad()
-    def _convert(self, unit: Unit, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def _convert(self, unit: ConversionUnit, dtype: torch.dtype | None) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in unit.names:
             whole = self._plain[name].make(dtype)

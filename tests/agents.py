@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from actors.envs.agent_endpoint import AgentEndpoint
 from actors.envs.agent_requests import ClientSampling
 from actors.rollout.episode import rollout_group
-from distill.engine import GenerateRequest, Sample, Sampler
+from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.asking import Ask, AskingEnv
 from distill.envs.base import Env, EnvGroupBuilder, Episode
 from distill.sampling import TrainSampling
@@ -89,13 +89,13 @@ class ServedBuilder(EnvGroupBuilder):
 
     env: ServedEnv
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [self.env]
 
 
 def served(
     client: Client,
-    policy: Sampler,
+    policy: SamplingModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int = 4096,

@@ -71,7 +71,7 @@ class _Generation:
 
 
 @dataclass(slots=True, eq=False)
-class _Scoring:
+class _PendingScores:
     """A `score` call."""
 
     future: asyncio.Future[list[Score]]
@@ -138,7 +138,7 @@ class EmbeddedEngine:
         self._computed = 0  # chunks of decoding, batches of scoring
         # On the event loop: what was asked and not yet answered.
         self._generations: list[_Generation] = []
-        self._scorings: list[_Scoring] = []
+        self._scorings: list[_PendingScores] = []
         self._new_rows: list[Row] = []
         self._new_items: list[ScoreItem] = []
         self._loads: list[_Load] = []
@@ -178,7 +178,7 @@ class EmbeddedEngine:
         check_chains(requests, self._model.vocab_size, self._model.context_length)
         if not requests:
             return []
-        call = _Scoring(asyncio.get_running_loop().create_future())
+        call = _PendingScores(asyncio.get_running_loop().create_future())
         call.items = [ScoreItem(call, request) for request in requests]
         call.unfinished = len(call.items)
         self._scorings.append(call)
@@ -395,7 +395,7 @@ class EmbeddedEngine:
 
     def _settle_items(self, scored: Sequence[ScoreItem]) -> None:
         for item in scored:
-            call: _Scoring = item.owner
+            call: _PendingScores = item.owner
             call.unfinished -= 1
             if call.future.done():
                 continue

@@ -34,7 +34,7 @@ from distill.data.answers import answer_text
 from distill.data.feedback import FeedbackContext
 from distill.data.prompts import prompt_key, teacher_named
 from distill.data.row_files import located
-from distill.engine import Sampler
+from distill.engine import SamplingModel
 from distill.envs.asking import Ask, AskingEnv
 from distill.envs.base import (
     Env,
@@ -248,7 +248,7 @@ class AgentGroupBuilder(EnvGroupBuilder):
             return None
         return super().teacher_context_T(episode)
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [AgentEpisode(self.problem, self.setting) for _ in range(self.group_size)]
 
 

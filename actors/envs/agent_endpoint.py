@@ -37,7 +37,7 @@ from actors.envs.agent_requests import (
     Body,
     ChatPrompt,
     ClientSampling,
-    Refused,
+    RefusedRequest,
     SamplingRule,
     error_body,
     model_body,
@@ -64,7 +64,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class LimitReached(Refused):
+class LimitReached(RefusedRequest):
     """A request that a limit of the episode refuses."""
 
     def __init__(self, reason: StopReason, code: str, message: str) -> None:
@@ -167,7 +167,7 @@ class AgentEndpoint:
             return _refused(401, "the key is not this episode's", code="invalid_api_key")
         try:
             return await handler(request)
-        except Refused as error:
+        except RefusedRequest as error:
             if isinstance(error, LimitReached):
                 self.limit = error.reason
             return _refused(400, str(error), code=error.code, field=error.field)

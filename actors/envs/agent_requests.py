@@ -44,7 +44,7 @@ _MOST_CHOICES, _MOST_STOPS = 128, 16
 _logged: set[str] = set()
 
 
-class Refused(DataError):
+class RefusedRequest(DataError):
     """A request that the API's own error refuses; `code` is the API's name for the reason."""
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
@@ -227,7 +227,7 @@ class SamplingRule:
         """Apply the rule to a request.
 
         Raises:
-            Refused: a field asks for something else than the run does, and that is refused.
+            RefusedRequest: a field asks for something else than the run does, and that is refused.
         """
         asked = {
             name: value
@@ -238,7 +238,7 @@ class SamplingRule:
             name, value = next(iter(asked.items()))
             own = self._own(name)
             instead = "" if own is None else f", or {own:g} as the run has it"
-            raise Refused(
+            raise RefusedRequest(
                 f"`{name}`={json.dumps(value)[:80]} differs from how the run samples; leave it "
                 f"out{instead} (or set env.client_sampling=force)",
                 field=name,

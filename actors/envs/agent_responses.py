@@ -21,7 +21,7 @@ from actors.envs.agent_requests import (
     AgentRequest,
     Body,
     ChatPrompt,
-    Refused,
+    RefusedRequest,
     refuse_fields,
 )
 from distill.chat.template import check_messages
@@ -80,7 +80,7 @@ class ResponsesApi:
         """Items of the previous response and of its history, and those that the request adds."""
         previous = body.get("previous_response_id")
         if previous is not None and previous not in self._responses:
-            raise Refused(
+            raise RefusedRequest(
                 f"the previous response {str(previous)[:80]!r} is not kept: another episode has "
                 "it, or it was sent with store=false; send all items",
                 field="previous_response_id",
@@ -101,7 +101,7 @@ class ResponsesApi:
             elif (known := self._items.get(str(item.get("id")))) is not None:
                 yield known
             else:
-                raise Refused(
+                raise RefusedRequest(
                     f"`input[{number}]`: the item {str(item.get('id'))[:80]!r} is not kept; send "
                     "the item itself",
                     field=f"input[{number}]",

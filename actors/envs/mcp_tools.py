@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import chz
 
 from distill.chat.template import Message
-from distill.engine import Sampler
+from distill.engine import SamplingModel
 from distill.envs.base import EnvContext
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import MessageProblem
@@ -257,7 +257,7 @@ class McpEnv(MessageEnv):
             for tool in self._env.tools
         ]
 
-    async def start(self, models: Mapping[str, Sampler]) -> None:
+    async def start(self, models: Mapping[str, SamplingModel]) -> None:
         await self._session.open()
         await self._env.start(models)
 

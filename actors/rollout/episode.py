@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.together import together
 from distill.chat.segments import SegmentBuilder
-from distill.engine import GenerateRequest, Sample, Sampler
+from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.asking import AskingEnv
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
@@ -35,13 +35,13 @@ class EpisodesFailed(DataError):
 
 
 async def rollout_group(
-    policy: Sampler,
+    policy: SamplingModel,
     builder: EnvGroupBuilder,
     sampling: TrainSampling,
     *,
     group_id: int,
     seed: int,
-    models: Mapping[str, Sampler] | None = None,
+    models: Mapping[str, SamplingModel] | None = None,
     user_code: UserCode = nullcontext,
     ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
     lengths: LengthRules | None = None,
@@ -167,13 +167,13 @@ def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:
 
 
 async def play_group(
-    policy: Sampler,
+    policy: SamplingModel,
     builder: EnvGroupBuilder,
     sampling: Sampling,
     *,
     group_id: int,
     seed: int,
-    models: Mapping[str, Sampler] | None = None,
+    models: Mapping[str, SamplingModel] | None = None,
     user_code: UserCode = nullcontext,
     ended: Callable[[int, Episode], None] = lambda member, episode: None,
 ) -> list[Episode]:
@@ -256,7 +256,7 @@ def _known(turns: Sequence[Turn], observation_T: TokenArray) -> int:
 
 
 async def _first_turns(
-    policy: Sampler,
+    policy: SamplingModel,
     envs_G: Sequence[Env],
     sampling: Sampling,
     seeds_G: Sequence[int],
@@ -296,7 +296,7 @@ async def _first_turns(
 class _EpisodePolicy:
     """The policy for one episode (`Ask`); request n has the seed (seed, n)."""
 
-    def __init__(self, policy: Sampler, sampling: Sampling, seed: int, session: str) -> None:
+    def __init__(self, policy: SamplingModel, sampling: Sampling, seed: int, session: str) -> None:
         self.sampling = sampling
         self._policy, self._seed, self._session = policy, seed, session
         self._numbers = count()
@@ -319,7 +319,7 @@ class _EpisodePolicy:
 
 
 async def _play(
-    policy: Sampler,
+    policy: SamplingModel,
     env: Env,
     first: tuple[TokenArray, Sample] | None,
     sampling: Sampling,

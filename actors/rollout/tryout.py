@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from actors.rollout.episode import play_group
-from distill.engine import GenerateRequest, Sample, Sampler
+from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.base import Env, EnvGroupBuilder, Episode
 from distill.errors import DataError, IsothermError, described
 from distill.rewards.registry import RewardFunction, judge
@@ -143,7 +143,7 @@ class _Modelless(EnvGroupBuilder):
     inner: EnvGroupBuilder
     models: Mapping[str, Any]
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return self.inner.make_envs(self.models)
 
     async def group_rewards(

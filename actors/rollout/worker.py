@@ -30,7 +30,7 @@ from actors.rollout.teacher import Scorer, States, TeacherSampler, score_again, 
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
 from distill.columns import GroupColumns, checked
-from distill.engine import Engine, GenerateRequest, Sample, Sampler
+from distill.engine import Engine, GenerateRequest, Sample, SamplingModel
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
 from distill.group_share import EVERY_GROUP, GroupShare
@@ -148,7 +148,7 @@ class RolloutWorker:
         seed: int,
         max_groups: int,
         reference: Engine | None = None,
-        models: Mapping[str, Sampler] | None = None,
+        models: Mapping[str, SamplingModel] | None = None,
         policy_top_k: int = 0,
         teacher_top_k: int = 0,
         lengths: LengthRules | None = None,
@@ -348,7 +348,7 @@ class RolloutWorker:
 
     async def _rollout(
         self,
-        sampler: Sampler,
+        sampler: SamplingModel,
         under_way: UnderWay,
         builder: EnvGroupBuilder,
         ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
@@ -418,7 +418,7 @@ class _PolicyWithExtras:
 class _Sampled:
     """Wraps a sampler: sets the group's stage to `stage` while samples are pending."""
 
-    def __init__(self, sampler: Sampler, group: UnderWay, stage: Stage) -> None:
+    def __init__(self, sampler: SamplingModel, group: UnderWay, stage: Stage) -> None:
         self._sampler, self._group = sampler, group
         self._stage: Stage = stage
 

@@ -19,7 +19,7 @@ from cluster.config.model_checks import (
 )
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
-from distill.data.held_out import HeldOut, Unit, hold_out, unit_keys
+from distill.data.held_out import ExampleRows, HeldOut, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
 from distill.data.row_reader import RowReader
@@ -75,7 +75,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
     limits, stops, tokenizer = _limits(config)
     read = reader_of(config.data, config.row_fields)
 
-    def examples(place: str) -> list[Unit]:
+    def examples(place: str) -> list[ExampleRows]:
         rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
         return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
 
@@ -132,7 +132,7 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
 def _supervised_inputs(
     config: SftConfig | DpoConfig | RewardModelConfig,
     read: RowReader,
-    load: Callable[[str], Sequence[Unit]],
+    load: Callable[[str], Sequence[ExampleRows]],
     stops: StopTokens,
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
@@ -171,14 +171,14 @@ def _supervised_inputs(
 def _hold_out_rows(
     config: SupervisedConfig,
     sources: Sequence[Source],
-    units_by_source: Sequence[Sequence[Unit]],
-) -> tuple[list[Sequence[Unit]], list[HeldOut]]:
+    units_by_source: Sequence[Sequence[ExampleRows]],
+) -> tuple[list[Sequence[ExampleRows]], list[HeldOut]]:
     """Units to train on, by source, and held-out rows.
 
     Raises:
         ConfigError: no unit of a source can be held out.
     """
-    trained: list[Sequence[Unit]] = []
+    trained: list[Sequence[ExampleRows]] = []
     held_out = []
     split = hold_out(units_by_source, config.eval.size, seed=config.seed)
     for source, (ours, apart) in zip(sources, split, strict=True):
@@ -196,8 +196,8 @@ def _hold_out_rows(
 def _rows_apart(
     config: SftConfig | DpoConfig | RewardModelConfig,
     place: str,
-    load: Callable[[str], Sequence[Unit]],
-    trained_units: Sequence[Sequence[Unit]],
+    load: Callable[[str], Sequence[ExampleRows]],
+    trained_units: Sequence[Sequence[ExampleRows]],
 ) -> tuple[list[HeldOut], int]:
     """The rows of each source of `eval.source`, and how many units have a prompt that is trained.
 
@@ -246,7 +246,7 @@ def _pair_inputs(
     """The pairs of a dpo or reward_model run; `limits` are the loader's."""
     read = reader_of(config.data, config.row_fields)
 
-    def pairs(place: str) -> list[Unit]:
+    def pairs(place: str) -> list[ExampleRows]:
         found = load_preference_pairs(place, tokenizer, **limits, read=read)
         return [(pair.chosen, pair.rejected) for pair in found]
 

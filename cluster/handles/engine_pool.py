@@ -55,7 +55,7 @@ class _ScoreCall:
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
+class _PooledEngine:
     """An engine of a pool: what is under way there, and until when it is left alone.
 
     Scoring that several callers ask for in one turn of the event loop is one call of the engine.
@@ -190,10 +190,10 @@ class EnginePool:
             patience_s: longest a request waits for an engine that answers; 0 tries each once.
         """
         self._name, self._patience_s = name, patience_s
-        self._members: dict[str, _Member] = {}
-        self._left: list[tuple[str, _Member]] = []  # with requests that were under way
+        self._members: dict[str, _PooledEngine] = {}
+        self._left: list[tuple[str, _PooledEngine]] = []  # with requests that were under way
         self.answers = 0  # so many there have been
-        self._homes: dict[str, _Member] = {}  # of sessions, the latest last
+        self._homes: dict[str, _PooledEngine] = {}  # of sessions, the latest last
         self.update(members)
 
     def update(
@@ -208,7 +208,7 @@ class EnginePool:
         self._members = {
             name: old[name]
             if name in old and old[name].handle == handle and old[name].life == lives.get(name)
-            else _Member(handle, lives.get(name), mailbox_of(handle))
+            else _PooledEngine(handle, lives.get(name), mailbox_of(handle))
             for name, handle in members.items()
         }
         kept = self._members.values()
@@ -267,7 +267,7 @@ class EnginePool:
         """The scores by a pool of reward models (`distill.rewards.model_reward.RewardScorer`)."""
         return await self._send("rewards", len(conversations), list(conversations))
 
-    async def _choose(self, able: Sequence[_Member], session: str) -> _Member:
+    async def _choose(self, able: Sequence[_PooledEngine], session: str) -> _PooledEngine:
         home = self._homes.get(session)
         others = [member for member in able if member is not home]
         if home is None or home not in able:
@@ -335,7 +335,7 @@ class EnginePool:
 
     async def _pick(
         self, tried: set[int], deadline: float, error: Exception | None, session: str
-    ) -> _Member:
+    ) -> _PooledEngine:
         """An engine that did not fail lately: the session's, or the less busy one of two.
 
         Raises:
@@ -366,7 +366,7 @@ def _fail(everyone: Sequence[_ScoreCall], error: Exception) -> None:
             each.answer.set_exception(error)
 
 
-async def _loads(members: Sequence[_Member]) -> list[int]:
+async def _loads(members: Sequence[_PooledEngine]) -> list[int]:
     """Samples at each engine, by its own queue; by our count if one of them does not answer.
 
     What was sent there while it was asked counts, too: many requests are made at the same time,

@@ -100,7 +100,7 @@ class RolloutActor:
             build: builds the worker from its pools by name and the dataset.
             patience_s: longest time that a request waits for an engine that responds.
         """
-        self._pools = _Pools(patience_s)
+        self._pools = _EnginePools(patience_s)
         self._roster: dict[str, dict[str, Any]] = {}
         self._lives: dict[str, int] = {}
         self._worker = build(self._pools, dataset=dataset)
@@ -166,7 +166,7 @@ def build_worker(
     )
 
 
-class _Pools(dict[str, EnginePool]):
+class _EnginePools(dict[str, EnginePool]):
     """Pools by name, each created at its first lookup."""
 
     def __init__(self, patience_s: float) -> None:

@@ -85,7 +85,7 @@ def blame(
     rows_D = policy_rows(groups_P, objective, weights, loop.loss.stop_event)
     rows_D = with_other_rows(rows_D, objective, loop.learner.logprobs)
     by_group = list(rows_by_group(groups_P, rows_D))
-    shares = _Shares(loop, by_group)
+    shares = _GradientShares(loop, by_group)
     of_prompts, of_responses = [], []
     for group, rows in by_group:
         rest, total = iter(rows), 0.0
@@ -127,7 +127,7 @@ class _Rows(NamedTuple):
     rows_D: Sequence[TrainingRow]
 
 
-class _Shares:
+class _GradientShares:
     """Shares of the gradient of a step's loss.
 
     The policy's samples and the teacher's are averaged separately, and weighted by their shares of

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.config.early_checks import WRITTEN
-from cluster.inspect.report.run_files import Run, read_run, run_tokenizer, why_no_rollouts
+from cluster.inspect.report.run_files import RunFiles, read_run, run_tokenizer, why_no_rollouts
 from cluster.jsonl_log import write_rows
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
 from distill.chat.token_text import decode
@@ -83,7 +83,7 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
     console.print(_summary(run, taken, rows, data), highlight=False, markup=False)
 
 
-def _qualifying(run: Run, config: RolloutsToSftConfig) -> list[_Taken]:
+def _qualifying(run: RunFiles, config: RolloutsToSftConfig) -> list[_Taken]:
     if not run.groups:
         raise DataError(f"out={run.out}: {why_no_rollouts(run)}")
     least_segments = 2 if config.only == "condensed" else 1
@@ -108,11 +108,11 @@ def _qualifying(run: Run, config: RolloutsToSftConfig) -> list[_Taken]:
     return taken
 
 
-def _number_kept(run: Run) -> int:
+def _number_kept(run: RunFiles) -> int:
     return sum(len(group.trajectories_G) for group in run.groups)
 
 
-def _tokenizer(run: Run) -> PreTrainedTokenizerBase:
+def _tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
     try:
         return run_tokenizer(run)
     except CheckpointError as error:
@@ -146,7 +146,9 @@ def _trained(segment: KeptSegment) -> dict[str, Any]:
     return {"tokens": list(segment.tokens_T), "loss_mask": [list(run) for run in segment.actions]}
 
 
-def _summary(run: Run, taken: Sequence[_Taken], rows: Sequence[dict[str, Any]], data: Path) -> str:
+def _summary(
+    run: RunFiles, taken: Sequence[_Taken], rows: Sequence[dict[str, Any]], data: Path
+) -> str:
     tokens = sum(len(row["tokens"]) for row in rows)
     trained = sum(stop - start for row in rows for start, stop in row["loss_mask"])
     duplicates = sum(len(each.member.segments) for each in taken) - len(rows)

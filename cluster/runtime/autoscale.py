@@ -115,7 +115,7 @@ class Decision:
     reasons: Mapping[PoolName, str]
 
 
-class _Evidence:
+class _RecentWindows:
     """The latest consecutive windows of one kind, as many as make up `needed_s` seconds."""
 
     def __init__(self, needed_s: float) -> None:
@@ -232,8 +232,8 @@ class Autoscaler:
         self._changed_at = -math.inf
         self._targets: dict[PoolName, int] = {}
         self._ready: dict[str, int] = {}
-        self._short = _Evidence(up_after_s)
-        self._ample = _Evidence(down_after_s)
+        self._short = _RecentWindows(up_after_s)
+        self._ample = _RecentWindows(down_after_s)
         self._memory: dict[PoolName, _Memory] = {name: _Memory() for name in self._pools}
         self._growth: _Growth | None = None
         self._futile: dict[PoolName, float] = {}  # until when

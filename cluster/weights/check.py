@@ -36,7 +36,7 @@ from distill.objective.batching import TrainingRow
 from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.model_weights import Weights
-from distill.weights.served_parameters import Digests, Recipe, expected_digests, find_recipes
+from distill.weights.served_parameters import Digests, ShardRule, expected_digests, find_shard_rules
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Expected:
     Attributes:
         logprobs_N: the learner's log-probs of the rows, one after the other.
         adapted: the adapter changes these by more than the tolerance; None: merged weights.
-        digests: digests of the parameters for which a recipe is known, by rank.
+        digests: digests of the parameters for which a shard rule is known, by rank.
     """
 
     version: int
@@ -105,14 +105,14 @@ class PushCheck:
         self._base_N: FloatArray | None = None  # of the rows, which never change
         self._told_void = False
         self._rows: _ProbeRows | None = None  # made with the first engine's vocabulary
-        self._recipes: dict[str, Recipe] | None = None  # found with the first engine's digests
+        self._shard_rules: dict[str, ShardRule] | None = None  # of the first digests
         self._ranks = 0
         self._asked: _Questions | None = None
 
     def is_ready(self, version: int) -> bool:
         """True if `expect` asks no engine, so that it may precede the acknowledgements."""
         return (self._rows is not None or not self._is_probed(version)) and (
-            self._recipes is not None or not self._is_proven(version)
+            self._shard_rules is not None or not self._is_proven(version)
         )
 
     def expect(self, version: int, weights: Weights) -> Expected:
@@ -128,10 +128,10 @@ class PushCheck:
                 logprobs_N = concatenated(self._learner_logprobs(self._rows.rows))
                 adapted = self._is_adapted(version, logprobs_N)
         if self._is_proven(version):
-            if self._recipes is None:
-                self._find_recipes(weights)
-            if self._recipes is not None:
-                digests = expected_digests(self._recipes, weights, self._ranks)
+            if self._shard_rules is None:
+                self._find_shard_rules(weights)
+            if self._shard_rules is not None:
+                digests = expected_digests(self._shard_rules, weights, self._ranks)
         return Expected(version=version, logprobs_N=logprobs_N, adapted=adapted, digests=digests)
 
     def ask(self, expected: Expected) -> None:
@@ -241,7 +241,7 @@ class PushCheck:
             )
         return comparison.max_gap
 
-    def _find_recipes(self, weights: Weights) -> None:
+    def _find_shard_rules(self, weights: Weights) -> None:
         """Find out how the engines make their parameters of what is sent, from one that answers."""
         answers = (
             self._collect(_ask_digests({name: engine}), _DIGESTS)
@@ -250,8 +250,8 @@ class PushCheck:
         served: Digests | None = next((d for some in answers for d in some.values()), None)
         if served is None:
             return
-        self._ranks, self._recipes = len(served), find_recipes(served, weights)
-        if unproven := served[0].keys() - self._recipes.keys():
+        self._ranks, self._shard_rules = len(served), find_shard_rules(served, weights)
+        if unproven := served[0].keys() - self._shard_rules.keys():
             logger.warning(
                 "%d of %d parameters of the engines are not made of pushed weights in a way that "
                 "is known here (%s, for one): engines are compared with one another in them",

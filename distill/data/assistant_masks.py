@@ -32,7 +32,7 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Turn:
+class _RenderedTurn:
     """Tokens up to the end of one assistant turn; those in [start, stop) are trained."""
 
     tokens_T: TokenArray
@@ -93,7 +93,7 @@ def _turn(
     i: int,
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None,
-) -> _Turn:
+) -> _RenderedTurn:
     """Assistant turn i on its own: what the server gives the model, then what it answers."""
     if i == 0:
         raise DataError("messages[0] is the assistant's, which has nothing to answer; drop it")
@@ -120,7 +120,7 @@ def _turn(
         and (end := _end_behind(tokenizer, messages, i, tools, upto)) in stop_ids
     ):
         tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
-    return _Turn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
+    return _RenderedTurn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
 
 
 def _end_behind(

@@ -16,7 +16,7 @@ from distill.objective.batching import TrainingRow
 _HELD_OUT = 2
 
 # Rows that belong together: those of one example, or the two of a preference pair.
-Unit = Sequence[TrainingRow]
+ExampleRows = Sequence[TrainingRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class HeldOut:
     rows_D: Sequence[TrainingRow]
 
 
-def unit_keys(units: Sequence[Unit]) -> list[Hashable]:
+def unit_keys(units: Sequence[ExampleRows]) -> list[Hashable]:
     """Key of each unit's prompt: the tokens before the first that is trained."""
     return [prompt_key(unit[0].tokens_T[: unit[0].first_trained].tobytes()) for unit in units]
 
@@ -61,8 +61,8 @@ def choose_held_out(
 
 
 def hold_out(
-    units_by_source: Sequence[Sequence[Unit]], size: float, *, seed: int
-) -> list[tuple[list[Unit], list[Unit]]]:
+    units_by_source: Sequence[Sequence[ExampleRows]], size: float, *, seed: int
+) -> list[tuple[list[ExampleRows], list[ExampleRows]]]:
     """(trained, held out) of each source, by `choose_held_out`.
 
     Held out are at most so many, and at least one if some prompt has few enough of them.

@@ -22,7 +22,7 @@ from distill.data.order import MixedPart, MixedStream, part_of
 from distill.data.prompts import ChatStyle, Prompt, load_prompts
 from distill.data.row_files import Rows, read_rows
 from distill.data.sources import Source
-from distill.engine import Sample, Sampler
+from distill.engine import Sample, SamplingModel
 from distill.errors import ConfigError, IsothermError, described
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import Reward, RewardFunction, check_answers
@@ -178,7 +178,7 @@ class EnvGroupBuilder(ABC):
         )
 
     @abstractmethod
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         """The group's environments.
 
         Args:

@@ -20,7 +20,7 @@ from distill.chat.conversation import Conversation
 from distill.chat.template import Message
 from distill.chat.tool_calls import ParsedTurn
 from distill.chat.tool_formats import ToolFormat
-from distill.engine import Sample, Sampler
+from distill.engine import Sample, SamplingModel
 from distill.envs.base import Env, StepResult
 from distill.rewards.verdict import LONGEST_WORDS
 from distill.text.condense import Condenser, condense_history
@@ -73,7 +73,7 @@ class MessageEnv(ABC):
     starts: bool = True
     ends_when_cut: bool = False
 
-    async def start(self, models: Mapping[str, Sampler]) -> None:  # noqa: B027 - most need nothing
+    async def start(self, models: Mapping[str, SamplingModel]) -> None:  # noqa: B027 - most need nothing
         """Called first. `models` may be asked; see `EnvGroupBuilder.make_envs`."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Condensing:
     reads what was condensed.
     """
 
-    condenser: Callable[[Mapping[str, Sampler]], Condenser]
+    condenser: Callable[[Mapping[str, SamplingModel]], Condenser]
     max_tokens: int
     keep_last: int
     recall: bool = False
@@ -140,7 +140,7 @@ class Condensing:
         messages: Sequence[Message],
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[Mapping[str, Any]],
-        models: Mapping[str, Sampler],
+        models: Mapping[str, SamplingModel],
         blocks: Blocks | None = None,
     ) -> Sequence[Message]:
         return await condense_history(
@@ -194,7 +194,7 @@ class ChatEnv(Env):
         self,
         env: MessageEnv,
         setting: ChatSetting,
-        models: Mapping[str, Sampler],
+        models: Mapping[str, SamplingModel],
         *,
         teacher_context: int | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ import chz
 from distill.chat.template import Message, render_messages
 from distill.chat.tool_calls import detect_format
 from distill.data.feedback import FeedbackContext
-from distill.engine import Sampler
+from distill.engine import SamplingModel
 from distill.envs.base import (
     Env,
     EnvConfig,
@@ -94,7 +94,7 @@ class ChatGroupBuilder(EnvGroupBuilder):
     setting: ChatSetting
     group_size: int
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         problem, hint_T = self.problem, self.problem.teacher_tokens_T
         if problem.make_group is None:
             envs_G = [problem.make() for _ in range(self.group_size)]
@@ -335,7 +335,7 @@ class ChatConfig(EnvConfig):
 
     def _condenser(
         self, setting: EnvContext, target: int
-    ) -> Callable[[Mapping[str, Sampler]], Condenser]:
+    ) -> Callable[[Mapping[str, SamplingModel]], Condenser]:
         assert self.condenser is not None
         if self.condenser != BY_POLICY:
             return partial(_given, load_condenser(self.condenser, setting.tokenizer))
@@ -356,7 +356,7 @@ class ChatConfig(EnvConfig):
         )
 
 
-def _given(condenser: Condenser, _models: Mapping[str, Sampler]) -> Condenser:
+def _given(condenser: Condenser, _models: Mapping[str, SamplingModel]) -> Condenser:
     return condenser
 
 
@@ -365,7 +365,7 @@ def _by_policy(
     sampling: EvalSampling,
     chunk_tokens: int,
     instruction: str,
-    models: Mapping[str, Sampler],
+    models: Mapping[str, SamplingModel],
 ) -> Condenser:
     return ModelCondenser(
         sampler=models["policy"],

@@ -27,7 +27,7 @@ from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
 from distill.data.prompts import prompt_key
 from distill.data.row_files import located
-from distill.engine import Sampler
+from distill.engine import SamplingModel
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
@@ -133,7 +133,7 @@ class Condensed(MessageEnv):
         self._document, self._wording, self._reward = document, wording, reward
         self._condense, self._notes = condense, ""
 
-    async def start(self, models: Mapping[str, Sampler]) -> None:
+    async def start(self, models: Mapping[str, SamplingModel]) -> None:
         self._notes = await self._condense()
 
     def initial_messages(self) -> Sequence[Message]:

@@ -13,7 +13,7 @@ import numpy as np
 from distill.chat.responses import read_response
 from distill.chat.thinking import Response
 from distill.data.prompts import FIELDS, Prompt, check_form, prompt_key
-from distill.engine import Sample, Sampler
+from distill.engine import Sample, SamplingModel
 from distill.envs.base import (
     Env,
     EnvConfig,
@@ -128,7 +128,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
         """True if a reward function judges the prompt's answer: it may return feedback as well."""
         return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [
             SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format, models)
             for _ in range(self.group_size)

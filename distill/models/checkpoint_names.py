@@ -46,7 +46,7 @@ _ROUTER = "Router"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class ConversionUnit:
     """Tensors that are converted together.
 
     Attributes:
@@ -60,7 +60,7 @@ class Unit:
     renames: bool
 
 
-def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Unit]:
+def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[ConversionUnit]:
     """Units of the model's tensors with these names and shapes, in their order.
 
     The model may be on the meta device. Its conversions are those that it was loaded by; where it
@@ -82,14 +82,16 @@ def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Unit]:
             empty = {name: torch.empty(shapes[name], device="meta") for name in names}
             made = revert_weight_conversion(model, empty)
             stored = {name: tuple(tensor.shape) for name, tensor in made.items()}
-            units.append(Unit(names=tuple(names), stored=stored, renames=False))
+            units.append(ConversionUnit(names=tuple(names), stored=stored, renames=False))
         else:
-            units.append(Unit(names=(names[0],), stored={key: shapes[names[0]]}, renames=True))
+            units.append(
+                ConversionUnit(names=(names[0],), stored={key: shapes[names[0]]}, renames=True)
+            )
     return units
 
 
 def reverted(
-    model: PreTrainedModel, unit: Unit, tensors: Mapping[str, Tensor]
+    model: PreTrainedModel, unit: ConversionUnit, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A unit's tensors of the model as those of the checkpoint; views or copies of them."""
     made = revert_weight_conversion(model, dict(tensors))
@@ -193,7 +195,7 @@ def ignored_names(
 
 
 def exact_names(
-    model: PreTrainedModel, units: Sequence[Unit], stored: Mapping[str, TensorLayout]
+    model: PreTrainedModel, units: Sequence[ConversionUnit], stored: Mapping[str, TensorLayout]
 ) -> frozenset[str]:
     """Checkpoint names of tensors that stay in float32, though weights are rounded to less.
 

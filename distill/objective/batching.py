@@ -352,7 +352,7 @@ class BatchShape:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Unit(Generic[Row]):
+class _RowUnit(Generic[Row]):
     """Rows that must be in the same micro-batch."""
 
     rows: Sequence[Row]
@@ -386,10 +386,10 @@ def split_by_token_budget(
     of batches is smaller.
     """
     assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
-    by_teacher: dict[str, list[_Unit[Row]]] = defaultdict(list)
+    by_teacher: dict[str, list[_RowUnit[Row]]] = defaultdict(list)
     for first in range(0, len(rows_D), rows_per_unit):
         rows = rows_D[first : first + rows_per_unit]
-        by_teacher[rows[0].teacher].append(_Unit(rows=rows, packed=packed))
+        by_teacher[rows[0].teacher].append(_RowUnit(rows=rows, packed=packed))
     for _, units in sorted(by_teacher.items()):
         whole = [row for unit in units for row in unit.rows]
         if BatchShape.of(whole, packed).held_at_most <= token_budget:
@@ -404,7 +404,7 @@ def split_by_token_budget(
         )
 
 
-def _fill(units: Iterable[_Unit[Row]], token_budget: int, most_mask: int) -> list[list[Row]]:
+def _fill(units: Iterable[_RowUnit[Row]], token_budget: int, most_mask: int) -> list[list[Row]]:
     """Batches of units in this order, each as full as the budget allows."""
     batches: list[list[Row]] = []
     shape = None
@@ -418,7 +418,7 @@ def _fill(units: Iterable[_Unit[Row]], token_budget: int, most_mask: int) -> lis
     return batches
 
 
-def _first_fit(units: Sequence[_Unit[Row]], token_budget: int) -> list[list[Row]]:
+def _first_fit(units: Sequence[_RowUnit[Row]], token_budget: int) -> list[list[Row]]:
     """Batches of packed units, the longest first, each unit in the first batch with room for it."""
     batches: list[list[Row]] = []
     room: list[int] = []
@@ -433,7 +433,7 @@ def _first_fit(units: Sequence[_Unit[Row]], token_budget: int) -> list[list[Row]
     return batches
 
 
-def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]]]:
+def _orders(units: Sequence[_RowUnit[Row]], most_mask: int) -> list[list[_RowUnit[Row]]]:
     """Three orders of units: by context; by length; by context where `_pays`, the others by length.
 
     Groups of one context, and the units of each, are sorted from short to long.
@@ -448,18 +448,18 @@ def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]
     ]
 
 
-def _by_context(units: Iterable[_Unit[Row]]) -> list[list[_Unit[Row]]]:
-    groups: dict[bytes, list[_Unit[Row]]] = defaultdict(list)
+def _by_context(units: Iterable[_RowUnit[Row]]) -> list[list[_RowUnit[Row]]]:
+    groups: dict[bytes, list[_RowUnit[Row]]] = defaultdict(list)
     for unit in units:
         groups[unit.rows[0].context_key].append(unit)
     return sorted(map(_by_length, groups.values()), key=lambda group: group[-1].width)
 
 
-def _by_length(units: Iterable[_Unit[Row]]) -> list[_Unit[Row]]:
+def _by_length(units: Iterable[_RowUnit[Row]]) -> list[_RowUnit[Row]]:
     return sorted(units, key=lambda unit: unit.width)
 
 
-def _pays(group: Sequence[_Unit[Row]], most_mask: int) -> bool:
+def _pays(group: Sequence[_RowUnit[Row]], most_mask: int) -> bool:
     """True if the group takes fewer tokens as a separate batch than its rows do without padding."""
     rows = [row for unit in group for row in unit.rows]
     return _layer_tokens(rows, most_mask, group[0].packed) < sum(map(len, rows))

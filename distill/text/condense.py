@@ -20,7 +20,7 @@ import numpy as np
 
 from distill.chat.responses import read_response
 from distill.chat.template import Message, render_messages, render_text
-from distill.engine import GenerateRequest, Sampler
+from distill.engine import GenerateRequest, SamplingModel
 from distill.errors import ConfigError, DataError
 from distill.libraries import require_library
 from distill.lookup import resolve_function
@@ -215,7 +215,7 @@ class ModelCondenser:
         DataError, EngineError: as of the sampler.
     """
 
-    sampler: Sampler
+    sampler: SamplingModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     instruction: str = INSTRUCTION

@@ -66,7 +66,7 @@ class ToolOutcome:
     neutralised: bool
 
 
-class _Refused(Exception):
+class _RefusedCall(Exception):
     """A call that has no result; the text is for the model."""
 
     def __init__(self, failure: Failure, text: str) -> None:
@@ -102,7 +102,7 @@ async def _run(
     try:
         tool = _known(call.name, tools)
         result = await _result(tool, _fitting(call, tool), limits.timeout_s)
-    except _Refused as refused:
+    except _RefusedCall as refused:
         failure, result = refused.failure, f"Error: {refused}"
     seconds = time.monotonic() - began
     content, truncated, changed = _content(result, limits.max_tokens, tokenizer)
@@ -127,7 +127,7 @@ def _known(name: str, tools: Mapping[str, Tool]) -> Tool:
     if name in tools:
         return tools[name]
     short = name[:_LONGEST_NAME]
-    raise _Refused("unknown", f"there is no tool named {short!r}; {known_names(short, tools)}")
+    raise _RefusedCall("unknown", f"there is no tool named {short!r}; {known_names(short, tools)}")
 
 
 # Keywords by which a schema may know arguments that its `properties` do not name.
@@ -137,22 +137,24 @@ _MORE_NAMES = ("additionalProperties", "patternProperties", "$ref", "allOf", "an
 def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
     """The arguments, which fit the tool's schema."""
     if isinstance(call.arguments, str):
-        raise _Refused("arguments", _not_an_object(call.arguments, tool))
+        raise _RefusedCall("arguments", _not_an_object(call.arguments, tool))
     arguments = dict(call.arguments)
     known = tool.parameters.get("properties", {})
     if isinstance(known, Mapping) and not any(key in tool.parameters for key in _MORE_NAMES):
         for name in arguments:
             if name not in known:
                 complaint = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
-                raise _Refused("arguments", f"{complaint}; {known_names(str(name), known)}")
+                raise _RefusedCall("arguments", f"{complaint}; {known_names(str(name), known)}")
     try:
         require_plain(arguments)
     except ValueError as error:
-        raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {error}") from error
+        raise _RefusedCall(
+            "arguments", f"the arguments of {tool.name} are wrong: {error}"
+        ) from error
     from distill.json_schemas import mismatch  # its library: only runs with tools need it
 
     if wrong := mismatch(arguments, tool.parameters):
-        raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {wrong}")
+        raise _RefusedCall("arguments", f"the arguments of {tool.name} are wrong: {wrong}")
     return arguments
 
 
@@ -173,7 +175,7 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
         async with clock:
             return str(await tool(arguments))
     except ToolError as error:
-        raise _Refused("failed", str(error)) from error
+        raise _RefusedCall("failed", str(error)) from error
     except IsothermError:
         raise
     except asyncio.CancelledError as error:
@@ -181,14 +183,14 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
         if task is None or task.cancelling():
             raise
         # Nobody cancelled us: the tool awaited what was cancelled.
-        raise _Refused("failed", f"{tool.name} was cancelled") from error
+        raise _RefusedCall("failed", f"{tool.name} was cancelled") from error
     except (Exception, SystemExit) as error:  # the tool is the user's: it may raise anything
         if isinstance(error, TimeoutError) and clock.expired():
             told = f"{tool.name} took longer than {timeout_s:g} s and was stopped"
-            raise _Refused("timeout", told) from error
+            raise _RefusedCall("timeout", told) from error
         line = str(error).strip().split("\n", 1)[0]
         told = f"{type(error).__name__}: {line}"[:_LONGEST_COMPLAINT]
-        raise _Refused("failed", f"{tool.name} failed: {told}") from error
+        raise _RefusedCall("failed", f"{tool.name} failed: {told}") from error
 
 
 def _content(

@@ -1,8 +1,8 @@
 """Parameters that a server makes of the tensors it receives: fused, and split among ranks.
 
 A server says digests of its own parameters, rank by rank; the learner knows checkpoints' tensors.
-`find_recipes` finds for each parameter the one way of making it of those that gives its digests.
-What no way gives (weights that a server quantises or packs) stays unproven.
+`find_shard_rules` finds for each parameter the rule that makes it of those and gives its digests.
+A parameter that no rule makes (weights that a server quantises or packs) stays unproven.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """One parameter of a server's rank, of tensors that are sent.
+class ShardRule:
+    """Rule by which a rank of a server makes one parameter of tensors that are sent.
 
     Attributes:
         sources: names of the tensors, which lie one after the other.
@@ -73,7 +73,7 @@ def _cut(tensor: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor | None:
     return tensor.chunk(ranks, dim)[rank]
 
 
-def candidates(parameter: str, sent: set[str], ranks: int) -> list[Recipe]:
+def candidates(parameter: str, sent: set[str], ranks: int) -> list[ShardRule]:
     """The ways in which the parameter may be made of tensors by these names, the likely first."""
     sources = _sources(parameter, sent)
     if sources is None:
@@ -83,7 +83,7 @@ def candidates(parameter: str, sent: set[str], ranks: int) -> list[Recipe]:
         cuts = ("whole",) if ranks == 1 else ("rows",)
     elif ranks > 1:
         cuts = ("rows", "columns", "whole", "vocabulary")
-    made = [Recipe(sources=sources, cut=cut) for cut in cuts]
+    made = [ShardRule(sources=sources, cut=cut) for cut in cuts]
     if len(sources) == 3:
         made += [replace(made[0], sharers=n) for n in range(2, ranks + 1) if ranks % n == 0]
     return made
@@ -99,36 +99,36 @@ def _sources(parameter: str, sent: set[str]) -> tuple[str, ...] | None:
     return None
 
 
-def find_recipes(served: Digests, weights: Weights) -> dict[str, Recipe]:
-    """The recipe of each parameter for which one is found.
+def find_shard_rules(served: Digests, weights: Weights) -> dict[str, ShardRule]:
+    """The shard rule of each parameter for which one is found.
 
     Where one gives the digests of more than half of a kind (the same parameter of all layers), it
     is that of all of the kind: those that it does not give hold other weights.
     """
     sent = {layout.name for layout in weights.layouts}
     ways = {name: candidates(name, sent, len(served)) for name in served[0]}
-    found: dict[str, Recipe] = {}
+    found: dict[str, ShardRule] = {}
     for names, tensors in _gathered({n: w[0].sources for n, w in ways.items() if w}, weights):
         for name in names:
-            for recipe in ways[name]:
-                if all(_gives(recipe, tensors, name, served, rank) for rank in range(len(served))):
-                    found[name] = recipe
+            for rule in ways[name]:
+                if all(_gives(rule, tensors, name, served, rank) for rank in range(len(served))):
+                    found[name] = rule
                     break
     return found | _by_kind(found, ways)
 
 
 def _gives(
-    recipe: Recipe, tensors: Mapping[str, Tensor], name: str, served: Digests, rank: int
+    rule: ShardRule, tensors: Mapping[str, Tensor], name: str, served: Digests, rank: int
 ) -> bool:
-    made = recipe.make(tensors, rank, len(served))
+    made = rule.make(tensors, rank, len(served))
     return made is not None and digest(made) == served[rank].get(name)
 
 
 def _by_kind(
-    found: Mapping[str, Recipe], ways: Mapping[str, Sequence[Recipe]]
-) -> dict[str, Recipe]:
+    found: Mapping[str, ShardRule], ways: Mapping[str, Sequence[ShardRule]]
+) -> dict[str, ShardRule]:
     kinds = Counter(map(_kind, ways))
-    cuts = Counter((_kind(name), recipe.cut, recipe.sharers) for name, recipe in found.items())
+    cuts = Counter((_kind(name), rule.cut, rule.sharers) for name, rule in found.items())
     usual = {
         kind: (cut, sharers)
         for (kind, cut, sharers), times in cuts.items()
@@ -145,13 +145,13 @@ def _kind(parameter: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", parameter)
 
 
-def expected_digests(recipes: Mapping[str, Recipe], weights: Weights, ranks: int) -> Digests:
+def expected_digests(rules: Mapping[str, ShardRule], weights: Weights, ranks: int) -> Digests:
     """Digests of these parameters, rank by rank, of a server that holds these weights."""
     made: list[dict[str, str]] = [{} for _ in range(ranks)]
-    for names, tensors in _gathered({n: r.sources for n, r in recipes.items()}, weights):
+    for names, tensors in _gathered({n: r.sources for n, r in rules.items()}, weights):
         for name in names:
             for rank in range(ranks):
-                part = recipes[name].make(tensors, rank, ranks)
+                part = rules[name].make(tensors, rank, ranks)
                 assert part is not None, f"{name} was cut so before"
                 made[rank][name] = digest(part)
     return made

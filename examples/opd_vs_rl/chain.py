@@ -26,7 +26,7 @@ from cluster.demos.arithmetic import OPERAND_DIGITS, Problem, write_jsonl
 from distill.chat.responses import response_text
 from distill.chat.token_text import decode
 from distill.data.prompts import Prompt
-from distill.engine import Sample, Sampler
+from distill.engine import Sample, SamplingModel
 from distill.envs.base import (
     Env,
     EnvConfig,
@@ -157,7 +157,7 @@ class ChainGroupBuilder(EnvGroupBuilder):
     links: int
     pays: Pays
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [
             ChainEnv(self.prompt, self.tokenizer, self.links, self.pays)
             for _ in range(self.group_size)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from actors.rollout.episode import rollout_group
 from distill.chat.template import render_messages
 from distill.data.feedback import FeedbackTemplate, Outcome, feedback_context
-from distill.engine import GenerateRequest, Sample, Sampler
+from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
 from distill.errors import DataError
 from distill.rewards.length import LengthRules
@@ -76,7 +76,7 @@ class ScriptedEnv(Env):
 class ScriptedBuilder(EnvGroupBuilder):
     envs: list[ScriptedEnv]
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return self.envs
 
 
@@ -256,10 +256,10 @@ def test_environments_are_let_go_of_when_one_fails() -> None:
 
 
 def test_environments_may_ask_the_models_of_the_run() -> None:
-    given: dict[str, Sampler] = {}
+    given: dict[str, SamplingModel] = {}
 
     class Asks(ScriptedBuilder):
-        def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
             given.update(models)
             return self.envs
 
@@ -321,7 +321,7 @@ class LookingEnv(ScriptedEnv):
 class LookingBuilder(ScriptedBuilder):
     inside: Inside
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         self.inside.look("make")
         return self.envs
 

@@ -32,7 +32,7 @@ from distill.sampling import TrainSampling
 from distill.types import FloatArray
 from distill.weights.lending import OwnWeights
 from distill.weights.model_weights import HeldWeights, layout_digest, names_of, plan_buckets
-from distill.weights.served_parameters import expected_digests, find_recipes
+from distill.weights.served_parameters import expected_digests, find_shard_rules
 from learner.process_group import LOOPBACK
 from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
@@ -134,13 +134,13 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
     expect(server, 0)
     served = server.run(server.engine.weight_checksums())
     assert len(served) == 2
-    recipes = find_recipes(served, server.weights(0))
-    assert recipes.keys() == served[0].keys()  # nothing is left unproven
+    rules = find_shard_rules(served, server.weights(0))
+    assert rules.keys() == served[0].keys()  # nothing is left unproven
     assert len(plan_buckets(server.weights(1).layouts, BUCKET_BYTES)) >= 3
     server.push(1, 1)
     expect(server, 1)
     assert server.run(server.engine.weight_checksums()) == list(
-        expected_digests(recipes, server.weights(1), 2)
+        expected_digests(rules, server.weights(1), 2)
     )
 
 
@@ -166,11 +166,11 @@ def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
 
     server.push(0, 6)
     served = server.run(server.engine.weight_checksums())
-    recipes = find_recipes(served, server.weights(0))
+    rules = find_shard_rules(served, server.weights(0))
     server.run(push())
     expect(server, 1)
     assert server.run(server.engine.weight_checksums()) == list(
-        expected_digests(recipes, server.weights(1), 2)
+        expected_digests(rules, server.weights(1), 2)
     )
     assert server.run(server.engine.info()).weight_version == 7
 

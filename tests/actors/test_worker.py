@@ -13,7 +13,7 @@ import pytest
 
 from actors.rollout.worker import RolloutWorker
 from distill.columns import GroupColumns
-from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
+from distill.engine import Engine, GenerateRequest, Sample, SamplingModel, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
 from distill.group_share import GroupShare
@@ -46,7 +46,7 @@ class Pairs(EnvGroupBuilder):
 
     prompt_T: TokenArray
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [OneTurn(self.prompt_T), OneTurn(self.prompt_T)]
 
 
@@ -286,7 +286,7 @@ class Turns(Env):
 class OneAndTwo(Pairs):
     """The first member has one turn, the second two."""
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [Turns(self.prompt_T, [0] * turns) for turns in (1, 2)]
 
 
@@ -308,7 +308,7 @@ class Further(Env):
 
 
 class LongerTurns(Pairs):
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [Further(self.prompt_T)]
 
 
@@ -362,7 +362,7 @@ class BadBonusesDataset(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class BadBonusPairs(Pairs):
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [BadBonuses(self.prompt_T), OneTurn(self.prompt_T)]
 
 
@@ -475,7 +475,7 @@ def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
     may, told = asyncio.Event(), list[str]()
 
     class Closing(Pairs):
-        def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
             return [SlowToClose(self.prompt_T, may, told)]
 
     class Groups(Dataset):
@@ -577,7 +577,7 @@ class WatchedPairs(Pairs):
     witness: Witness
     seen: list[bool]
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [Watched(self.prompt_T, self.group_id, self.witness, self.seen) for _ in range(2)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import chz
 
-from distill.engine import Sample, Sampler
+from distill.engine import Sample, SamplingModel
 from distill.envs.base import Env, EnvConfig, EnvContext, StepResult
 from distill.envs.single_turn import (
     PromptDataset,
@@ -60,7 +60,7 @@ def _draw(path: str) -> int:
 class _HangingGroupBuilder(SingleTurnGroupBuilder):
     tickets: str
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         given = (self.prompt, self.tokenizer, self.reward, self.format, models)
         return [HangingEnv(self.tickets, *given) for _ in range(self.group_size)]
 

@@ -25,7 +25,7 @@ from distill.errors import CalibrationError, EngineError
 from distill.pace import Progress
 from distill.weights.digests import digest
 from distill.weights.model_weights import HeldWeights
-from distill.weights.served_parameters import Digests, expected_digests, find_recipes
+from distill.weights.served_parameters import Digests, expected_digests, find_shard_rules
 from distill.weights.shared_memory import SharedTensors
 from learner.config import LearnerConfig, LoraSettings
 from learner.learner import Learner
@@ -323,10 +323,10 @@ class Proof:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_a_server_makes_of_a_checkpoint_is_found_out(ranks: int) -> None:
     first, second = HeldWeights(checkpoint(0)), HeldWeights(checkpoint(1))
-    recipes = find_recipes(digests(checkpoint(0), ranks), first)
+    rules = find_shard_rules(digests(checkpoint(0), ranks), first)
     served = digests(checkpoint(1), ranks)
-    assert served[0].keys() - recipes.keys() == {"model.scales"}
-    for rank, expected in enumerate(expected_digests(recipes, second, ranks)):
+    assert served[0].keys() - rules.keys() == {"model.scales"}
+    for rank, expected in enumerate(expected_digests(rules, second, ranks)):
         assert len(expected) == 2 + 5 * LAYERS
         assert expected == {name: served[rank][name] for name in expected}
 

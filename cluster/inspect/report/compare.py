@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.inspect.report.data import charts, evaluations, report_data, settings
-from cluster.inspect.report.run_files import Run
+from cluster.inspect.report.run_files import RunFiles
 
 # Settings that differ between any two runs.
 _PASSED_OVER = ("out",)
 
 
-def compared_data(run: Run, other: Run, groups: int) -> dict[str, Any]:
+def compared_data(run: RunFiles, other: RunFiles, groups: int) -> dict[str, Any]:
     """Data of `report_data` for a run, with the curves and evaluations of another run added."""
     names = run_names(run.out, other.out)
     data = report_data(run, groups)
@@ -37,7 +37,7 @@ def run_names(one: Path, other: Path) -> tuple[str, str]:
     return str(one.resolve()), str(other.resolve())
 
 
-def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
+def differing(run: RunFiles, other: RunFiles) -> list[tuple[str, str | None, str | None]]:
     """Settings and versions that differ between the runs; None for one that is not set."""
     ours, theirs = ({"recipe": each.recipe} | dict(settings(each)) for each in (run, other))
     return [
@@ -47,7 +47,7 @@ def differing(run: Run, other: Run) -> list[tuple[str, str | None, str | None]]:
     ]
 
 
-def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _charts(names: Sequence[str], runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     """Charts of both runs by title. Each line has the name and the number (0, 1) of its run."""
     by_title: dict[str, dict[str, Any]] = {}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
@@ -60,7 +60,7 @@ def _charts(names: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
     return list(by_title.values())
 
 
-def _evaluations(names: Sequence[str], runs: Sequence[Run]) -> dict[str, Any] | None:
+def _evaluations(names: Sequence[str], runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     """Evaluation tables of both runs in one; column names begin with the run's name."""
     columns: list[str] = []
     cells: dict[str, dict[str, Any]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.config.files import at_path
-from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
+from cluster.inspect.report.run_files import RunFiles, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
 from cluster.run_files.metric_table import described
 from cluster.run_files.redact import without_secrets
@@ -111,7 +111,7 @@ _MAX_POINTS = 1000
 _MAX_PROBLEMS = 64
 
 
-def report_data(run: Run, groups: int) -> dict[str, Any]:
+def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
     """Data of the whole page.
 
     Of the kept groups it has `groups` at most, spread evenly over the run, and all that findings
@@ -145,7 +145,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
     }
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: RunFiles) -> list[tuple[str, str]]:
     """Head of the page: the run's main settings, its status and its results."""
     settings, done = run.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
     given = settings.get("teachers")
@@ -173,14 +173,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
 
 
-def _best(run: Run) -> Mapping[str, Any] | None:
+def _best(run: RunFiles) -> Mapping[str, Any] | None:
     """Step, metric and value of the best evaluation, from the summary of a finished run."""
     best = run.summary.get("best")
     complete = isinstance(best, dict) and best.keys() >= {"step", "metric", "value"}
     return best if complete else None
 
 
-def _best_sentence(run: Run) -> str | None:
+def _best_sentence(run: RunFiles) -> str | None:
     best = _best(run)
     return f"step {best['step']}: {best['metric']} {best['value']}" if best else None
 
@@ -193,7 +193,7 @@ def _origin(fork: Mapping[str, Any]) -> str | None:
     return f"step {fork['step']} of {fork['run']}, {took}"
 
 
-def findings(run: Run) -> list[dict[str, Any]]:
+def findings(run: RunFiles) -> list[dict[str, Any]]:
     """Findings of the run, each with the place of a kept trajectory as evidence, or None.
 
     Evidence is None if the trajectory is no longer kept because the run went back before it.
@@ -209,7 +209,7 @@ def findings(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def settings(run: Run) -> list[tuple[str, str]]:
+def settings(run: RunFiles) -> list[tuple[str, str]]:
     """Every setting that is not None, and the software versions of the run."""
     told = without_secrets(run.settings)
     shown = {name: value for name, value in told.items() if value is not None}
@@ -231,7 +231,7 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def evaluations(run: Run) -> dict[str, Any] | None:
+def evaluations(run: RunFiles) -> dict[str, Any] | None:
     """Table of the first, the last and the teachers' evaluations; None if there are none.
 
     A cell is the value, followed by the ends of its interval where there is one.
@@ -258,7 +258,7 @@ def evaluations(run: Run) -> dict[str, Any] | None:
     return {"columns": columns, "rows": rows}
 
 
-def responses(run: Run) -> list[dict[str, Any]]:
+def responses(run: RunFiles) -> list[dict[str, Any]]:
     """Held-out problems, with the response of each evaluation that kept one."""
     by_problem: dict[tuple[str, int], dict[str, Any]] = {}
     for row in run.evaluations:
@@ -295,7 +295,7 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
     return float(f"{value:.5g}")
 
 
-def charts(run: Run) -> list[dict[str, Any]]:
+def charts(run: RunFiles) -> list[dict[str, Any]]:
     """Charts with their lines. Lines and charts without values are left out."""
     rows = list(_with_evaluations(run))
     if not any(row.get("reward/mean") for row in rows) and not at_path(
@@ -325,7 +325,7 @@ def _meanings(names: Iterable[str]) -> str:
     return "\n".join(f"{metric.name}: {metric.meaning}" for metric in known)
 
 
-def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
+def _with_evaluations(run: RunFiles) -> Iterator[Mapping[str, Any]]:
     """Metrics of every step, and of the evaluations before the first and after the last."""
     before, after = run.summary.get("eval before"), run.summary.get("eval after")
     if isinstance(before, dict) and not any(
@@ -481,7 +481,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
-def _tokenizer(run: Run) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+def _tokenizer(run: RunFiles) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """The run's tokenizer, or an explanation for readers who see token ids."""
     try:
         return run_tokenizer(run), None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunFiles:
     """The files of a run, read. What it has not written is empty."""
 
     out: Path
@@ -44,7 +44,7 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return bool(measured) and all(name.startswith(("eval/", "time/eval")) for name in measured)
 
 
-def read_run(out: Path, setting: str = "out") -> Run:
+def read_run(out: Path, setting: str = "out") -> RunFiles:
     """The run in `out`, finished or not; `setting` is what names the directory.
 
     Raises:
@@ -65,7 +65,7 @@ def read_run(out: Path, setting: str = "out") -> Run:
         found if isinstance(found := written.get(name), dict) else {}
         for name in ("settings", "versions", "forked_from")
     )
-    return Run(
+    return RunFiles(
         out=out,
         recipe=str(written.get("recipe", "unknown")),
         settings=settings,
@@ -147,7 +147,7 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
+def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
     """The tokenizer that the run's token ids are of: beside its final weights, or the student's.
 
     Raises:
@@ -168,7 +168,7 @@ def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
     )
 
 
-def why_no_rollouts(run: Run) -> str:
+def why_no_rollouts(run: RunFiles) -> str:
     """Explanation for a reader why there are no rollouts."""
     if run.recipe in ("sft", "dpo"):
         return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."

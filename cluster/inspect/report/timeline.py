@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cluster.inspect.report.data import line
-from cluster.inspect.report.run_files import Run
+from cluster.inspect.report.run_files import RunFiles
 
 Row = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ _GROUPS = {
 }
 
 
-def timeline(run: Run) -> dict[str, Any] | None:
+def timeline(run: RunFiles) -> dict[str, Any] | None:
     """Lanes and charts over the seconds since the run's first event; None without anything."""
     rows = sorted(_with_metrics(run.events, run.steps), key=lambda row: row["t"])
     if not rows:

@@ -21,7 +21,7 @@ import chz
 from distill.chat.conversation import Conversation
 from distill.chat.template import Message
 from distill.data.feedback import FeedbackContext
-from distill.engine import GenerateRequest, Sampler
+from distill.engine import GenerateRequest, SamplingModel
 from distill.envs.base import Env, EnvConfig, EnvContext, EnvDataset, EnvGroupBuilder, only_teacher
 from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
 from distill.envs.chat_config import ChatConfig, first_length, require_room
@@ -134,7 +134,7 @@ class Seat(MessageEnv):
         self._rules = rules
         self.starts = opponent is not None or table.game.to_move == seat
 
-    async def start(self, models: Mapping[str, Sampler]) -> None:
+    async def start(self, models: Mapping[str, SamplingModel]) -> None:
         await self._next_turn()
 
     def initial_messages(self) -> Sequence[Message]:
@@ -194,7 +194,7 @@ class FrozenPlayer:
 
     def __init__(
         self,
-        model: Sampler,
+        model: SamplingModel,
         setting: ChatSetting,
         sampling: EvalSampling,
         seed: int,
@@ -229,7 +229,7 @@ class FrozenPlayer:
         return self._conversation.response.answer
 
 
-NewOpponent = Callable[[int, Mapping[str, Sampler]], Player]
+NewOpponent = Callable[[int, Mapping[str, SamplingModel]], Player]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ class TableGroupBuilder(EnvGroupBuilder):
     rules: bool
     forfeit_reward: float
 
-    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         seats: list[Seat] = []
         if self.new_opponent is None:
             # An evaluation may request one episode, but a game has two.
@@ -402,12 +402,12 @@ def _frozen(
     sampling: EvalSampling,
     rules: bool,
     seed: int,
-    models: Mapping[str, Sampler],
+    models: Mapping[str, SamplingModel],
 ) -> Player:
     return FrozenPlayer(models[FROZEN], chat, sampling, seed, rules=rules)
 
 
 def _scripted(
-    new_player: Callable[[int], Player], seed: int, _models: Mapping[str, Sampler]
+    new_player: Callable[[int], Player], seed: int, _models: Mapping[str, SamplingModel]
 ) -> Player:
     return new_player(seed)
