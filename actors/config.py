@@ -201,8 +201,7 @@ class EngineConfig:
         elif self.server_flags and self.kind == "embedded":
             raise ConfigError(
                 f"SGLang's flags {self.server_flags} change nothing: the engine is embedded; use "
-                "engine=sglang, or leave policy.server_flags, teacher.server_flags or "
-                "server_flags out",
+                "engine=sglang, or leave policy.server_flags or teacher.server_flags out",
                 field="server_flags",
             )
 

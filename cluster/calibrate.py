@@ -18,12 +18,12 @@ from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
+from cluster.config.evaluation import TemperatureSettings
 from cluster.config.model import ModelSettings
-from cluster.config.teachers import check_stands_still
+from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
-from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.stops import StopTokens
 from distill.tokenizer import (
@@ -41,26 +41,30 @@ if TYPE_CHECKING:
 
 
 @chz.chz
+class CalibratedTeacherSettings(LocalTeacherSettings):
+    """The teacher whose scores are compared."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str = model_field(
+        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
+        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
+        metadata=ESSENTIAL,
+    )
+
+
+@chz.chz
 class CalibrateConfig(LocalEngineConfig):
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
     section: ClassVar[Section] = Section.MODEL
 
     model: ModelSettings = section_field(ModelSettings)
-    teacher: str = model_field(
-        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
-        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
-        metadata=ESSENTIAL,
-    )
-    temperature: float = chz.field(doc="the rollout temperature T > 0 to prove", metadata=ESSENTIAL)
+    teacher: CalibratedTeacherSettings = section_field(CalibratedTeacherSettings)
+    sampling: TemperatureSettings = section_field(TemperatureSettings)
     out: str | None = chz.field(
         default=None, doc="file for the report, as JSON", metadata=ESSENTIAL | WRITTEN
     )
-
-    @chz.validate
-    def _in_range(self) -> None:
-        check_temperature(self.temperature, "temperature")
-        check_stands_still(self.teacher)
 
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:
@@ -70,11 +74,11 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
     student = load_tokenizer(config.model.path)
     prints = {"student": asdict(fingerprint(student))}
     ends: list[frozenset[int] | None] = [ends_of(config.model.path, student)]
-    if not is_url(config.teacher):  # a running server is asked, in the handshake
-        teacher = load_tokenizer(config.teacher)
+    if not is_url(config.teacher.model):  # a running server is asked, in the handshake
+        teacher = load_tokenizer(config.teacher.model)
         check_same_tokenizer(student, teacher)
         prints["teacher"] = asdict(fingerprint(teacher))
-        ends.append(ends_of(config.teacher, teacher))
+        ends.append(ends_of(config.teacher.model, teacher))
     else:
         ends.append(None)
     stops = config.model.stops(student, ends)
@@ -108,14 +112,17 @@ async def _handshake(
         async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
             return learner.logprobs(rows_D)
 
-        engines = [config.engine_config(m, stops) for m in (config.model.path, config.teacher)]
+        engines = [
+            config.engine_config(config.model.path, stops),
+            config.engine_config(config.teacher.model, stops, config.teacher.server_flags),
+        ]
         async with running_engines(*engines) as (policy, teacher):
             return await handshake(
                 policies={"policy": policy},
                 teachers={"teacher": teacher},
                 learner=learner_logprobs,
                 tokenizer=tokenizer,
-                temperature=config.temperature,
+                temperature=config.sampling.temperature,
                 learner_dtype=learner_config.dtype,
             )
 

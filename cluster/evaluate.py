@@ -15,7 +15,6 @@ from rich.table import Table
 
 from actors.config import running_engines
 from actors.rollout.evaluator import EvaluatedResponse, Evaluator
-from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
@@ -23,14 +22,14 @@ from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings, LengthSettings
 from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, PromptSettings, RowCheck, reader_of, unweighted_sources
-from cluster.config.teachers import check_stands_still
+from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
-from distill.rules import at_least, setting
+from distill.rules import at_least, needs, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.stops import StopTokens
@@ -53,6 +52,47 @@ class EvaluatedSettings(PromptSettings):
 
 
 @chz.chz
+class EvaluatedDecoderSettings(DecoderSettings):
+    """The serving decoder, and how many problems it answers."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+
+    size: int | None = setting(
+        at_least(1),
+        default=None,
+        doc="problems of each source that are evaluated, from the first; default: all",
+    )
+
+
+@chz.chz
+class KlTeacherSettings(LocalTeacherSettings):
+    """The teacher towards which KL(p_T || q_T) is evaluated."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str | None = model_field(
+        default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
+    )
+
+
+@chz.chz
+class KlSamplingSettings(LengthSettings):
+    """Length of responses, and the samples for the KL towards a teacher."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
+    temperature: float | None = chz.field(
+        default=None, doc="temperature T of the KL towards teacher="
+    )
+    group_size: int = setting(
+        at_least(1),
+        needs("teacher.model"),
+        default=4,
+        doc="samples per prompt for the KL towards teacher=",
+    )
+
+
+@chz.chz
 class EvaluateConfig(
     EnvSettings,
     LocalEngineConfig,
@@ -63,22 +103,9 @@ class EvaluateConfig(
 
     model: ModelSettings = section_field(ModelSettings)
     data: EvaluatedSettings = section_field(EvaluatedSettings)
-    sampling: LengthSettings = section_field(LengthSettings)
-    eval: DecoderSettings = section_field(DecoderSettings)
-    limit: int | None = setting(
-        at_least(1),
-        default=None,
-        doc="number of prompts of each file that are used, from the first",
-    )
-    teacher: str | None = model_field(
-        default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
-    )
-    temperature: float | None = chz.field(
-        default=None, doc="temperature T of the KL towards teacher="
-    )
-    num_samples: int = setting(
-        at_least(1), default=4, doc="samples per prompt for the KL towards teacher="
-    )
+    teacher: KlTeacherSettings = section_field(KlTeacherSettings)
+    sampling: KlSamplingSettings = section_field(KlSamplingSettings)
+    eval: EvaluatedDecoderSettings = section_field(EvaluatedDecoderSettings)
     out: str | None = chz.field(
         default=None,
         doc="file for the metrics and every response, as JSON",
@@ -89,17 +116,10 @@ class EvaluateConfig(
     def _consistent(self) -> None:
         self.data.check(self.env)
         self.files()
-        if (self.teacher is None) != (self.temperature is None):
+        if (self.teacher.model is None) != (self.sampling.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
-        if self.teacher is not None:
-            check_stands_still(self.teacher)
-            if is_url(self.teacher):
-                raise ConfigError(
-                    f"teacher={self.teacher} must be a checkpoint here: evaluation shakes no "
-                    "hands, so whether a running server scores at T is not known. "
-                    "cluster.calibrate proves it"
-                )
-        if self.temperature is not None:
+        self.teacher.require_checkpoint("evaluation")
+        if self.sampling.temperature is not None:
             self.train_sampling()
 
     def files(self) -> Mapping[str, str | None]:
@@ -118,9 +138,9 @@ class EvaluateConfig(
         return {"data.source": self.data.row_reader(self.env)}
 
     def train_sampling(self) -> TrainSampling:
-        assert self.temperature is not None
+        assert self.sampling.temperature is not None
         return TrainSampling(
-            temperature=self.temperature, max_new_tokens=self.sampling.max_new_tokens
+            temperature=self.sampling.temperature, max_new_tokens=self.sampling.max_new_tokens
         )
 
 
@@ -131,10 +151,10 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     tokenizer = load_tokenizer(config.model.path)
     model_config = load_config(config.model.path)
     ends = [ends_of(config.model.path, tokenizer)]
-    if config.teacher is not None:
-        of_teacher = load_tokenizer(config.teacher)
+    if config.teacher.model is not None:
+        of_teacher = load_tokenizer(config.teacher.model)
         check_same_tokenizer(tokenizer, of_teacher)
-        ends.append(ends_of(config.teacher, of_teacher))
+        ends.append(ends_of(config.teacher.model, of_teacher))
     stops = config.model.stops(tokenizer, ends)
     tokenizer = config.model.choose_template(tokenizer)
     read = reader_of(config.data, config.env.row_fields)
@@ -148,7 +168,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     )
     env = config.env.evaluation()
     evaluators = {
-        name: Evaluator(_limited(problems_of(env, path, setting), config.limit), tokenizer)
+        name: Evaluator(_first(problems_of(env, path, setting), config.eval.size), tokenizer)
         for name, path in config.files().items()
     }
     read.require_columns()
@@ -169,9 +189,9 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         console.print(f"every response is in {config.out}")
 
 
-def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
+def _first(problems: EnvDataset, size: int | None) -> EnvDataset:
     count = len(problems)
-    return problems.subset(range(count if limit is None else min(limit, count)))
+    return problems.subset(range(count if size is None else min(size, count)))
 
 
 Results = dict[str, tuple[dict[str, float], list[EvaluatedResponse]]]
@@ -181,18 +201,24 @@ async def _measure(
     config: EvaluateConfig, evaluators: Mapping[str, Evaluator], stops: StopTokens
 ) -> Results:
     """Metrics and responses of each data set, on one set of engines."""
-    models = [config.model.path] if config.teacher is None else [config.model.path, config.teacher]
     results: Results = {}
     asked = _models_to_ask(config)
     decoder = config.eval.sampling(config.sampling.max_new_tokens)
-    engines = [config.engine_config(model, stops) for model in models]
+    engines = [config.engine_config(config.model.path, stops)]
+    if config.teacher.model is not None:
+        flags = config.teacher.server_flags
+        engines.append(config.engine_config(config.teacher.model, stops, flags))
     async with running_engines(*engines) as (engine, *teachers):
         for name, evaluator in evaluators.items():
             responses = await evaluator.respond(engine, decoder, asked)
             metrics = evaluator.summarise(responses)
             for teacher in teachers:
                 metrics |= await evaluator.reverse_kl(
-                    engine, {"": teacher}, config.train_sampling(), config.num_samples, asked
+                    engine,
+                    {"": teacher},
+                    config.train_sampling(),
+                    config.sampling.group_size,
+                    asked,
                 )
             results[name] = metrics, responses
     return results

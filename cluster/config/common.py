@@ -111,16 +111,38 @@ class ClusterSettings(MachineSettings):
 
 
 @chz.chz
-class LocalEngineSettings(EngineSettings):
-    """Engines of a command, all of one kind and with the same flags."""
+class ServerSettings:
+    """SGLang servers of one kind of engine."""
+
+    section: ClassVar[Section] = Section.ENGINES
+    within: ClassVar[str] = "policy."
+
+    server_flags: str = chz.field(
+        default="",
+        doc="further flags of SGLang for its servers, for example '--tp-size 2'",
+        metadata=MAY_CHANGE,
+    )
+
+
+@chz.chz
+class LocalServerSettings(ServerSettings):
+    """SGLang server of a command's model."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    server_flags: str = chz.field(default="", doc="further flags of SGLang")
+    @chz.validate
+    def _flags_are_flags(self) -> None:
+        parse_flags(self.server_flags)
+
+
+@chz.chz
+class LocalEngineSettings(EngineSettings):
+    """Engines of a command, all of one kind."""
+
+    section: ClassVar[Section] = Section.ENGINES
 
     @chz.validate
     def _engine_is_installed(self) -> None:
-        parse_flags(self.server_flags)
         if self.kind == "sglang":
             require_sglang()
 
@@ -140,13 +162,17 @@ class LocalEngineConfig(WithSections):
 
     engine: LocalEngineSettings = section_field(LocalEngineSettings)
     cluster: LocalMachineSettings = section_field(LocalMachineSettings)
+    policy: LocalServerSettings = section_field(LocalServerSettings)
 
-    def engine_config(self, model: str, stops: StopTokens | None = None) -> EngineConfig:
+    def engine_config(
+        self, model: str, stops: StopTokens | None = None, server_flags: str | None = None
+    ) -> EngineConfig:
+        """Settings of an engine; `server_flags` are those of the policy by default."""
         return self.engine.config(
             model,
             self.cluster.device,
             threads=self.cluster.threads,
-            server_flags=self.engine.server_flags,
+            server_flags=self.policy.server_flags if server_flags is None else server_flags,
             stops=stops,
         )
 

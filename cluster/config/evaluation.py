@@ -28,10 +28,11 @@ class LengthSettings:
 
 
 @chz.chz
-class SamplingSettings(LengthSettings):
-    """Sampling of rollouts."""
+class TemperatureSettings:
+    """The rollout temperature."""
 
     section: ClassVar[Section] = Section.SAMPLING
+    within: ClassVar[str] = "sampling."
 
     temperature: float = setting(
         above(
@@ -42,6 +43,14 @@ class SamplingSettings(LengthSettings):
         doc="rollout temperature T > 0, of sampling, teacher, learner and loss alike",
         metadata=ESSENTIAL,
     )
+
+
+@chz.chz
+class SamplingSettings(LengthSettings, TemperatureSettings):
+    """Sampling of rollouts."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
     group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
 
     def train(self) -> TrainSampling:

@@ -8,7 +8,7 @@ import chz
 
 from actors.config import PolicyEngineSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
-from cluster.config.common import ClusterSettings
+from cluster.config.common import ClusterSettings, ServerSettings
 from distill.errors import ConfigError
 from distill.records import OnStale
 from distill.rules import above, at_least, setting
@@ -109,21 +109,15 @@ class PoolSize(NamedTuple):
 
 
 @chz.chz
-class EnginePoolSettings:
+class EnginePoolSettings(ServerSettings):
     """Engines of one kind, and their servers."""
 
     section: ClassVar[Section] = Section.ENGINES
-    within: ClassVar[str]
 
     engines: int | str = chz.field(
         default=1,
         doc="engines (actors); several teachers have as many each. A number, or 2..8 for a pool "
         "that begins with 2 and grows up to 8 while its work is too slow",
-        metadata=MAY_CHANGE,
-    )
-    server_flags: str = chz.field(
-        default="",
-        doc="further flags of SGLang for its servers, for example '--tp-size 2'",
         metadata=MAY_CHANGE,
     )
 

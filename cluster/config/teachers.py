@@ -11,6 +11,7 @@ import chz
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_pushed
+from cluster.config.common import LocalServerSettings
 from cluster.config.early_checks import OWN, model_field
 from cluster.config.pools import EnginePoolSettings
 from distill.data.feedback import FeedbackTemplate
@@ -28,14 +29,40 @@ def teacher_setting(name: str) -> str:
     return f"teachers.{name}" if name else "teacher"
 
 
-def check_stands_still(teacher: str) -> None:
-    """Raises ConfigError for teacher=policy in a command that trains no student."""
-    if teacher == OWN:
-        raise ConfigError(
-            f"teacher={OWN} is the student of a training run, as it moves, and nothing is trained "
-            "here; give the student's checkpoint, as which such a teacher begins (a directory of "
-            f"that name is ./{OWN})"
-        )
+@chz.chz
+class LocalTeacherSettings(LocalServerSettings):
+    """The teacher of a command, which trains no student."""
+
+    section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "teacher."
+    main: ClassVar[str] = "model"
+
+    model: str | None = model_field(default=None, doc="teacher checkpoint", metadata=ESSENTIAL)
+
+    @chz.validate
+    def _model_stands_still(self) -> None:
+        if self.model == OWN:
+            raise ConfigError(
+                f"teacher={OWN} is the student of a training run, as it moves, and nothing is "
+                "trained here; give the student's checkpoint, as which such a teacher begins (a "
+                f"directory of that name is ./{OWN})",
+                field="teacher.model",
+            )
+        if self.server_flags and (self.model is None or is_url(self.model)):
+            raise ConfigError(
+                f"teacher.server_flags={self.server_flags} changes nothing with "
+                f"teacher={self.model}, for which no server is started; leave it out",
+                field="teacher.server_flags",
+            )
+
+    def require_checkpoint(self, what: str) -> None:
+        """Raises ConfigError for a running server, whose scores `what` does not prove."""
+        if self.model is not None and is_url(self.model):
+            raise ConfigError(
+                f"teacher={self.model} must be a checkpoint here: {what} shakes no hands, so "
+                "whether a running server scores at T is not known. cluster.calibrate proves it",
+                field="teacher.model",
+            )
 
 
 @chz.chz

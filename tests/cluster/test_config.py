@@ -32,7 +32,9 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft
 from cluster.evaluate import EvaluateConfig
+from cluster.inspect.forecast.command import ForecastConfig
 from cluster.placement.engines import RunEngines
+from cluster.sample_to_sft import SampleToSftConfig
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
@@ -226,14 +228,40 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     assert engine.arguments()["model_path"] == "model"
 
 
-def test_a_calibration_has_no_teacher_that_moves() -> None:
-    with refuses(ConfigError, None, names="teacher=policy"):
-        parse(CalibrateConfig, ["student=a", "teacher=policy", "temperature=0.7"])
+@pytest.mark.parametrize(
+    ("given", "field", "names"),
+    [
+        (["teacher=policy"], "teacher.model", "policy"),
+        (["teacher=http://127.0.0.1:1", "teacher.server_flags=--tp-size 2"], "teacher.server_flags",
+         "127.0.0.1"),
+        (["teacher=b", "engine.server_flags=--tp-size 2"], "engine.server_flags",
+         "'policy.server_flags'"),
+        (["teacher=b", "server_flags=--tp-size 2"], "server_flags", "teacher.server_flags"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_calibration_has_not(given: list[str], field: str, names: str) -> None:
+    with refuses(ConfigError, field, names=names):
+        parse(CalibrateConfig, ["student=a", "temperature=0.7", *given])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (EvaluateConfig, "limit", "eval.size"),
+        (EvaluateConfig, "num_samples", "group_size"),
+        (ForecastConfig, "num_prompts", "eval.size"),
+        (SampleToSftConfig, "num_samples", "samples"),
+    ],
+)
+def test_commands_give_the_names_that_recipes_have(kind: type, name: str, meant: str) -> None:
+    with refuses(ConfigError, name, names=repr(meant)):
+        parse(kind, [f"{name}=3"])
 
 
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
-    "model", "teacher", "data.source", "data.batch_size", "temperature",
+    "model", "teacher.model", "data.source", "data.batch_size", "eval.size",
+    "sampling.temperature", "sampling.group_size",
     "out", "device", "dtype", "stops", "seed", "threads",
 }  # fmt: skip
 SETTINGS = [

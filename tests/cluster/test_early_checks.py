@@ -84,7 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "objective.divergence": {"objective.estimator": "full"},
     "model.reference": {"objective.reference_kl_coef": 0.1},
     "sft.data": {"sft.coef": 0.1},
-    "teacher": {"temperature": 1.0},
+    "teacher.model": {"sampling.temperature": 0.7},
     "teacher.head": {"objective.estimator": "full"},
 }
 

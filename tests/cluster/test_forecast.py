@@ -81,7 +81,7 @@ def test_planted_pairs_get_their_verdicts(
         [
             f"student={models['student']}", f"teacher={models[teacher]}",
             f"prompts={models['prompts']}", "temperature=0.7", "max_new_tokens=6",
-            "engine=embedded", "reward=contains", "num_samples=4", f"out={out}", "threads=1",
+            "engine=embedded", "reward=contains", "group_size=4", f"out={out}", "threads=1",
         ]
     )  # fmt: skip
     printed = " ".join(capsys.readouterr().out.split())
@@ -207,7 +207,7 @@ def test_groups_grow_with_the_price_of_a_prompt() -> None:
     [
         ("teacher=http://127.0.0.1:1", "must be a checkpoint here"),
         ("teacher=policy", "nothing is trained here"),
-        ("num_samples=1", "num_samples=1"),
+        ("group_size=1", "sampling.group_size"),
         ("temperature=0", "temperature"),
     ],
 )

@@ -38,7 +38,12 @@ GIVEN: dict[str, dict[str, Any]] = {
     "Verifiers": {"name": "n", "python": "p"},
     "Judged": {"reward_model": "m"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
-    "ForecastConfig": {"student": "s", "teacher": "t", "prompts": "p", "temperature": 0.7},
+    "ForecastConfig": {
+        "student": "s",
+        "teacher.model": "t",
+        "prompts": "p",
+        "sampling.temperature": 0.7,
+    },
     "ReportConfig": {"out": "o"},
     "SampleToSftConfig": {"model": "m", "prompts": "p", "data": "d.jsonl", "temperature": 0.7},
 }
@@ -66,6 +71,7 @@ WITH: dict[str, dict[str, Any]] = {
     "checkpoint.keep_best": {"eval.every": 1},
     "lora.alpha": {"lora.rank": 4},
     "lora.targets": {"lora.rank": 4},
+    "sampling.group_size": {"teacher.model": "t", "sampling.temperature": 0.7},
     "sft.coef": {"sft.data": "f"},
 }
 

@@ -115,7 +115,7 @@ def test_the_page_s_environment_trains_as_it_stands(
     assert "holds another run: env was" in capsys.readouterr().err
     played = [
         f"model={out / 'final'}", "env=backwards:Words", f"env.file={backwards}",
-        "engine=embedded", "max_new_tokens=8", "limit=3",
+        "engine=embedded", "max_new_tokens=8", "eval.size=3",
     ]  # fmt: skip
     assert evaluate(played) == 0
     output = capsys.readouterr().out

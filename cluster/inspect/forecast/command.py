@@ -19,26 +19,60 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.config import choose_dtype, running_engines
-from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
-from cluster.config.evaluation import LengthSettings
+from cluster.config.evaluation import SamplingSettings
 from cluster.config.model import ModelSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import PromptSettings
-from cluster.config.teachers import check_stands_still
+from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
 from distill.rules import at_least, setting
-from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section, changed, section_field
 
 if TYPE_CHECKING:
     from cluster.config.rollout_checks import RolloutInputs
+
+
+@chz.chz
+class ForecastTeacherSettings(LocalTeacherSettings):
+    """The teacher of the distillation to forecast."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
+
+
+@chz.chz
+class ForecastSamplingSettings(SamplingSettings):
+    """Answers of both models."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
+    group_size: int = setting(
+        at_least(2, "the noise within prompts is measured"),
+        default=2,
+        doc="answers of each model to each prompt",
+    )
+
+
+@chz.chz
+class ForecastPromptSettings:
+    """Choice of the prompts that are answered."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+    within: ClassVar[str] = "eval."
+
+    size: int = setting(
+        at_least(2, "the noise between prompts is measured"),
+        default=64,
+        doc="prompts that are answered, chosen by the seed",
+    )
 
 
 @chz.chz
@@ -51,43 +85,27 @@ class ForecastConfig(
     section: ClassVar[Section] = Section.MODEL
 
     model: ModelSettings = section_field(ModelSettings)
-    teacher: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
+    teacher: ForecastTeacherSettings = section_field(ForecastTeacherSettings)
     data: PromptSettings = section_field(PromptSettings)
-    temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
-    sampling: LengthSettings = section_field(LengthSettings)
-    num_prompts: int = setting(
-        at_least(2, "the noise between prompts is measured"),
-        default=64,
-        doc="prompts that are answered, chosen by the seed",
-    )
-    num_samples: int = setting(
-        at_least(2, "the noise within prompts is measured"),
-        default=2,
-        doc="answers of each model to each of them",
-    )
-    seed: int = chz.field(default=0, doc="of that choice")
+    sampling: ForecastSamplingSettings = section_field(ForecastSamplingSettings)
+    eval: ForecastPromptSettings = section_field(ForecastPromptSettings)
+    seed: int = chz.field(default=0, doc="seed of the choice of prompts")
     out: str | None = chz.field(
         default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate
     def _teacher_is_a_checkpoint(self) -> None:
-        check_temperature(self.temperature, "temperature")
-        check_stands_still(self.teacher)
-        if is_url(self.teacher):
-            raise ConfigError(
-                f"teacher={self.teacher} must be a checkpoint here: a forecast shakes no hands, so "
-                "whether a running server scores at T is not known. cluster.calibrate proves it"
-            )
+        self.teacher.require_checkpoint("a forecast")
 
     def run(self) -> OpdConfig:
         """Settings of the distillation to forecast; nothing is written to its `out`."""
         return make(
             "opd",
             model=chz.asdict(self.model),
-            teacher=self.teacher,
+            teacher=self.teacher.model,
             data=chz.asdict(self.data),
-            temperature=self.temperature,
+            temperature=self.sampling.temperature,
             out="unused",
             max_new_tokens=self.sampling.max_new_tokens,
             eval_size=0,
@@ -110,11 +128,9 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     run, why = with_estimator(config.run())
     inputs = check_rollout(run)
     measured = asyncio.run(_measured(config, run, inputs))
-    tokenizers = [load_tokenizer(model) for model in (config.model.path, config.teacher)]
-    ends = [
-        ends_of(model, tokenizer)
-        for model, tokenizer in zip((config.model.path, config.teacher), tokenizers, strict=True)
-    ]
+    models = (config.model.path, config.teacher.model)
+    tokenizers = [load_tokenizer(model) for model in models]
+    ends = [ends_of(model, tokenizer) for model, tokenizer in zip(models, tokenizers, strict=True)]
     pair = Pair(
         same_ends=ends[0] == ends[1],
         same_template=tokenizers[0].chat_template == tokenizers[1].chat_template,
@@ -163,11 +179,14 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
     from learner.learner import Learner
     from learner.policy_loss import PolicyObjectiveLoss
 
-    count = min(config.num_prompts, len(inputs.train))
+    count = min(config.eval.size, len(inputs.train))
     if count < 2:
         raise ConfigError(f"prompts={config.data.source} has {count} prompts; give two at least")
     chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
-    engines = [config.engine_config(m, inputs.stops) for m in (config.model.path, config.teacher)]
+    engines = [
+        config.engine_config(config.model.path, inputs.stops),
+        config.engine_config(config.teacher.model, inputs.stops, config.teacher.server_flags),
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         learner = Learner(
             LearnerConfig.of(
@@ -194,7 +213,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
                 learner,
                 inputs.train,
                 chosen_P=sorted(chosen_P.tolist()),
-                samples=config.num_samples,
+                samples=config.sampling.group_size,
                 sampling=run.sampling.train(),
                 top=min(TOP, *sizes),
                 loss=PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=event),

@@ -66,13 +66,13 @@ def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
         less = ", or estimator=full or top_k" if measured.noise_of == "sampled" else ""
         warnings.append(
             f"the gradient is hidden in its noise even with {seen} responses: take large steps"
-            f"{less}; more prompts here (num_prompts=) tell more"
+            f"{less}; more prompts here (eval.size=) tell more"
         )
     if group_size > _SMALL_GROUP and noise.between < _ERRORS * noise.between_error:
         warnings.append(
             f"group_size={group_size} is uncertain: the gradient's noise between prompts is "
             f"{noise.between:.3g} with a standard error of {noise.between_error:.2g} (within a "
-            f"prompt {noise.within:.3g}); more prompts here (num_prompts=) tell more"
+            f"prompt {noise.within:.3g}); more prompts here (eval.size=) tell more"
         )
     prompts = _power_of_two(min(max(wanted, _FEWEST), _MOST))
     seen_tokens = measured.student.tokens * noise.prompts * noise.group_size
