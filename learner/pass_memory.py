@@ -136,6 +136,11 @@ class PassMemory:
         head = self.head + sum(min(tokens, most) * size for most, size in self.logits)
         return max(self.fixed + kept + max(head, again), self.ending)
 
+    def of_plan(self, plan: PassPlan, longest_rows: int) -> int:
+        """Memory of a plan's largest pass, without whole gradients."""
+        tokens, row = max(plan.token_budget, longest_rows), longest_rows or None
+        return self.bytes(tokens, checkpointing=plan.gradient_checkpointing, row=row)
+
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
         """Text that is printed before a run."""
         kept, again = (readable(self.bytes(tokens, checkpointing=way)) for way in (False, True))
@@ -189,10 +194,16 @@ class PassRequest(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """Token budget and gradient checkpointing with which passes fit into memory."""
+    """Token budget and gradient checkpointing with which passes fit into memory.
+
+    Attributes:
+        reduces_once: gradients are summed over the workers in the last micro-batch of a step alone.
+            Until then each worker has its own ones whole.
+    """
 
     token_budget: int
     gradient_checkpointing: bool
+    reduces_once: bool = False
 
 
 def fit_pass(memory: PassMemory, room: int, asked: PassRequest, *, device: str) -> PassPlan | None:
@@ -260,6 +271,11 @@ class LearnerMemory:
             frozen=frozen,
         )
 
+    @property
+    def whole_gradients(self) -> int:
+        """Bytes of a worker's gradients before they are summed over the workers."""
+        return self.parameters * self.holding.gradients
+
     def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
         """Memory of a worker besides passes."""
         return WorkerMemory.of(
@@ -289,7 +305,8 @@ class LearnerMemory:
     ) -> PassPlan | None:
         """Plan of a worker whose context, states and passes share `room` bytes.
 
-        None if the config does not say what a pass takes.
+        What the passes leave free may hold whole gradients (`PassPlan.reduces_once`): no pass is
+        made smaller for them. None if the config does not say what a pass takes.
 
         Raises:
             ConfigError: nothing fits; it names the settings that would.
@@ -302,7 +319,8 @@ class LearnerMemory:
         if plan is None:
             remedies = list(self._remedies(room, asked, workers, offloads))
             raise _refusal(passes, left, asked, self.device, remedies)
-        return plan
+        fits = passes.of_plan(plan, asked.longest_rows) + self.whole_gradients <= left
+        return plan._replace(reduces_once=workers > 1 and fits)
 
     def _fits(self, room: int, asked: PassRequest, workers: int, *, offloads: bool) -> bool:
         states, passes = self.states(workers, offloads=offloads), self.passes(workers)

@@ -43,7 +43,9 @@ def plan_passes(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
     plan = plan or asked
     if group.total(float(plan.gradient_checkpointing)):
         plan = plan._replace(gradient_checkpointing=True)
-    if plan != asked:
+    if group.total(float(not plan.reduces_once)):
+        plan = plan._replace(reduces_once=False)
+    if plan[:2] != asked[:2]:
         logger.warning(
             "memory is short on %s: gradient_checkpointing=%s, token_budget=%d",
             device,

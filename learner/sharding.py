@@ -1,9 +1,10 @@
 """One model over several workers: each holds a shard of every weight, gradient and moment (FSDP2).
 
 A decoder layer is the unit: its weights are gathered right before it runs, forward and backward,
-and released afterwards; its gradients are summed over the workers as soon as they are computed.
-Weights outside of layers (embedding, last norm, vocabulary projection) are gathered for a
-micro-batch.
+and released afterwards; its gradients are summed over the workers as soon as they are computed, or
+in the last micro-batch of a step alone if each worker has room for whole ones
+(`PassPlan.reduces_once`). Weights outside of layers (embedding, last norm, vocabulary projection)
+are gathered for a micro-batch.
 
 Fingerprints of tensors are independent of how these are sharded. The sum of a tensor's bits, and of
 its squares, is the total of the sums of its shards. The sum of bits is exactly equal for any number
@@ -57,6 +58,14 @@ class Root(nn.Module):
 
     def forward(self, run: Callable[[], Any]) -> Any:
         return run()
+
+    def sum_gradients(self, now: bool) -> None:
+        """Sum gradients over the workers in the following backward passes, or keep whole ones.
+
+        Whole gradients are float32, like the sums. The next sum includes them.
+        """
+        assert isinstance(self, FSDPModule), "the root is not sharded"
+        self.set_requires_gradient_sync(now)
 
 
 def shard(

@@ -103,6 +103,7 @@ class LearnerWorker(ModelShard):
         made: dict[str, float] = defaultdict(float)
         non_finite = None
         for i, micro in enumerate(micro_batches):
+            self._sum_gradients(i == len(micro_batches) - 1)
             with self._stages("forward"):
                 batch = collate(self.made_rows(micro.rows_B), self.device)
                 loss, metrics = self._loss(micro, batch)
@@ -117,6 +118,11 @@ class LearnerWorker(ModelShard):
                 metrics["train/loss"] = loss.detach()
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
         return PassShare(metrics=dict(made), non_finite=non_finite, seconds=self._stages.take())
+
+    def _sum_gradients(self, last: bool) -> None:
+        """Let the next backward pass sum gradients over the workers, or only accumulate them."""
+        if self._root is not None and self.passes.reduces_once:
+            self._root.sum_gradients(last)
 
     def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
         """Loss of the micro-batch, including its share (by trained tokens) of the router loss."""

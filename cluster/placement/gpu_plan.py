@@ -116,6 +116,8 @@ class GpuPlan:
         passes = memory.passes(config.learner.workers)
         if plan is not None and passes is not None:
             line += f" + passes {self._described(passes, plan)}"
+            if plan.reduces_once:
+                line += f" + whole gradients {gib(memory.whole_gradients)} (summed once a step)"
         return f"{line} of {gib(room)}"
 
     def _learner_room(self, total: int) -> int:
@@ -125,8 +127,8 @@ class GpuPlan:
         return part_bytes(total, min(1.0, config.cluster.gpus_per_actor), 0)
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:
-        tokens, row = max(plan.token_budget, self._longest_rows), self._longest_rows or None
-        size = passes.bytes(tokens, checkpointing=plan.gradient_checkpointing, row=row)
+        tokens = max(plan.token_budget, self._longest_rows)
+        size = passes.of_plan(plan, self._longest_rows)
         how = " recomputed" if plan.gradient_checkpointing else ""
         return f"{gib(size)} ({tokens} tokens{how})"
 

@@ -199,7 +199,9 @@ def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, named: str) -> 
 
 
 def test_the_longest_row_is_planned_for(eight: Opd) -> None:
-    assert "passes 14.2 (16384 tokens recomputed)" in line(eight(), "learner")
+    planned = line(eight(), "learner")
+    assert "passes 14.2 (16384 tokens recomputed) + whole gradients 30.5 (summed" in planned
+    assert "whole gradients" not in line(eight(gpu_memory_gib=60.0), "learner"), "46.5 GiB there"
     alone = eight(colocate="no", gpus_per_actor=1.0, learner_workers=2, policy_engines=1)
     describe_layout(alone, longest_rows=8192)
     with refuses(ConfigError, "sampling.max_new_tokens"):

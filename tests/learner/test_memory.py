@@ -69,6 +69,8 @@ QWEN3_8B = Qwen3Config(
     head_dim=128,
     tie_word_embeddings=False,
 )
+# Usable bytes of an 80 GB GPU, less what stays free of it.
+ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 
 
 def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) -> int:
@@ -143,9 +145,18 @@ def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
     memory = memory_of(QWEN3_8B, "bfloat16", 4, device="cuda", parameters=parameters())
     assert 110 * GIB < memory.bytes(16_384, checkpointing=False) < 160 * GIB
     assert memory.bytes(16_384, checkpointing=True) < 20 * GIB
-    assert plan(4, 80 * GIB) == PassPlan(16_384, gradient_checkpointing=True)
-    assert plan(4, 240 * GIB) == PassPlan(16_384, gradient_checkpointing=False)
+    assert plan(4, ROOM) == PassPlan(16_384, gradient_checkpointing=True)
+    roomy = plan(4, 240 * GIB)
+    assert roomy == PassPlan(16_384, gradient_checkpointing=False, reduces_once=True)
     assert plan(4, 80 * GIB, token_budget=2048) == PassPlan(2048, gradient_checkpointing=False)
+
+
+def test_whole_gradients_are_kept_where_nothing_else_gets_less() -> None:
+    """Of 8B they are 30.5 GiB on each worker, however many there are."""
+    assert plan(8, ROOM) == PassPlan(16_384, gradient_checkpointing=True, reduces_once=True)
+    assert plan(8, 60 * GIB) == PassPlan(16_384, gradient_checkpointing=True)
+    alone = plan(1, 400 * GIB)
+    assert alone is not None and not alone.reduces_once
 
 
 def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
@@ -187,8 +198,6 @@ LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8,
 )  # fmt: skip
-# Usable bytes of an 80 GB GPU, less what stays free of it.
-ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 
 
 @pytest.mark.parametrize(

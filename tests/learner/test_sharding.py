@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
 from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
+from distill.gpu import CONTEXT_BYTES
 from distill.objective.batching import (
     BatchShape,
     OtherRows,
@@ -38,12 +40,16 @@ from distill.tokenizer import load_tokenizer
 from distill.weights.lending import LenderPlace, Lends
 from distill.weights.model_weights import names_of, plan_buckets, total_bytes
 from distill.weights.shared_memory import SharedTensors
+from learner import memory as learner_memory
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, ShadowRule
+from learner.forward import LossFunction
 from learner.learner import Learner
+from learner.pass_memory import LearnerMemory
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
+from learner.process_group import WorkerGroup
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import untimed
@@ -378,6 +384,58 @@ def test_one_worker_goes_on_from_the_checkpoint_of_two(
     assert metrics[-1]["train/loss"] == pytest.approx(alone["metrics"][-1]["train/loss"], rel=1e-5)
     for name, theirs in alone["weights"].items():
         np.testing.assert_allclose(numbers(learner)[name], theirs, atol=1e-5, err_msg=name)
+
+
+def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
+    """A step of several micro-batches, the numbers that its reduce-scatters take, and a gradient
+    that is accumulated over two calls."""
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        metrics = learner.step(Part(rows_D=ROWS, loss=PPO))
+    layers = learner.model.config.num_hidden_layers
+    taken = [
+        math.prod(event.input_shapes[1])
+        for event in profiled.events()
+        if event.name == "c10d::_reduce_scatter_base_"
+    ]
+    return {
+        "metrics": untimed(metrics),
+        "units": layers + 1,
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
+        "taken": taken,
+        "weights": numbers(learner),
+        "accumulated": untimed(accumulated(learner)),
+    }
+
+
+def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:
+    """The losses, on a machine with room for a pass, and for half of a model's gradients."""
+    memory = LearnerMemory.of(config.model, dtype="float32", device="cpu")
+    assert memory is not None
+    passes, states = memory.passes(group.size), memory.states(group.size, offloads=False)
+    assert passes is not None and config.learner.token_budget is not None
+    of_pass = passes.bytes(config.learner.token_budget, checkpointing=False)
+    each = states.beside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
+    learner_memory.free_bytes = lambda _device: group.size * each
+    return LOSSES
+
+
+def test_gradients_are_summed_once_a_step_where_whole_ones_fit(
+    tiny_pair: TinyPair, scratch: Path
+) -> None:
+    small = config(tiny_pair.student, token_budget=30, shadow=None)
+    once, often = (
+        tell(reductions_story, small, scratch / "failed", losses, {})
+        for losses in (LOSSES, partial(with_little_room, small))
+    )
+    assert sum(once["taken"]) == pytest.approx(once["parameters"], rel=0.01)
+    assert len(once["taken"]) == once["units"]
+    micro_batches, rest = divmod(len(often["taken"]), often["units"])
+    assert micro_batches >= 4 and rest == 0
+    assert sum(often["taken"]) == micro_batches * sum(once["taken"])
+    for name in ("metrics", "accumulated"):
+        assert once[name] == pytest.approx(often[name], rel=1e-5, abs=1e-7), name
+    for name, theirs in often["weights"].items():
+        np.testing.assert_allclose(once["weights"][name], theirs, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("rows", [ROWS, UNEVEN, ROWS[:1]], ids=["even", "uneven", "one row"])
