@@ -15,7 +15,13 @@ from actors.sglang.lent_weights import cuda_payload
 from actors.sglang.plugin.weight_loader import serialized_order
 from distill.engine import CollectiveBroadcast
 from distill.weights.lending import CudaMemory
-from distill.weights.model_weights import BUCKET_BYTES, TensorLayout, layout_digest, plan_buckets
+from distill.weights.model_weights import (
+    BUCKET_BYTES,
+    TensorLayout,
+    by_dtype,
+    layout_digest,
+    plan_buckets,
+)
 from distill.weights.shared_memory import SharedTensors
 
 
@@ -42,6 +48,10 @@ MODELS = (
         vocab=128256, head_norms=False,
     ),
     Shape(
+        name="Qwen3-30B-A3B", hidden=2048, layers=48, heads=32, kv_heads=4, width=768,
+        vocab=151936, experts=128,
+    ),
+    Shape(
         name="Qwen3-235B-A22B", hidden=4096, layers=94, heads=64, kv_heads=4, width=1536,
         vocab=151936, experts=128,
     ),
@@ -49,13 +59,19 @@ MODELS = (
 
 
 def layouts(shape: Shape) -> list[TensorLayout]:
-    """The checkpoint's tensors in bfloat16, by their names there."""
+    """The checkpoint's tensors in bfloat16, by their names there, in the order of a push.
+
+    Routers stay in float32 (`distill.models.checkpoint_names.exact_names`).
+    """
     made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for i in range(shape.layers):
         made |= {f"model.layers.{i}.{n}.weight": s for n, s in _layer(shape).items()}
     made["model.norm.weight"] = (shape.hidden,)
     made["lm_head.weight"] = (shape.vocab, shape.hidden)
-    return [TensorLayout(name=n, dtype="bfloat16", shape=s) for n, s in made.items()]
+    return by_dtype(
+        TensorLayout(name=n, dtype="float32" if ".mlp.gate." in n else "bfloat16", shape=s)
+        for n, s in made.items()
+    )
 
 
 def _layer(shape: Shape) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.pace import Progress
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
-from distill.weights.model_weights import TensorLayout, Weights, joined, save_weights, total_bytes
+from distill.weights.model_weights import Weights, by_dtype, joined, save_weights, total_bytes
 from learner.config import LearnerConfig, ShadowRule
 from learner.forward import LossFunction
 from learner.lora import save_adapter, served_form
@@ -233,7 +233,7 @@ class _GatheredWeights:
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None) -> None:
         self._model, self._dtype = model, dtype
         weights = model.worker.weights.values()
-        self.layouts: list[TensorLayout] = [weight.layout_in(dtype) for weight in weights]
+        self.layouts = by_dtype(weight.layout_in(dtype) for weight in weights)
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return self._model.on_all("gather", Portion(names, self._dtype))[0]

@@ -73,7 +73,7 @@ class Weights(Protocol):
 
     @property
     def layouts(self) -> Sequence[TensorLayout]:
-        """Layout of every tensor, in the order of the model."""
+        """Layout of every tensor, in the order in which buckets are made of them."""
         ...
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -125,6 +125,17 @@ class _Joined:
 def joined(*parts: Weights) -> Weights:
     """Weights of which no name is twice, as one."""
     return _Joined(parts)
+
+
+def by_dtype(layouts: Iterable[TensorLayout]) -> list[TensorLayout]:
+    """Tensors of one dtype together, else in order, so that `plan_buckets` makes few buckets.
+
+    Routers stay in float32 where the rest of a mixture is rounded: one in each layer.
+    """
+    grouped: dict[str, list[TensorLayout]] = {}
+    for layout in layouts:
+        grouped.setdefault(layout.dtype, []).append(layout)
+    return [layout for group in grouped.values() for layout in group]
 
 
 def plan_buckets(

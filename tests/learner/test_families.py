@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,8 @@ def test_routers_are_pushed_unrounded(
     rounded = in_portions(weights, 1 << 14)
     kept = {layout.name for layout in weights.layouts if layout.dtype == "float32"}
     assert {".".join(name.split(".")[-2:]) for name in kept} == exact
+    dtypes = [layout.dtype for layout in weights.layouts]
+    assert [dtype for dtype, _ in groupby(dtypes)] == list(dict.fromkeys(dtypes)), "few buckets"
     for key, tensor in rounded.items():
         assert torch.equal(tensor, whole[key] if key in kept else whole[key].bfloat16())
     engine = EmbeddedEngine(model_path=directory(name), device="cpu", dtype="bfloat16", threads=1)
