@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow while a run goes on, whole line by whole line.
+"""Files of JSON, and of JSON lines that grow while a run goes on, whole line by whole line.
 
 A process that is killed loses no line that it appended. On a disk that takes no more, lines wait in
 memory for the next append; the run goes on.
@@ -145,6 +145,29 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
                 "remove the line"
             )
     return found
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None without a file.
+
+    Raises:
+        DataError: it cannot be read, or is no object.
+    """
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({error}); remove the file") from error
+    if found is not None and not isinstance(found, dict):
+        raise DataError(f"{path} is no JSON object; remove the file")
+    return found
+
+
+def step_of(line: bytes | str) -> float:
+    """Step of a line; infinity for one that a crash cut short, so that it counts as later."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def write_rows(setting: str, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
 from cluster.config.common import CommonConfig
+from cluster.config.files import at_path
+from cluster.config.run_record import RunRecord
+from distill.errors import DataError
 from distill.settings import changed
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -18,10 +20,9 @@ def with_chat_date(config: Config) -> Config:
     if config.model.chat_date is not None:
         return config
     try:
-        written = json.loads((Path(config.out) / "config.json").read_text(encoding="utf-8"))
-        began = written["settings"]["model"]["chat_date"]
-    except FileNotFoundError:
-        began = date.today().isoformat()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        record = RunRecord.of_run(Path(config.out))
+    except DataError:
         return config  # the check of out= says what is wrong with it
+    today = date.today().isoformat()
+    began = today if record is None else at_path(record.settings, "model.chat_date")
     return changed(config, chat_date=began)

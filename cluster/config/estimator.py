@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from actors.config import choose_dtype
 from actors.sglang.address import is_url
+from cluster.config.files import at_path
 from cluster.config.model_checks import ask_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.run_record import RunRecord
 from cluster.config.teachers import teacher_setting
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DataError
 from distill.gpu import DTYPE_BYTES
 from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
@@ -51,11 +52,11 @@ def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
 
 def _begun(config: OpdConfig) -> tuple[str, str] | None:
     try:
-        written = json.loads((Path(config.out) / "config.json").read_text())
-        estimator = written["settings"]["objective"]["estimator"]
-        return str(estimator), f"the run in {config.out} began with it"
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # nothing there, or what `RunDirectory.check` refuses
+        record = RunRecord.of_run(Path(config.out))
+    except DataError:
+        return None  # `RunDirectory.check` refuses it
+    estimator = record and at_path(record.settings, "objective.estimator")
+    return (estimator, f"the run in {config.out} began with it") if estimator else None
 
 
 def _chosen(config: OpdConfig) -> tuple[str, str]:

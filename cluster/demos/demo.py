@@ -10,7 +10,6 @@ output is in DIR/*.log.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -41,7 +40,7 @@ from cluster.demos.arithmetic import (
 )
 from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
-from cluster.jsonl_log import read_lines
+from cluster.jsonl_log import read_lines, read_object
 from cluster.recipes.observer import Observer, observed_by
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
@@ -280,7 +279,7 @@ def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
 def _report(opd: OpdConfig, seconds: float, console: Console) -> None:
     run = Path(opd.out)
     report(ReportConfig(out=opd.out), Console(quiet=True))
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_object(run / "summary.json") or {}
     before, after = summary["eval before"], summary["eval after"]
     teacher = summary["eval teacher"]
     kl = curve(read_lines(run / "metrics.jsonl", {"step"}), "opd/reverse_kl")

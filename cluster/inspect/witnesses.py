@@ -6,14 +6,13 @@ end, or was edited is contradicted by them. What is missing contradicts nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.config.run_record import RunRecord
 from cluster.jsonl_log import read_lines
 from cluster.run_files.out_directory import KEPT
-from distill.errors import DataError
 from distill.records import TrainedGroups
 from learner.checkpoint import CheckpointStore
 
@@ -49,7 +48,7 @@ class Witnesses:
             for each in CheckpointStore(out / name, keep=1).complete()
         ]
         return cls(
-            run_id=_run_id(out / "config.json"),
+            run_id="" if (record := RunRecord.of_run(out)) is None else record.run_id,
             ends={m["step"]: int(m[name]) for m in metrics if (name := "groups/watermark") in m},
             starts={
                 m["step"]: int(m[name]) for m in metrics if (name := "staleness/start_max") in m
@@ -96,11 +95,3 @@ class Witnesses:
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:
     knows = "knows no such step" if ledgers is None else f"says below {ledgers}"
     return f"{what} below {end}, and the ledger {knows}"
-
-
-def _run_id(config: Path) -> str:
-    try:
-        written = json.loads(config.read_bytes()) if config.is_file() else {}
-        return written.get("run_id", "")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{config} is unreadable: {error}") from error

@@ -9,16 +9,15 @@ from functools import partial
 from rich.console import Console
 
 from cluster.config.adapter_push import adapter_push
-from cluster.config.estimator import state_bytes, with_estimator
+from cluster.config.estimator import state_bytes
 from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.rollout_checks import RolloutInputs, check_rollout
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import kept_learners
-from cluster.placement.device_choice import with_device
-from cluster.placement.engine_choice import with_engine
+from cluster.placement.checked import checked
 from cluster.placement.places import Places
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
@@ -50,17 +49,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     """
     say = partial(console.print, markup=False, highlight=False)
     device, engine = config.cluster.device, config.engine.kind
-    config, said = with_device(config)
-    if said:
-        say(said)
-    config, said = with_engine(config)
-    if said:
-        say(said)
-    if isinstance(config, OpdConfig):
-        config, said = with_estimator(config)
-        if said:
-            say(said)
-    inputs = check_rollout(config)
+    config, inputs = checked(config, say)
     config, said = with_routing_replay(config)
     if said:
         say(said)

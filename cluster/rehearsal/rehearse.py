@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ from rich.table import Table
 
 import cluster.run
 from cluster.base.outcomes import Interrupted, RunFailed
-from cluster.config.estimator import with_estimator
-from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.rollout_checks import RolloutInputs, check_rollout
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.teachers import teacher_setting
 from cluster.inspect.audit import audit
-from cluster.placement.device_choice import with_device
-from cluster.placement.engine_choice import with_engine
+from cluster.placement.checked import checked
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import (
     EVALUATOR,
@@ -51,6 +50,7 @@ from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
+from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError, IsothermError
@@ -80,15 +80,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
         RunFailed: a check failed.
     """
     began = time.monotonic()
-    config, device_note = with_device(config)
-    config, engine_note = with_engine(config)
-    for said in filter(None, (device_note, engine_note)):
-        console.print(said, markup=False, highlight=False)
-    if isinstance(config, OpdConfig):  # from the teachers themselves: twins are all alike
-        config, said = with_estimator(config)
-        if said:
-            console.print(said, markup=False, highlight=False)
-    inputs = check_rollout(config)
+    config, inputs = checked(config, partial(console.print, markup=False, highlight=False))
     out = Path(config.out)
     place = clear_place(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)
@@ -227,7 +219,7 @@ class _Rehearsal:
 
     def _ended(self) -> None:
         """Check the evaluations, the exported model and the ledger."""
-        summary = json.loads((self._directory.path / "summary.json").read_text())
+        summary = self._directory.read_summary()
         evaluated = [name for name in summary if name.startswith("eval ")]
         if len(self._inputs.held_out):
             self._found("evaluation", bool(evaluated), ", ".join(evaluated) or "none was made")
@@ -285,13 +277,11 @@ class _Rehearsal:
             raise RunFailed(f"the rehearsal failed: {', '.join(failed)}; see {self._place}")
 
     def _first_observations(self) -> list[int]:
-        path = self._directory.rollouts
-        lines = path.read_text().splitlines() if path.exists() else []
         return [
-            member["segments"][0]["actions"][0][0]
-            for line in lines
-            for member in json.loads(line)["trajectories"]
-            if member["segments"] and member["segments"][0]["actions"]
+            member.segments[0].actions[0][0]
+            for group in read_rollouts(self._directory.rollouts)
+            for member in group.trajectories_G
+            if member.segments and member.segments[0].actions
         ]
 
     def _say(self, text: str) -> None:

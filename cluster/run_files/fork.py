@@ -6,7 +6,6 @@ The new run counts its own steps from 0. Its first checkpoint, step 0, holds the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
 from cluster.config.files import at_path
-from distill.errors import ConfigError
+from cluster.config.run_record import RunRecord
+from distill.errors import ConfigError, DataError
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.fork import check_fork, has_moments, write_start
 
@@ -90,21 +90,27 @@ def find_fork(
             "resumes that run; give another out=",
             field="fork_from",
         )
-    theirs, run_id, settings = _read_run(run, config.fork_from)
+    their = _record(run, config.fork_from)
     checkpoint = _checkpoint(run, step, config.fork_from, say)
-    if "reward_model" in (recipe, theirs) and recipe != theirs:
+    if "reward_model" in (recipe, their.recipe) and recipe != their.recipe:
         remedy = f"Give model={checkpoint.model_dir} in place of fork_from="
         raise ConfigError(
-            f"fork_from={config.fork_from} is a run of recipe={theirs}, and this one of "
+            f"fork_from={config.fork_from} is a run of recipe={their.recipe}, and this one of "
             f"recipe={recipe}: only one of them has a reward model's head. "
-            + ("Choose another run" if theirs == "reward_model" else remedy)
+            + ("Choose another run" if their.recipe == "reward_model" else remedy)
         )
     model = config.model.path
     check_fork(checkpoint, title="model", model=model, tokenizer=tokenizer, lora=config.lora)
     if config.lora.trains_adapter:
-        _check_base(settings, config.fork_from, model)
-    moments = recipe == theirs and has_moments(checkpoint)
-    return Fork(run=run, run_id=run_id, recipe=theirs, checkpoint=checkpoint, moments=moments)
+        _check_base(their.settings, config.fork_from, model)
+    moments = recipe == their.recipe and has_moments(checkpoint)
+    return Fork(
+        run=run,
+        run_id=their.run_id,
+        recipe=their.recipe,
+        checkpoint=checkpoint,
+        moments=moments,
+    )
 
 
 def _parts(fork_from: str) -> tuple[Path, int | None]:
@@ -129,17 +135,19 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
     return Path(run), int(step)
 
 
-def _read_run(run: Path, fork_from: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Recipe, id and settings of the run."""
+def _record(run: Path, fork_from: str) -> RunRecord:
     try:
-        written = json.loads((run / "config.json").read_text())
-        return str(written["recipe"]), str(written["run_id"]), dict(written["settings"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        record = RunRecord.of_run(run)
+        complaint = f"{run / 'config.json'} is missing, or no run's"
+    except DataError as error:
+        record, complaint = None, str(error)
+    if record is None or not (record.recipe and record.run_id):
         raise ConfigError(
-            f"fork_from={fork_from} is no run: {run / 'config.json'} cannot be read as one's "
-            f"({error}); give the out= of a run, RUN or RUN:STEP",
+            f"fork_from={fork_from} is no run: {complaint}; give the out= of a run, RUN or "
+            "RUN:STEP",
             field="fork_from",
-        ) from error
+        )
+    return record
 
 
 def _checkpoint(

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from cluster.jsonl_log import LineFile, read_lines
+from cluster.jsonl_log import LineFile, read_lines, step_of
 from distill.errors import CheckpointError, DataError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
@@ -116,7 +116,7 @@ class RolloutLog:
                 return
             with path.open("rb") as file:
                 for line in file:
-                    if not line.endswith(b"\n") or _step_of(line) > step:
+                    if not line.endswith(b"\n") or step_of(line) > step:
                         break
                     kept += len(line)
             os.truncate(path, kept)
@@ -125,14 +125,6 @@ class RolloutLog:
                 f"{path} cannot be taken back to step {step}: {error}; remove the file, or give "
                 "this user the right to write it"
             ) from error
-
-
-def _step_of(line: bytes) -> float:
-    """Step of the line; infinity for an invalid line, so that it is dropped."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 def _group(

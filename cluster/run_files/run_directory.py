@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 from cluster.config.common import CommonConfig
 from cluster.config.files import as_tree, as_yaml, at_path
 from cluster.config.on_policy import RolloutConfig
-from cluster.jsonl_log import LineFile, read_lines
+from cluster.config.run_record import RunRecord
+from cluster.jsonl_log import LineFile, read_lines, read_object, step_of
 from cluster.queue.journal import replay
 from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
@@ -95,7 +96,12 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """The run's own name, kept over every resume; written by `start`."""
-        return json.loads((self.path / "config.json").read_text())["run_id"]
+        return self._record().run_id
+
+    def _record(self) -> RunRecord:
+        record = RunRecord.of_run(self.path)
+        assert record is not None, "written by `start`"
+        return record
 
     @property
     def yaml(self) -> str:
@@ -155,17 +161,14 @@ class RunDirectory:
 
     def _check_same_run(self) -> None:
         try:
-            written = json.loads((self.path / "config.json").read_text())
-            recipe, settings = str(written["recipe"]), dict(written["settings"])
-            data, _ = dict(written["data"]), str(written["run_id"])
-            stopped = written["stop_tokens"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self.path / 'config.json'} is unreadable ({error}); choose another out="
-            ) from error
-        if recipe != self._recipe:
+            was = self._record()
+        except DataError as error:
+            raise CheckpointError(f"{error}, or choose another out=") from error
+        if not (was.recipe and was.run_id and was.settings):
+            raise CheckpointError(f"{self.path / 'config.json'} is no run's; choose another out=")
+        if was.recipe != self._recipe:
             raise ConfigError(
-                f"out={self.path} holds a run of recipe={recipe}; choose another out=",
+                f"out={self.path} holds a run of recipe={was.recipe}; choose another out=",
                 field="recipe",
             )
         now = as_tree(self._config)
@@ -173,16 +176,16 @@ class RunDirectory:
         fixed = {"steps"} if at_path(now, "learner.lr_schedule") != "constant" else set()
         kind = type(self._config)
         may_change = flagged(kind, MAY_CHANGE) - fixed
-        moved = {name for name in data if data[name] == self._data.get(name)}
+        moved = {name for name in was.data if was.data[name] == self._data.get(name)}
         paths = fields_of(kind)
-        if unknown := settings.keys() - {path.partition(".")[0] for path in paths}:
+        if unknown := was.settings.keys() - {path.partition(".")[0] for path in paths}:
             raise ConfigError(
                 f"out={self.path} holds a run of another version, with a setting {min(unknown)}; "
                 "choose another out=",
                 field="out",
             )
         for name in (each for each in paths if each not in may_change | moved):
-            before, after = at_path(settings, name), at_path(now, name)
+            before, after = at_path(was.settings, name), at_path(now, name)
             if identity_of(kind, name, before) != identity_of(kind, name, after):
                 raise ConfigError(
                     f"out={self.path} holds another run: {name} was {before!r} there "
@@ -191,29 +194,32 @@ class RunDirectory:
                 )
 
         stops = self._stops and self._stops.to_json()
-        if None not in (stops, stopped) and stops != stopped:
+        if None not in (stops, was.stop_tokens) and stops != was.stop_tokens:
             raise ConfigError(
-                f"out={self.path} holds another run: its responses end at {stopped}, and now at "
-                f"{stops}: the end of a model was changed, in its generation_config.json or its "
-                "tokenizer. Put it back, or choose another out=",
+                f"out={self.path} holds another run: its responses end at {was.stop_tokens}, "
+                f"and now at {stops}: the end of a model was changed, in its "
+                "generation_config.json or its tokenizer. Put it back, or choose another out=",
                 field="model.stop_tokens",
             )
-        for name in sorted(data.keys() - moved):
+        for name in sorted(was.data.keys() - moved):
             raise ConfigError(
                 f"{name}={at_path(now, name)} does not hold the rows that the run in "
                 f"out={self.path} began with: their sha256 is {self._data.get(name)} and was "
-                f"{data[name]}, and a group's number says which row it is. Put them back as they "
-                "were, or choose another out=",
+                f"{was.data[name]}, and a group's number says which row it is. Put them back as "
+                "they were, or choose another out=",
                 field=name,
             )
 
     def is_finished(self) -> bool:
         """True if the last run here finished."""
-        summary = self.path / "summary.json"
         try:
-            return json.loads(summary.read_text())["status"] == "finished"
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return False  # no summary, or one cut short: the checkpoints tell the rest
+            return self.read_summary().get("status") == "finished"
+        except DataError:
+            return False  # one that was cut short: the checkpoints tell the rest
+
+    def read_summary(self) -> Mapping[str, Any]:
+        """Contents of summary.json, empty without one; raises DataError if it is unreadable."""
+        return read_object(self.path / "summary.json") or {}
 
     @contextmanager
     def locked(
@@ -249,7 +255,7 @@ class RunDirectory:
     @property
     def forked_from(self) -> Mapping[str, Any] | None:
         """The checkpoint of another run that this one began from; written by `start`."""
-        return json.loads((self.path / "config.json").read_text()).get("forked_from")
+        return self._record().forked_from
 
     def start(
         self, resume_from: Checkpoint | None, forked_from: Mapping[str, Any] | None = None
@@ -294,7 +300,7 @@ class RunDirectory:
             file.flush()
             file.close()
             lines = file.path.read_text().splitlines() if file.path.exists() else []
-            kept = [line for line in lines if _step_of(line) <= step]
+            kept = [line for line in lines if step_of(line) <= step]
             if kept or lines or file is self._metrics:
                 _replace(file.path, "".join(line + "\n" for line in kept))
 
@@ -322,8 +328,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Lines of metrics.jsonl, of steps and of evaluations between them."""
-        path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(self._metrics.path, {"step"})
 
     def read_steps(self) -> list[dict[str, float]]:
         """Lines of metrics.jsonl of optimizer steps."""
@@ -358,14 +363,6 @@ def _copy(source: str, target: Path) -> None:
         raise CheckpointError(
             f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
         ) from error
-
-
-def _step_of(line: str) -> float:
-    """The line's step; a line cut short by a crash belongs to no step that is kept."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return float("inf")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ def compared_data(run: RunFiles, other: RunFiles, groups: int) -> dict[str, Any]
     names = run_names(run.out, other.out)
     data = report_data(run, groups)
     return data | {
-        "title": f"{run.recipe} {names[0]} against {names[1]}",
+        "title": f"{run.record.recipe} {names[0]} against {names[1]}",
         "charts": _charts(names, (run, other)),
         "evaluations": _evaluations(names, (run, other)),
         "against": {"names": names, "differ": differing(run, other)},
@@ -39,7 +39,7 @@ def run_names(one: Path, other: Path) -> tuple[str, str]:
 
 def differing(run: RunFiles, other: RunFiles) -> list[tuple[str, str | None, str | None]]:
     """Settings and versions that differ between the runs; None for one that is not set."""
-    ours, theirs = ({"recipe": each.recipe} | dict(settings(each)) for each in (run, other))
+    ours, theirs = ({"recipe": each.record.recipe} | dict(settings(each)) for each in (run, other))
     return [
         (name, ours.get(name), theirs.get(name))
         for name in dict.fromkeys([*ours, *theirs])

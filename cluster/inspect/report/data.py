@@ -129,7 +129,7 @@ def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
         if i in chosen or place in evidence
     ]
     return {
-        "title": f"{run.recipe} {run.out.resolve().name}",
+        "title": f"{run.record.recipe} {run.out.resolve().name}",
         "facts": facts(run),
         "findings": found,
         "settings": settings(run),
@@ -147,11 +147,11 @@ def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
 
 def facts(run: RunFiles) -> list[tuple[str, str]]:
     """Head of the page: the run's main settings, its status and its results."""
-    settings, done = run.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
+    settings, done = run.record.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
     given = settings.get("teachers")
     teachers = given if isinstance(given, dict) else {}
     found = {
-        "recipe": run.recipe,
+        "recipe": run.record.recipe,
         "status": run.summary.get("status", "running, or ended without a word"),
         "reason": run.summary.get("reason"),
         "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
@@ -167,7 +167,7 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
         "learning rate": at_path(settings, "learner.lr"),
         "trained tokens": run.summary.get("train_tokens"),
         "best": _best_sentence(run),
-        "forked from": _origin(run.forked_from),
+        "forked from": _origin(run.record.forked_from or {}),
         "directory": str(run.out.resolve()),
     }
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
@@ -211,9 +211,9 @@ def findings(run: RunFiles) -> list[dict[str, Any]]:
 
 def settings(run: RunFiles) -> list[tuple[str, str]]:
     """Every setting that is not None, and the software versions of the run."""
-    told = without_secrets(run.settings)
+    told = without_secrets(run.record.settings)
     shown = {name: value for name, value in told.items() if value is not None}
-    shown |= {f"version of {name}": version for name, version in run.versions.items()}
+    shown |= {f"version of {name}": version for name, version in run.record.versions.items()}
     return [
         (name, value if isinstance(value, str) else json.dumps(value))
         for name, value in shown.items()
@@ -299,7 +299,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     """Charts with their lines. Lines and charts without values are left out."""
     rows = list(_with_evaluations(run))
     if not any(row.get("reward/mean") for row in rows) and not at_path(
-        run.settings, "objective.reward_coef"
+        run.record.settings, "objective.reward_coef"
     ):
         rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.files import at_path
-from cluster.jsonl_log import read_lines
+from cluster.config.run_record import RunRecord
+from cluster.jsonl_log import read_lines, read_object
 from cluster.run_files.rollouts import KeptGroups
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
@@ -23,10 +23,7 @@ class RunFiles:
     """The files of a run, read. What it has not written is empty."""
 
     out: Path
-    recipe: str
-    settings: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    forked_from: Mapping[str, Any]
+    record: RunRecord
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -60,18 +57,11 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
             f"{setting}={out} holds neither events.jsonl nor metrics.jsonl with anything in it; "
             "give the directory of a run that has started"
         )
-    written, summary = _object(out / "config.json"), _object(out / "summary.json")
-    settings, versions, forked_from = (
-        found if isinstance(found := written.get(name), dict) else {}
-        for name in ("settings", "versions", "forked_from")
-    )
+    record = RunRecord.of_run(out) or RunRecord(recipe="unknown")
     return RunFiles(
         out=out,
-        recipe=str(written.get("recipe", "unknown")),
-        settings=settings,
-        versions=versions,
-        forked_from=forked_from,
-        summary=summary,
+        record=record,
+        summary=read_object(out / "summary.json") or {},
         metrics=metrics,
         events=events,
         groups=KeptGroups(out / "rollouts.jsonl"),
@@ -137,23 +127,13 @@ def _counts(response: Mapping[str, Any]) -> bool:
     return all(isinstance(response[name], int) for name in ("line", "num_tokens"))
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); remove the file") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is no JSON object; remove the file")
-    return found
-
-
 def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
     """The tokenizer that the run's token ids are of: beside its final weights, or the student's.
 
     Raises:
         CheckpointError: there is none, or none that can be read.
     """
-    final, student = run.out / "final", at_path(run.settings, "model.path")
+    final, student = run.out / "final", at_path(run.record.settings, "model.path")
     tried = [str(final)] if final.is_dir() else []
     tried += [student] if isinstance(student, str) else []
     complaints = []
@@ -170,9 +150,9 @@ def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
 
 def why_no_rollouts(run: RunFiles) -> str:
     """Explanation for a reader why there are no rollouts."""
-    if run.recipe in ("sft", "dpo"):
-        return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."
-    if run.settings.get("keep") == "none":
+    if run.record.recipe in ("sft", "dpo", "reward_model"):
+        return f"recipe={run.record.recipe} samples nothing, so there are no rollouts to show."
+    if run.record.settings.get("keep") == "none":
         return (
             "This run kept no rollouts: keep=none. The same command resumes a run with another "
             "value."

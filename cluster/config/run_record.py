@@ -1,0 +1,52 @@
+"""Record of a run, as it wrote it into out/config.json, for all parts that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cluster.jsonl_log import read_object
+from distill.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Contents of a config.json; what it lacks is empty.
+
+    Attributes:
+        settings: as `cluster.config.files.as_tree` writes them.
+        data: digest of each source of rows, by its setting.
+        stop_tokens: of `StopTokens.to_json`.
+        forked_from: of `Fork.to_json`.
+        versions: of the packages that the run used.
+    """
+
+    recipe: str = ""
+    run_id: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    stop_tokens: Mapping[str, Any] | None = None
+    forked_from: Mapping[str, Any] | None = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, out: Path) -> RunRecord | None:
+        """Record of the run in `out`; None if there is no config.json.
+
+        Raises:
+            DataError: the file cannot be read, or one of its fields is of another kind.
+        """
+        path = out / "config.json"
+        written = read_object(path)
+        if written is None:
+            return None
+        known = {each.name for each in fields(cls)}
+        given = {name: value for name, value in written.items() if name in known}
+        for name, value in given.items():
+            kind = str if name in ("recipe", "run_id") else Mapping
+            optional = name in ("stop_tokens", "forked_from")
+            if not isinstance(value, kind) and not (optional and value is None):
+                raise DataError(f"{path} is no run's: its {name} is {value!r}; remove the file")
+        return cls(**given)
