@@ -14,12 +14,12 @@ from actors.embedded.reward_model import RewardAnswer
 from cluster.handles.mailbox import with_states
 from cluster.placement.roles import learner_title, teacher_role
 from cluster.supervision.supervise import Member
-from distill.engine import EngineInfo, Score
+from distill.engine import Score
 from distill.handshake.canary import (
     COMPANY,
     CanaryRows,
     CanaryScores,
-    CanaryVerdict,
+    FirstAnswers,
     Tolerance,
     allowed,
     judge,
@@ -66,40 +66,6 @@ class Watched(Protocol):
     def drift(self, answer: Any) -> Drift:
         """Compare an answer with the first one."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class FirstAnswers:
-    """First answers of a model that gives log-probs, to the same rows in batches of many shapes."""
-
-    info: EngineInfo
-    rows: CanaryRows
-    answers: Sequence[CanaryScores]
-
-    @cached_property
-    def tolerance(self) -> Tolerance:
-        return Tolerance.of(self.answers, self.info.dtype, self.rows.temperature)
-
-    def judge(self, answer: CanaryScores) -> CanaryVerdict:
-        return judge(answer, self.answers[0], self.tolerance, self.rows)
-
-    @property
-    def nondeterministic(self) -> str:
-        """Description of first answers that differ from one another; "" if none do."""
-        verdicts = [self.judge(each) for each in self.answers]
-        told = (verdict.told() for verdict in verdicts if not verdict.good)
-        return next((f"answers the same rows otherwise: {each}" for each in told), "")
-
-    def described(self) -> dict[str, Any]:
-        return {
-            "kind": self.info.kind,
-            "model": self.info.model,
-            "dtype": self.info.dtype,
-            "scaling": self.info.temperature_scaling,
-            "answers": len(self.answers),
-            "measured": self.tolerance.measured,
-            "allowed": self.tolerance.max_gap,
-        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -282,6 +283,40 @@ def judge(
     if verdict.good:
         return verdict
     return replace(verdict, cause=_cause(answer, first, tolerance, rows))
+
+
+@dataclass(frozen=True, eq=False)
+class FirstAnswers:
+    """First answers of a model that gives log-probs, to the same rows in batches of many shapes."""
+
+    info: EngineInfo
+    rows: CanaryRows
+    answers: Sequence[CanaryScores]
+
+    @cached_property
+    def tolerance(self) -> Tolerance:
+        return Tolerance.of(self.answers, self.info.dtype, self.rows.temperature)
+
+    def judge(self, answer: CanaryScores) -> CanaryVerdict:
+        return judge(answer, self.answers[0], self.tolerance, self.rows)
+
+    @property
+    def nondeterministic(self) -> str:
+        """Description of first answers that differ from one another; "" if none do."""
+        verdicts = [self.judge(each) for each in self.answers]
+        told = (verdict.told() for verdict in verdicts if not verdict.good)
+        return next((f"answers the same rows otherwise: {each}" for each in told), "")
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "kind": self.info.kind,
+            "model": self.info.model,
+            "dtype": self.info.dtype,
+            "scaling": self.info.temperature_scaling,
+            "answers": len(self.answers),
+            "measured": self.tolerance.measured,
+            "allowed": self.tolerance.max_gap,
+        }
 
 
 class _Gaps(NamedTuple):
