@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from actors.embedded.engine import EmbeddedEngine
     from actors.sglang.external import ExternalSglangEngine
     from actors.sglang.hosted import HostedSglangEngine
+    from actors.sglang.turns import TurnTakingEngine
 
 EngineKind = Literal["sglang", "embedded"]
 EngineChoice = Literal["auto", "sglang", "embedded"]
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 # An engine that is a plain object in this process.
-LocalEngine: TypeAlias = "EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine"
+LocalEngine: TypeAlias = (
+    "EmbeddedEngine | HostedSglangEngine | TurnTakingEngine | ExternalSglangEngine"
+)
 
 
 # Upper limit of an actor's start, in seconds, without the loading of the weights.
@@ -181,6 +184,10 @@ class EngineConfig:
     sleeps: bool = chz.field(
         default=False, doc="sglang: it releases its GPU memory when told to, until weights arrive"
     )
+    turn: str | None = chz.field(
+        default=None,
+        doc="sglang: file of the turn that it takes on GPUs with other servers, which sleep",
+    )
     routed_experts: bool = chz.field(
         default=False, doc="it records the experts of a mixture that tokens are routed to"
     )
@@ -227,7 +234,11 @@ class EngineConfig:
             from actors.sglang.external import ExternalSglangEngine
 
             return ExternalSglangEngine
-        if self.kind == "sglang":
+        if self.hosted and self.turn is not None:
+            from actors.sglang.turns import TurnTakingEngine
+
+            return TurnTakingEngine
+        if self.hosted:
             from actors.sglang.hosted import HostedSglangEngine
 
             return HostedSglangEngine
@@ -267,6 +278,7 @@ class EngineConfig:
             "gpu_share": self.gpu_share,
             "gpu_beside": self.gpu_beside,
             "sleeps": self.sleeps,
+            "turn": self.turn,
             "log_path": self.log_path,
             "start_deadline_s": start_deadline(self.start_deadline_s, self.model),
         }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -30,8 +31,14 @@ class Traffic:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._last = time.monotonic()
         self._ended = asyncio.Event()
         self._ended.set()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call ended; 0 while one is under way."""
+        return 0.0 if self._calls else time.monotonic() - self._last
 
     @property
     def under_way(self) -> bool:
@@ -46,6 +53,7 @@ class Traffic:
         finally:
             self._calls -= 1
             if self._calls == 0:
+                self._last = time.monotonic()
                 self._ended.set()
 
     async def ended(self) -> None:

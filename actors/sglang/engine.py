@@ -458,6 +458,9 @@ class SglangEngine:
     async def info(self) -> EngineInfo:
         """See `Engine.info`."""
         await self._ready()
+        return await self._info()
+
+    async def _info(self) -> EngineInfo:
         answer = await self._client.get("/model_info")
         version = None if self._weights is None else self._weights.adapter_version
         plugin = await self._known_plugin()

@@ -53,6 +53,7 @@ def server_flags(
     context_length: int,
     cache_tokens: int | None = None,
     sleeps: bool = False,
+    keeps_weights: bool = False,
     routed_experts: bool = False,
     extra: str = "",
 ) -> list[str]:
@@ -63,6 +64,7 @@ def server_flags(
         context_length: positions a request may take.
         cache_tokens: that its cache holds on a GPU; None: as many as SGLang finds room for.
         sleeps: it releases a GPU's memory while others use it (actors/sglang/weights.py).
+        keeps_weights: a copy of its weights is in main memory while it sleeps.
         routed_experts: it returns the experts of a mixture that tokens were routed to.
         extra: flags as you would write them on SGLang's own command line.
 
@@ -81,6 +83,8 @@ def server_flags(
         "--log-level-http": ["warning"],
     }
     flags |= _cpu_defaults() if device == "cpu" else _cuda_defaults(cache_tokens, sleeps)
+    if keeps_weights and device != "cpu":
+        flags["--enable-weights-cpu-backup"] = []
     if routed_experts:
         flags[ROUTED_EXPERTS] = []
     if routed_experts and device != "cpu":

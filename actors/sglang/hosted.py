@@ -39,6 +39,7 @@ class HostedSglangEngine(SglangEngine):
         gpu_share: fraction of a GPU that the server may fill.
         gpu_beside: bytes of that fraction which another process uses.
         sleeps: enable `sleep`, which releases the GPU memory.
+        turn: file of the turn on GPUs that the server shares (actors/sglang/turns.py).
         routed_experts: enable requests for the experts that tokens are routed to.
         log_path: file for the server's output; None: an unnamed temporary file.
         environment: variables added to the server's environment.
@@ -69,6 +70,7 @@ class HostedSglangEngine(SglangEngine):
         gpu_share: float = 1,
         gpu_beside: int = 0,
         sleeps: bool = False,
+        turn: str | None = None,
         routed_experts: bool = False,
         log_path: str | None = None,
         environment: dict[str, str] | None = None,
@@ -103,6 +105,7 @@ class HostedSglangEngine(SglangEngine):
             gpu_share=gpu_share,
             gpu_beside=gpu_beside,
             sleeps=sleeps,
+            turn=turn,
             routed_experts=routed_experts,
             log_path=log_path,
             environment=environment,

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.installed import python_path, require_sglang
 from distill.errors import EngineLost
 
@@ -68,6 +69,7 @@ class SglangServer:
         start_deadline_s: longest the server may take to become ready.
         ready_path: what answers once it is.
         port_attempts: a server that finds its port taken is started anew, at another, until then.
+        turn: on its GPUs, which it holds and its launcher holds beside this process.
 
     Raises:
         ConfigError: SGLang is not installed.
@@ -82,8 +84,10 @@ class SglangServer:
         start_deadline_s: float = 600.0,
         ready_path: str = "/ready",
         port_attempts: int = 3,
+        turn: GpuTurn | None = None,
     ) -> None:
         require_sglang()
+        self.turn = turn
         self._flags = list(flags)
         self._environment = dict(environment or {})
         self._start_deadline_s = start_deadline_s
@@ -118,6 +122,7 @@ class SglangServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            pass_fds=[] if self.turn is None else [self.turn.file],
             env={**_inherited(), **self._environment, "PYTHONPATH": python_path()},
         )
         order = {
@@ -211,6 +216,8 @@ class SglangServer:
             self._process.kill()  # its own children die with it: they asked the kernel to
             self._process.wait()
         self._claim.close()
+        if self.turn is not None:
+            self.turn.close()
 
     def __del__(self) -> None:
         process = getattr(self, "_process", None)

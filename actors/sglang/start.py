@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from actors.sglang.cuda_tools import cuda_home, find_cuda_tools
 from actors.sglang.flags import server_flags
+from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.installed import require_sglang
 from actors.sglang.nodes import MeetingPoint
 from actors.sglang.parallelism import Parallelism, parallelism
@@ -46,6 +47,7 @@ def start_server(
     gpu_share: float = 1,
     gpu_beside: int = 0,
     sleeps: bool = False,
+    turn: str | None = None,
     routed_experts: bool = False,
     log_path: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -55,6 +57,8 @@ def start_server(
     node: int = 0,
 ) -> SglangServer:
     """A server, or one node's processes of it, on its way; see `HostedSglangEngine`.
+
+    With a `turn` it waits for that first.
 
     Args:
         context_length: of the model, where `device` is not auto; None: it is read.
@@ -88,6 +92,7 @@ def start_server(
         context_length=context_length + _SPARE_POSITIONS,
         cache_tokens=cache_tokens,
         sleeps=sleeps,
+        keeps_weights=turn is not None,
         routed_experts=routed_experts,
         extra=flags,
     )
@@ -98,6 +103,9 @@ def start_server(
     if meeting_point is not None:
         all_flags += meeting_point.flags(node)
         variables = meeting_point.environment | variables
+    gpu_turn = None if turn is None else GpuTurn(Path(turn))
+    if gpu_turn is not None:
+        gpu_turn.take()
     server = SglangServer(
         all_flags,
         environment=variables,
@@ -108,6 +116,7 @@ def start_server(
         ready_path="/ready" if device == "cpu" and not node else "/health",
         # The ranks of the other nodes have met those of this start.
         port_attempts=1 if meeting_point else 3,
+        turn=gpu_turn,
     )
     if device.startswith("cuda"):
         _warn_of_missing_tools()

@@ -22,9 +22,12 @@ Where engine and learner share a GPU, the engine sleeps while the learner comput
     sleep   pause -> release weights, cache and captured graphs
     load    take the weights' memory back -> begin -> load -> end -> take the rest back -> continue
 
-Between the two every request waits, here or in the server's queue: nothing is served by weights
-that are no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples
-would need the cache.
+    wake    take all memory back, with the weights as they were -> continue -> prove them
+
+Until then every request waits, here or in the server's queue: nothing is served by weights that are
+no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples would need
+the cache. Frozen models wake with the weights that SGLang has kept in main memory
+(actors/sglang/turns.py).
 
 An adapter is loaded beside the older ones instead (actors/sglang/adapters.py): nothing is paused,
 and each call goes on with the adapter that it began with.
@@ -111,6 +114,7 @@ class WeightSession:
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
+        self._held = asyncio.Event()  # a call has found it asleep
         self._generations, self._scorings = Traffic(), Traffic()
         self._count = 0  # of loads
         self._released: frozenset[str] = frozenset()
@@ -142,6 +146,15 @@ class WeightSession:
         """True from `sleep` until a load has taken all memory back."""
         return bool(self._released)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call ended; 0 while one is under way."""
+        return min(self._scorings.idle_s, self._generations.idle_s)
+
+    async def held(self) -> None:
+        """Wait until a call waits for a session that is asleep."""
+        await self._held.wait()
+
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
         while True:
@@ -162,6 +175,7 @@ class WeightSession:
 
     async def _admission(self) -> None:
         while not self._open.is_set():
+            self._held.set()
             await self._open.wait()
         self._check_whole()
 
@@ -246,6 +260,27 @@ class WeightSession:
             except BaseException:
                 self._open.set()  # who waits learns of it
                 raise
+
+    async def wake(self, prove: Callable[[], Awaitable[None]]) -> None:
+        """Have the server take all memory back, with the weights that it has kept.
+
+        Args:
+            prove: checks the weights by requests of its own before any other is served.
+
+        Raises:
+            EngineError: the server failed, or its weights are not proven: it must be restarted.
+        """
+        async with self._loading:
+            try:
+                await self._take_back((*_WEIGHTS, *_REST))
+                await self._order("/continue_generation", {})
+                await prove()
+            except BaseException as error:
+                self._loads.torn = str(error) or "its awakening was cut short"
+                raise
+            finally:
+                self._held.clear()
+                self._open.set()
 
     async def _quiet(self) -> None:
         """Waits for the requests under way that no load interrupts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
@@ -27,6 +27,7 @@ from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings
 from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
+    hosted,
 )
 from distill.data.feedback import FeedbackTemplate
 from distill.data.row_forms import check_example
@@ -300,6 +301,11 @@ class RolloutConfig(
         return ""
 
     @property
+    def teachers_by_turns(self) -> Sequence[str]:
+        """Names of the teachers whose engines take turns on the same GPUs; empty if none do."""
+        return ()
+
+    @property
     def needs_teacher_logprobs(self) -> str:
         """Setting that reads log q_T of sampled tokens; "" without one or without a teacher."""
         return ""
@@ -404,6 +410,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         self.teacher.check_share(self.steps)
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
+        self.teacher.check_turns(self.teacher_models(), self.engine.kind, self.cluster)
         self.teacher.check(
             self.teacher_models(),
             self.objective,
@@ -436,6 +443,10 @@ class OpdConfig(TeachersSettings, RolloutConfig):
     @property
     def teacher_flags(self) -> str:
         return self.teacher.server_flags
+
+    @property
+    def teachers_by_turns(self) -> Sequence[str]:
+        return hosted(self.teacher_models()) if self.teacher.take_turns else ()
 
     def scored_by_teacher(self) -> GroupShare:
         if self._scores_are_trained_on:

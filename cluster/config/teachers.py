@@ -8,17 +8,18 @@ from typing import ClassVar
 
 import chz
 
+from actors.config import EngineChoice
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
-from actors.sglang.parallelism import check_pushed
+from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import LocalServerSettings
 from cluster.config.early_checks import OWN, model_field
-from cluster.config.pools import EnginePoolSettings
+from cluster.config.pools import EnginePoolSettings, PolicyClusterSettings
 from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
 from distill.objective.settings import AUTO, OpdObjective
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
-from distill.settings import ESSENTIAL, Section, may_change_but, section_field
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, may_change_but, section_field
 from learner.config import ShadowRule
 
 _NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
@@ -77,6 +78,11 @@ class TeacherConfig:
     head: str | None = model_field(default=None, doc="teacher.head of this teacher")
 
 
+def hosted(teachers: Mapping[str, TeacherConfig]) -> list[str]:
+    """Names of the teachers whose servers the run starts, sorted."""
+    return sorted(name for name, teacher in teachers.items() if not is_url(teacher.model))
+
+
 @chz.chz
 class TeacherSettings(EnginePoolSettings):
     """The teacher, whose distributions the student learns, and the groups that it samples."""
@@ -92,6 +98,12 @@ class TeacherSettings(EnginePoolSettings):
         "as it trains, with more context than the sampler had (teacher.feedback, or teacher_prompt "
         "of rows)",
         metadata=ESSENTIAL,
+    )
+    take_turns: bool = chz.field(
+        default=False,
+        doc="engines of several teachers are on the same GPUs and take turns there: all but one "
+        "sleep, as SGLang servers with their weights in main memory",
+        metadata=MAY_CHANGE,
     )
     lag: int = setting(
         at_least(0),
@@ -210,6 +222,40 @@ class TeacherSettings(EnginePoolSettings):
                 "leave it out",
                 field="teacher.sample_share",
             )
+
+    def check_turns(
+        self,
+        teachers: Mapping[str, TeacherConfig],
+        engine: EngineChoice,
+        cluster: PolicyClusterSettings,
+    ) -> None:
+        """Raises ConfigError for teachers that cannot take turns on GPUs."""
+        if not self.take_turns:
+            return
+        setting, why = "teacher.take_turns", ""
+        if len(hosted(teachers)) < 2:
+            why = (
+                "changes nothing: it is for several teachers whose servers the run starts "
+                "(teachers.NAME.model=DIR); leave it out"
+            )
+        elif engine == "embedded":
+            why = "needs engine=sglang: the embedded engine keeps its memory"
+        elif cluster.local:
+            why = "with local=True: engines that take turns are processes; leave one of them out"
+        elif self.size.largest > self.size.smallest:
+            setting = "teacher.engines"
+            why = (
+                f"with teacher.engines={self.engines}: engines that share GPUs are placed "
+                f"together, at the start; use teacher.engines={self.size.smallest}"
+            )
+        elif (nodes := parallelism(self.server_flags).nodes) > 1:
+            setting = "teacher.server_flags"
+            why = (
+                f"with teacher.server_flags={self.server_flags}: a turn is taken on the GPUs of "
+                f"one node, not of {nodes}; leave --nnodes or teacher.take_turns out"
+            )
+        if why:
+            raise ConfigError(f"teacher.take_turns=True {why}", field=setting)
 
     def template(self, correct_threshold: float) -> FeedbackTemplate | None:
         """Template of the prompts that the teacher sees; None to use those of the rows."""

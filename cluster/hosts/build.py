@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import chz
 
 from actors.config import EngineConfig, choose_dtype
 from actors.embedded.reward_model import EmbeddedRewardModel
@@ -37,6 +40,7 @@ from cluster.placement.roles import (
     ROLLOUT,
     served_teachers,
     teacher_roles,
+    turn_roles,
     worker_title,
 )
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
@@ -239,6 +243,9 @@ class RolloutCast:
         """Engines of a model, by the settings for its path and a log; those that are not restarted
         start from `first`."""
 
+        sharers = turn_roles(self._config)
+        turns = len(sharers) if role in sharers else 1
+
         def engine(log_path: str, attempt: int) -> EngineConfig:
             return settings(model if attempt else first or model, log_path)
 
@@ -252,6 +259,8 @@ class RolloutCast:
 
         def create(index: int, attempt: int) -> Any:
             made = engine(log_of(index), attempt)
+            if turns > 1:
+                made = chz.replace(made, turn=str(self._directory.turn(index)))
             options = self._placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
             arguments = made.arguments()
@@ -280,7 +289,7 @@ class RolloutCast:
                 followers[follower.serve.remote()] = follower
             return followers
 
-        return self._role(
+        spec = self._role(
             role,
             lambda index: f"{role} engine {index}",
             create,
@@ -291,6 +300,8 @@ class RolloutCast:
             start_is=start_is,
             model=model,
         )
+        # Each start is a turn.
+        return replace(spec, start_deadline_s=turns * spec.start_deadline_s)
 
     def _role(
         self,

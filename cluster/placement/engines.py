@@ -34,7 +34,19 @@ class RunEngines:
         return self._engine(model, log_path, self.config.policy.server_flags)
 
     def teacher(self, model: str, log_path: str) -> EngineConfig:
-        return self._engine(model, log_path, self.config.teacher_flags)
+        """Settings of a teacher's engine, which may be asleep while those of others are awake."""
+        engine = self._engine(model, log_path, self.config.teacher_flags)
+        turns = len(self.config.teachers_by_turns)
+        if not turns or engine.external:
+            return engine
+        beside = 0
+        if self.device.startswith("cuda"):
+            from actors.sglang.memory import ASLEEP_BYTES  # imports torch
+
+            beside = (turns - 1) * ASLEEP_BYTES
+        return chz.replace(
+            engine, sleeps=True, gpu_share=1.0, gpu_beside=beside, on_weight_update="finish"
+        )
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
         """Settings of a policy engine, which may be on the learner's GPUs.

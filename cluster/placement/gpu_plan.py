@@ -10,6 +10,7 @@ from actors.config import EngineConfig, choose_dtype
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.placement.roles import turn_roles
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
 from distill.models.loading import context_length, load_config, weight_files
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
@@ -68,6 +69,8 @@ class GpuPlan:
         if memory is None:
             return _UNKNOWN
         beside = f"; {gib(ASLEEP_BYTES)} asleep" if engine.sleeps else ""
+        if role in turn_roles(self._config):
+            beside += f", and {gib(memory.weights)} of main memory"
         if self._total is None:
             return f"{_parts(memory)} + cache ({memory.token or '?'} bytes a token){beside}"
         if engine.shares_gpu:

@@ -18,7 +18,15 @@ from cluster.placement.resource_plan import (
     learner_memory,
     render,
 )
-from cluster.placement.roles import LEARNER, REWARD, bounds_of, colocated, engines_of, placed_roles
+from cluster.placement.roles import (
+    LEARNER,
+    REWARD,
+    bounds_of,
+    colocated,
+    engines_of,
+    placed_roles,
+    turn_roles,
+)
 from cluster.placement.starts_here import starts_here
 from distill.models.loading import weight_files
 from learner.config import TOKEN_BUDGET
@@ -60,7 +68,8 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     if isinstance(config, RolloutConfig) and config.pushes:
         push = describe_push(config, device)
     cores = os.cpu_count() if starts_here() else None
-    plan = render(Layout(roles=plans, colocate=colocated(config), push=push, cores=cores))
+    together, turns = colocated(config), turn_roles(config)
+    plan = render(Layout(roles=plans, colocate=together, turns=turns, push=push, cores=cores))
     if not device.startswith("cuda"):
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}

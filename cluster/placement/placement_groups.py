@@ -14,8 +14,9 @@ node that has room, and restarts their members there. Between the loss and Ray's
 member would be sent to the dead node, and die with it: give it restarts.
 
 A member that takes several nodes has a group of its own, of one bundle a node (STRICT_SPREAD).
-One that shares several bundles of a node with members of another role has a group with those
-(STRICT_PACK): a policy engine of two GPUs and the two learner workers there, say.
+One that shares several bundles of a node with members of other roles has a group with those
+(STRICT_PACK): a policy engine of two GPUs and the two learner workers there, or engines of several
+teachers that take turns on two GPUs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,31 @@ _SAY_FROM_S = 1.0
 _TABLE_S = 0.4
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sharers:
+    """Roles whose members of one index share bundles."""
+
+    demands: tuple[ResourceDemand, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the group that they have."""
+        return "+".join(demand.name for demand in self.demands)
+
+    @property
+    def span(self) -> int:
+        return max(demand.span for demand in self.demands)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """Group of a shared bundle, and its index there: one group, or one a span."""
+        if self.span == 1:
+            return self.name, number
+        return _own_group(self.name, number // self.span), number % self.span
+
+    def bundle(self, number: int) -> dict[str, float]:
+        return sum_of(d.needed for d in self.demands if number < d.count * d.span)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bundle:
     """A bundle of a placement group, by its index: the first of so `many` that a member has."""
@@ -67,24 +93,26 @@ class Placement:
     """The bundles of one run.
 
     A role's initial members are placed together: all or none, on as few nodes as Ray can (weights
-    are pushed through shared memory to engines on the learner's node). Roles in `colocate` share
-    bundles: their members of one index are on one node. A member with a span shares the bundles of
-    as many members of the others: member i those of i * span and the next.
+    are pushed through shared memory to engines on the learner's node). The roles of each
+    tuple in `colocate` share bundles: their members of one index are on one node. A member with a
+    span shares the bundles of as many members of the others: member i those of i * span and the
+    next.
     """
 
     def __init__(
         self,
         demands: Sequence[ResourceDemand],
         *,
-        colocate: Sequence[str] = (),
+        colocate: Sequence[Sequence[str]] = (),
         name: str,
     ) -> None:
         self._demands = {demand.name: demand for demand in demands}
-        unknown = [role for role in colocate if role not in self._demands]
+        unknown = [role for roles in colocate for role in roles if role not in self._demands]
         assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
-        self._colocate = [d.name for d in demands if d.name in colocate and d.needed]
-        self._shared = "+".join(self._colocate)  # name of the group that these have
-        self._span = max((self._demands[role].span for role in self._colocate), default=1)
+        self._sharers: dict[str, _Sharers] = {}  # by role
+        for roles in colocate:
+            together = _Sharers(tuple(d for d in demands if d.name in roles and d.needed))
+            self._sharers |= {demand.name: together for demand in together.demands}
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[tuple[str, int], _Bundle] = {}
@@ -204,28 +232,20 @@ class Placement:
         """Groups of the initial members, by name."""
         planned: dict[str, PlannedGroup] = {}
         for demand in self._demands.values():
-            if not (demand.count and demand.needed) or demand.name in self._colocate:
+            if not (demand.count and demand.needed) or demand.name in self._sharers:
                 continue
             if demand.nodes == 1:
                 planned[demand.name] = PlannedGroup(demand.name, [demand.needed] * demand.count)
                 continue
             for index in range(demand.count):
                 planned[_own_group(demand.name, index)] = PlannedGroup.of_one(demand)
-        together = [self._demands[name] for name in self._colocate]
-        assert all(demand.nodes == 1 for demand in together), self._colocate
-        for i in range(max((demand.count * demand.span for demand in together), default=0)):
-            name, _ = self._shared_place(i)
-            group = PlannedGroup(self._shared, [], together=self._span > 1)
-            planned.setdefault(name, group).bundles.append(
-                sum_of(d.needed for d in together if i < d.count * d.span)
-            )
+        for together in dict.fromkeys(self._sharers.values()):
+            assert all(demand.nodes == 1 for demand in together.demands), together.name
+            for i in range(max(demand.count * demand.span for demand in together.demands)):
+                name, _ = together.place(i)
+                group = PlannedGroup(together.name, [], together=together.span > 1)
+                planned.setdefault(name, group).bundles.append(together.bundle(i))
         return planned
-
-    def _shared_place(self, number: int) -> tuple[str, int]:
-        """Group of a bundle that roles share, and its index there: one group, or one a span."""
-        if self._span == 1:
-            return self._shared, number
-        return _own_group(self._shared, number // self._span), number % self._span
 
     def _assign_bundles(self) -> None:
         for demand in self._demands.values():
@@ -233,8 +253,8 @@ class Placement:
                 continue
             for index in range(demand.count):
                 name, first = demand.name, index
-                if demand.name in self._colocate:
-                    name, first = self._shared_place(index * demand.span)
+                if (together := self._sharers.get(demand.name)) is not None:
+                    name, first = together.place(index * demand.span)
                 elif demand.nodes > 1:
                     name, first = _own_group(demand.name, index), 0
                 self._bundles[demand.name, index] = _Bundle(
@@ -269,7 +289,8 @@ class Placement:
         """Roles of these groups, with what they need."""
         names: list[str] = []
         for group in groups:
-            names += self._colocate if group.role == self._shared else [group.role]
+            together = self._shared_by(group)
+            names += [demand.name for demand in together.demands] if together else [group.role]
         return ", ".join(str(self._demands[name]) for name in dict.fromkeys(names))
 
     def _require_possible(self) -> None:
@@ -288,10 +309,13 @@ class Placement:
             f"shows them), or add nodes{self._by_turns()}"
         )
 
+    def _shared_by(self, group: PlannedGroup) -> _Sharers | None:
+        return next((s for s in self._sharers.values() if s.name == group.role), None)
+
     def _by_turns(self) -> str:
         """Remedy of pairs that each have two GPUs, and could have one by turns."""
-        needed = [self._demands[role].needed.get("GPU", 0) for role in self._colocate]
-        if not needed or min(needed) < 1:
+        gpus = [[d.needed.get("GPU", 0) for d in s.demands] for s in self._sharers.values()]
+        if not any(min(needed) >= 1 for needed in gpus):
             return ""
         return (
             "; gpus_per_actor=0.5, with as many policy.engines as learner.workers, puts each pair "

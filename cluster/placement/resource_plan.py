@@ -38,11 +38,14 @@ class Layout:
     """All roles, those that share nodes, and what a push of weights moves.
 
     Attributes:
+        colocate: roles that share nodes, set by set.
+        turns: roles whose members of one index are on the same GPUs, where one is awake.
         cores: of this machine, where the run starts Ray on it; Ray then grants what is asked for.
     """
 
     roles: Sequence[RolePlan]
-    colocate: Sequence[str] = ()
+    colocate: Sequence[Sequence[str]] = ()
+    turns: Sequence[str] = ()
     push: str = ""
     cores: int | None = None
 
@@ -55,12 +58,13 @@ def render(layout: Layout) -> str:
     lines = [_line(row, widths) for row in rows]
     for line, role in zip(range(1, len(lines)), layout.roles, strict=True):
         lines[line] = f"{lines[line]}  {role.note}".rstrip()
-    if layout.colocate:
-        lines.append(f"placed   {' and '.join(layout.colocate)} on one node")
+    for roles in layout.colocate:
+        where = "on the same GPUs, by turns" if roles == layout.turns else "on one node"
+        lines.append(f"placed   {' and '.join(roles)} {where}")
     for role in layout.roles:
         if role.nodes > 1:
             lines.append(f"         each {role.name} engine on {role.nodes} different nodes")
-        if role.span > 1:
+        if role.span > 1 and role.name not in layout.turns:
             lines.append(
                 f"         each {role.name} engine on the GPUs of {role.span} learner workers"
             )

@@ -16,7 +16,7 @@ class ResourceDemand:
     """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them.
 
     One that takes several `nodes` needs these resources on each. One with a `span` needs them in so
-    many bundles of one node, each of which it shares with a member of another role.
+    many bundles of one node, each of which it shares with members of other roles.
     """
 
     name: str

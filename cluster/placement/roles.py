@@ -62,10 +62,16 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     if config.only_keeps:
         roles = []  # no learner; the actor that keeps groups reserves no resources
     bounds = pool_bounds(config)
+    turns = turn_roles(config)
     for role, engine in engines_of(config, device).items():
         count = bounds[role][0] if role in bounds else 1
         span = _workers_shared(config, engine) if role == POLICY else 1
         resources = compute if span > 1 else _engine_resources(config, engine)
+        if role in turns:
+            resources = {"CPU": 1.0}
+            if device == "cuda":
+                resources["GPU"] = 1 / len(turns)
+                span = parallelism(engine.server_flags).gpus
         roles.append(
             ResourceDemand(
                 name=role, count=count, resources=resources, nodes=engine.nodes, span=span
@@ -93,11 +99,19 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
     return engines
 
 
-def colocated(config: CommonConfig) -> tuple[str, ...]:
-    """Roles whose actors are placed pairwise: the i-th of one beside the i-th of the other."""
-    if not isinstance(config, RolloutConfig) or config.only_keeps or config.train_from is not None:
+def turn_roles(config: CommonConfig) -> tuple[str, ...]:
+    """Roles of the teachers whose engines take turns on the same GPUs; empty if none do."""
+    if not isinstance(config, RolloutConfig):
         return ()
-    return (LEARNER, POLICY) if config.cluster.colocate != "no" else ()
+    return tuple(teacher_role(name) for name in config.teachers_by_turns)
+
+
+def colocated(config: CommonConfig) -> list[tuple[str, ...]]:
+    """Roles whose actors are placed together: the i-th of one beside the i-th of the others."""
+    if not isinstance(config, RolloutConfig) or config.train_from is not None:
+        return []
+    pair = config.cluster.colocate != "no" and not config.only_keeps
+    return [*([(LEARNER, POLICY)] if pair else []), *filter(None, [turn_roles(config)])]
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:

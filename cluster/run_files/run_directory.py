@@ -93,6 +93,10 @@ class RunDirectory:
         """Log file for the output of a process of this run, a server for example."""
         return str(self.path / "logs" / f"{name}.log")
 
+    def turn(self, index: int) -> Path:
+        """File of the turn on the GPUs that the teachers' engines of this index share."""
+        return self.path / "logs" / f"teachers-{index}.turn"
+
     @property
     def run_id(self) -> str:
         """The run's own name, kept over every resume; written by `start`."""

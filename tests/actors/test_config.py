@@ -15,6 +15,7 @@ from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.parallelism import Parallelism
 from actors.sglang.start import server_environment
+from actors.sglang.turns import TurnTakingEngine
 from distill.errors import ConfigError
 from tests.refusals import refuses
 
@@ -63,16 +64,17 @@ def test_every_setting_reaches_the_server() -> None:
     config = EngineConfig(
         kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
         server_flags="--tp-size 2", on_weight_update="finish", gpu_share=0.5, log_path="x.log",
-        gpu_beside=9, sleeps=True, start_deadline_s=7, request_deadline_s=8,
+        gpu_beside=9, sleeps=True, turn="t", start_deadline_s=7, request_deadline_s=8,
         routed_experts=True,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
         "max_running_requests": 5, "flags": "--tp-size 2", "on_weight_update": "finish",
         "gpu_share": 0.5, "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
-        "stops": None, "gpu_beside": 9, "sleeps": True,
+        "stops": None, "gpu_beside": 9, "sleeps": True, "turn": "t",
         "routed_experts": True,
     }  # fmt: skip
+    assert config.engine_class is TurnTakingEngine
 
 
 def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> None:

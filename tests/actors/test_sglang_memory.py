@@ -163,6 +163,9 @@ def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
     assert shared[shared.index("--max-total-tokens") + 1] == "1234"
     assert "--enable-memory-saver" in shared and "--disable-prefill-cuda-graph" in shared
     assert "--enable-memory-saver" not in flags(device="cpu", sleeps=True)
+    backup = "--enable-weights-cpu-backup"
+    assert backup not in shared and backup in flags(sleeps=True, keeps_weights=True)
+    assert backup not in flags(device="cpu", sleeps=True, keeps_weights=True)
 
 
 def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(

@@ -28,12 +28,12 @@ class Server:
     or loads while something runs.
     """
 
-    def __init__(self, mode: OnWeightUpdate, fails: str = "") -> None:
+    def __init__(self, mode: OnWeightUpdate, fails: str = "", *, keeps: bool = False) -> None:
         self.released: set[str] = set()
         self.paused, self.holds_weights, self.version = False, True, 0
         self.orders: list[str] = []
         self.running = 0
-        self._mode, self._fails = mode, fails
+        self._mode, self._fails, self._keeps = mode, fails, keeps
         self._going = asyncio.Event()
         self._going.set()
 
@@ -65,6 +65,7 @@ class Server:
 
     def _on_resume_memory_occupation(self, body: Mapping[str, Any]) -> None:
         assert set(body["tags"]) <= self.released
+        self.holds_weights = self.holds_weights or self._keeps
         assert "kv_cache" not in body["tags"] or self.holds_weights, "the cache comes last"
         self.released -= set(body["tags"])
 
@@ -207,5 +208,68 @@ def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) 
         await session.load(CheckpointDirectory(path=directory), 1)
         [made] = await waiting
         assert made.versions_T.tolist() == [1, 1, 1]
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
+    good: bool, directory: str
+) -> None:
+    server = Server("finish", keeps=True)
+    session = session_of(server, "finish", directory)
+    proven: list[int] = []
+
+    async def prove() -> None:
+        proven.append(await server.score(Use()))
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and not late.done()
+        if not good:
+            raise EngineLost("other weights")
+
+    async def all_of_it() -> None:
+        nonlocal waiting, late
+        await session.sleep()
+        held = asyncio.create_task(session.held())
+        await asyncio.sleep(0.01)
+        assert not held.done() and session.asleep
+        waiting = asyncio.create_task(session.score(server.score))
+        await held
+        late = asyncio.create_task(session.generate(server.generate))
+        if good:
+            await session.wake(prove)
+            assert await waiting == 0 and len(await late) == 1 and not session.asleep
+            return
+        with pytest.raises(EngineLost):
+            await session.wake(prove)
+        for task in (waiting, late):
+            with pytest.raises(EngineLost):
+                await task
+
+    waiting: asyncio.Task[int]
+    late: asyncio.Task[list[Sample]]
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+    assert proven == [0]
+    assert server.orders == [
+        "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation",
+        "/continue_generation",
+    ]  # fmt: skip
+
+
+def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str) -> None:
+    server = Server("finish", "/resume_memory_occupation", keeps=True)
+    session = session_of(server, "finish", directory)
+
+    async def prove() -> None:
+        raise AssertionError("there is nothing to prove")
+
+    async def all_of_it() -> None:
+        await session.sleep()
+        waiting = asyncio.create_task(session.score(server.score))
+        await session.held()
+        with pytest.raises(EngineError):
+            await session.wake(prove)
+        with pytest.raises(EngineLost):
+            await waiting
 
     asyncio.run(asyncio.wait_for(all_of_it(), 60))

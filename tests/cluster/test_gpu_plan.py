@@ -113,6 +113,21 @@ def test_workers_share_the_copy_of_a_teacher(eight: Opd) -> None:
         describe_layout(eight(estimator="full", learner_workers=1, policy_engines=1))
 
 
+def test_teachers_that_take_turns_have_whole_gpus_but_for_what_sleepers_keep(
+    eight: Opd, pair: dict[str, str]
+) -> None:
+    models = {f"teachers.{name}.model": pair["teacher"] for name in ("a", "b", "c")}
+    config = eight(teacher=None, **models, **{"teacher.take_turns": True})
+    for name in ("a", "b", "c"):
+        planned = line(config, f"teacher {name}")
+        # 32.8 B parameters of 2 bytes on four GPUs; of 79 GiB, 4 stay free, and 2 x 3 are asleep.
+        assert numbers(planned, "weights") == [15.3] and " of 69.0" in planned
+        assert planned.endswith("; 3.0 asleep, and 15.3 of main memory")
+    described = describe_layout(config).splitlines()
+    assert "placed   teacher a and teacher b and teacher c on the same GPUs, by turns" in described
+    assert "needs    28 CPU, 12 GPU" in described
+
+
 def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     config = eight()
     learner, policy = line(config, "learner"), line(config, "policy")

@@ -36,7 +36,7 @@ class Member:
 
 
 def placement(*roles: ResourceDemand, colocate: tuple[str, ...] = ()) -> Placement:
-    return Placement(roles, colocate=colocate, name="test")
+    return Placement(roles, colocate=[colocate], name="test")
 
 
 def reserve(
@@ -314,25 +314,27 @@ from cluster.hosts.actors import early_on_all_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.gpu_seer import Seer
-ray.init(address="local", num_cpus=8, num_gpus=6, include_dashboard=False)
+ray.init(address="local", num_cpus=12, num_gpus=6, include_dashboard=False)
 half = {"CPU": 1, "GPU": 0.5}
 mine = Placement(
     [
         ResourceDemand(name="learner", count=4, resources=half),
         ResourceDemand(name="policy", count=2, resources=half, span=2),
+        *(ResourceDemand(name=name, count=1, resources=half, span=2) for name in "ab"),
     ],
-    colocate=("learner", "policy"), name="x",
+    colocate=[("learner", "policy"), ("a", "b")], name="x",
 )
 mine.reserve(deadline_s=60, say=print, poll=lambda: None)
 kind = ray.remote(deferred(Seer))
 workers = [kind.options(**mine.options("learner", i)).remote() for i in range(4)]
-def engine(index):
-    server = early_on_all_gpus(mine, "policy", index, list)
-    return kind.options(**mine.options("policy", index)).remote(server=server)
+def engine(index, role="policy"):
+    server = early_on_all_gpus(mine, role, index, list)
+    return kind.options(**mine.options(role, index)).remote(server=server)
 engines = [engine(i) for i in range(2)]
+teachers = [engine(0, name) for name in "ab"]
 def where(actors):
     return ray.get([actor.where.remote() for actor in actors], timeout=120)
-found = {"workers": where(workers), "engines": where(engines)}
+found = {"workers": where(workers), "engines": where(engines), "teachers": where(teachers)}
 ray.kill(engines[0])
 found["again"] = where([engine(0)])[0]
 print(json.dumps(found))
@@ -342,8 +344,8 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_gpus_sees_those_of_its_two_workers() -> None:
-    """On a node of six GPUs, as far as Ray believes."""
+def test_an_engine_of_two_gpus_sees_those_that_it_shares() -> None:
+    """With two workers, or another teacher; on a node of six GPUs, as far as Ray believes."""
     found = _printed_by(_SHARED_GPUS)
     workers, engines = found["workers"], found["engines"]
     for i, (node, gpus) in enumerate(engines):
@@ -352,6 +354,9 @@ def test_an_engine_of_two_gpus_sees_those_of_its_two_workers() -> None:
         assert gpus == ",".join(gpu for _, gpu in mates)
     assert len({gpu for _, gpu in workers}) == 4
     assert found["again"] == engines[0], "an engine that restarts is there again"
+    [first, second] = found["teachers"]
+    assert first == second and len(first[1].split(",")) == 2
+    assert set(first[1].split(",")).isdisjoint(gpu for _, gpu in workers)
 
 
 @pytest.mark.slow

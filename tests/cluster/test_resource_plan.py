@@ -23,7 +23,8 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
             RolePlan(name="queue", count=1, most=1, cpus=0, memory=0, note="on the head"),
             RolePlan(name="teacher", count=1, most=1, cpus=1, gpus=0.5),
         ],
-        colocate=("learner", "policy"),
+        colocate=[("learner", "policy"), ("a", "b")],
+        turns=("a", "b"),
         push="16 GiB",
     )
     assert render(layout).splitlines() == [
@@ -33,6 +34,7 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
         "queue    1      -               -               small  on the head",
         "teacher  1      1 CPU, 0.5 GPU  1 CPU, 0.5 GPU  unknown",
         "placed   learner and policy on one node",
+        "placed   a and b on the same GPUs, by turns",
         "push     16 GiB",
         "needs    4 CPU, 4.5 GPU to start; grown to the most, 6 CPU, 6.5 GPU",
     ]

@@ -22,6 +22,7 @@ from cluster.placement.roles import (
 from distill.errors import ConfigError
 from learner.memory import estimate_memory, readable
 from tests.refusals import refuses
+from tests.tiny import TinyPair
 
 Opd = Callable[..., OpdConfig]
 
@@ -45,8 +46,53 @@ def test_what_each_role_takes(opd: Opd) -> None:
 
 
 def test_a_run_of_kept_rollouts_has_no_engines_to_share_places_with(opd: Opd) -> None:
-    assert colocated(opd(colocate="share", policy_engines=1)) == ("learner", "policy")
-    assert colocated(opd(colocate="share", train_from="runs/kept")) == ()
+    assert colocated(opd(colocate="share", policy_engines=1)) == [("learner", "policy")]
+    assert colocated(opd(colocate="share", train_from="runs/kept")) == []
+
+
+def by_turns(pair: TinyPair) -> dict[str, object]:
+    """Settings of two teachers that take turns, instead of one."""
+    models = {"a": pair.teacher, "b": pair.student}
+    named = {f"teachers.{name}.model": model for name, model in models.items()}
+    return {"teacher": None, "engine": "sglang", "teacher.take_turns": True, **named}
+
+
+def test_teachers_that_take_turns_share_gpus_and_others_do_not(
+    opd: Opd, tiny_pair: TinyPair
+) -> None:
+    settings = by_turns(tiny_pair) | {
+        "teachers.c.model": "http://127.0.0.1:1", "teacher.server_flags": "--tp-size 2",
+        "teacher.engines": 2, "gpus_per_actor": 0.5, "colocate": "sleep",
+    }  # fmt: skip
+    config = opd(**settings)
+    assert colocated(config) == [("learner", "policy"), ("teacher a", "teacher b")]
+    demands = {demand.name: demand for demand in placed_roles(config, "cuda")}
+    for name in ("teacher a", "teacher b"):
+        assert demands[name].needed == {"CPU": 1, "GPU": 0.5} and demands[name].span == 2
+        assert demands[name].count == 2
+    assert demands["teacher c"].needed == {} and demands["teacher c"].span == 1
+    demands = {demand.name: demand for demand in placed_roles(config, "cpu")}
+    assert demands["teacher a"].needed == {"CPU": 1} and demands["teacher a"].span == 1
+    apart = opd(**settings | {"teacher.take_turns": False})
+    demands = {demand.name: demand for demand in placed_roles(apart, "cuda")}
+    assert demands["teacher a"].needed == {"CPU": 1, "GPU": 2}
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"teachers.b.model": "http://127.0.0.1:1"}, "teacher.take_turns"),
+        ({"engine": "embedded"}, "teacher.take_turns"),
+        ({"local": True}, "teacher.take_turns"),
+        ({"teacher.engines": "1..3"}, "teacher.engines"),
+        ({"teacher.server_flags": "--tp-size 2 --nnodes 2"}, "teacher.server_flags"),
+    ],
+)
+def test_turns_that_cannot_be_taken_are_refused(
+    opd: Opd, tiny_pair: TinyPair, changes: dict, field: str
+) -> None:
+    with refuses(ConfigError, field):
+        opd(**by_turns(tiny_pair) | changes)
 
 
 def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:

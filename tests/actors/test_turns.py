@@ -1,0 +1,226 @@
+"""Servers that take turns on the same GPUs: one is awake, and proves its weights when it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.gpu_turn import GpuTurn
+from actors.sglang.installed import sglang_installed
+from actors.sglang.turns import TurnTakingEngine
+from distill.engine import ScoreRequest
+from distill.errors import EngineError, EngineLost
+from tests.tiny import TinyPair, tiny_model_dir
+
+needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+
+# A process that takes the turn, starts another that holds it too, says both, and waits.
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from actors.sglang.gpu_turn import GpuTurn
+
+turn = GpuTurn(Path(sys.argv[1]))
+turn.take()
+waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(waits, pass_fds=[turn.file], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) -> None:
+    turns = [GpuTurn(tmp_path / "turns" / "a.turn") for _ in range(3)]
+    order: list[int] = []
+
+    async def server(number: int) -> None:
+        for _ in range(5):
+            await turns[number].taken()
+            order.append(number)
+            taken = len(order)
+            while len(order) < 12 and not turns[number].wanted:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # for others to take it, if they could
+            assert len(order) == taken
+            turns[number].give()
+
+    async def everyone() -> None:
+        await asyncio.gather(*map(server, range(3)))
+
+    asyncio.run(asyncio.wait_for(everyone(), 60))
+    assert sorted(order) == sorted([0, 1, 2] * 5)
+    assert all(one != another for one, another in pairwise(order[:12]))
+
+
+def test_who_stops_waiting_for_a_turn_leaves_the_line(tmp_path: Path) -> None:
+    holder, waits = GpuTurn(tmp_path / "a"), GpuTurn(tmp_path / "a")
+    holder.take()
+
+    async def gives_up() -> None:
+        waiting = asyncio.create_task(waits.taken())
+        while not holder.wanted:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(gives_up())
+    assert not holder.wanted
+    holder.give()
+    waits.take()
+
+
+def test_the_turn_of_a_process_that_dies_ends_when_its_server_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    owner.kill()
+    owner.wait()
+    waits = GpuTurn(path)
+
+    async def after_the_child() -> None:
+        waiting = asyncio.create_task(waits.taken())
+        await asyncio.sleep(0.3)
+        assert not waiting.done(), "its server still has the GPUs"
+        child.kill()
+        await waiting
+
+    asyncio.run(asyncio.wait_for(after_the_child(), 60))
+
+
+@asynccontextmanager
+async def two_engines(pair: TinyPair, out: Path) -> AsyncIterator[list[TurnTakingEngine]]:
+    """Engines of student and teacher on one turn; the second starts once the first one sleeps."""
+    made: list[TurnTakingEngine] = []
+    try:
+        for name, model in (("student", pair.student), ("teacher", pair.teacher)):
+            engine = await asyncio.to_thread(
+                TurnTakingEngine, model_path=model, device="cpu", start_deadline_s=300,
+                on_weight_update="finish", turn=str(out / "gpus.turn"),
+                log_path=str(out / f"{name}.log"), flags="--log-level-http info",
+            )  # fmt: skip
+            made.append(engine)
+            await engine.health()
+        yield made
+    finally:
+        for engine in made:
+            await engine.close()
+
+
+def rows(number: int) -> list[ScoreRequest]:
+    tokens_NT = np.random.default_rng(number).integers(2, 150, size=(2, 24)).astype(np.int32)
+    return [
+        ScoreRequest(tokens_T=tokens_T, start=1, temperatures=(0.7, 1.0)) for tokens_T in tokens_NT
+    ]
+
+
+async def awake(engine: TurnTakingEngine) -> None:
+    await engine.score(rows(0))
+
+
+async def asleep(engine: TurnTakingEngine, other: TurnTakingEngine) -> None:
+    """Wait until the engine sleeps, by having the other one take the turn."""
+    await awake(engine)
+    await awake(other)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_engines_on_the_same_gpus_score_by_turns_what_they_score_alone(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    async def by_turns() -> list[list[np.ndarray]]:
+        async with two_engines(tiny_pair, tmp_path) as engines:
+
+            async def client(number: int) -> list[np.ndarray]:
+                scores = await engines[number % 2].score(rows(number))
+                beats = [await engine.health() for engine in engines]
+                assert all(beats), "who sleeps, or waits for the turn, is not dead"
+                return [score.logprobs_by_temperature[0] for score in scores]
+
+            found = []
+            for wave in range(3):
+                numbers = range(8 * wave, 8 * wave + 8)
+                found += await asyncio.gather(*map(client, numbers))
+            return found
+
+    found = asyncio.run(asyncio.wait_for(by_turns(), 280))
+    for number, scored in enumerate(found):
+        model = (tiny_pair.student, tiny_pair.teacher)[number % 2]
+        alone = EmbeddedEngine(model_path=model, device="cpu", threads=1)
+        expected = asyncio.run(alone.score(rows(number)))
+        for a_N, score in zip(scored, expected, strict=True):
+            np.testing.assert_allclose(a_N, score.logprobs_by_temperature[0], atol=1e-4)
+    for name in ("student", "teacher"):
+        log = (tmp_path / f"{name}.log").read_text()
+        asked = re.findall(r'"(?:POST|GET) /(\w+)[^"]*" 200', log)
+        turns = [i for i, path in enumerate(asked) if path == "release_memory_occupation"]
+        assert turns, "it never slept"
+        for i in turns:
+            end = (
+                asked.index("continue_generation", i) if "continue_generation" in asked[i:] else -1
+            )
+            assert "generate" not in asked[i:end], "a server that sleeps answered a request"
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_an_engine_that_wakes_with_other_weights_answers_nothing(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    other = tiny_model_dir(tmp_path, seed=9, hidden_size=32, layers=1)
+
+    async def all_of_it() -> None:
+        async with two_engines(tiny_pair, tmp_path) as (student, teacher):
+            await asleep(student, teacher)
+            server = student.server
+            assert server is not None
+            headers = {"Authorization": f"Bearer {server.admin_api_key}"}
+            body = {"model_path": other}
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(f"{server.url}/update_weights_from_disk", json=body) as answer,
+            ):
+                assert answer.status == 200, await answer.text()
+            with pytest.raises(EngineLost):
+                await student.score(rows(1))
+            with pytest.raises(EngineError, match=re.escape(tiny_pair.student)):
+                await student.health()
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 280))
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    async def all_of_it() -> None:
+        async with two_engines(tiny_pair, tmp_path) as (student, teacher):
+            await asleep(student, teacher)
+            lengths = [await engine.queue_length() for engine in (student, teacher)]
+            assert lengths[0] > lengths[1] == 0, "who sleeps is asked last"
+            assert student.server is not None
+            os.kill(student.server.pid, 9)
+            with pytest.raises(EngineLost):
+                while True:
+                    await student.health()
+            await awake(teacher)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 280))
