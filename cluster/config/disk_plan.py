@@ -57,7 +57,8 @@ class DiskPlan:
             raise ConfigError(
                 f"out={out} needs {self} and has {readable(free)} free; keep fewer "
                 "(keep_last=1, keep_every=, keep_best=), train an adapter (lora.rank=), or "
-                "give an out= on a larger disk"
+                "give an out= on a larger disk",
+                field="out",
             )
 
     def __str__(self) -> str:

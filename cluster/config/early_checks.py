@@ -74,7 +74,10 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     if (check_keep_best := getattr(config, "check_keep_best", None)) is not None:
         check_keep_best()
     if not elsewhere and get(config, "cluster.device") == "cuda" and no_gpu_here():
-        raise ConfigError("device=cuda but this machine has no GPU; use device=cpu or add one")
+        raise ConfigError(
+            "device=cuda but this machine has no GPU; use device=cpu or add one",
+            field="cluster.device",
+        )
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -219,13 +222,18 @@ def _check_written(name: str, path: str) -> None:
     refuse_upload(name, path)
     parent = Path(path).absolute().parent
     if Path(path).is_dir():
-        raise ConfigError(f"{name}={path} cannot be written: it is a directory; give a file")
+        raise ConfigError(
+            f"{name}={path} cannot be written: it is a directory; give a file", field=name
+        )
     if not parent.is_dir():
         raise ConfigError(
-            f"{name}={path} cannot be written: there is no directory {parent}; make it first"
+            f"{name}={path} cannot be written: there is no directory {parent}; make it first",
+            field=name,
         )
     if not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
-        raise ConfigError(f"{name}={path} cannot be written (no permission); choose another {name}")
+        raise ConfigError(
+            f"{name}={path} cannot be written (no permission); choose another {name}", field=name
+        )
 
 
 _CHECKS: dict[str, Callable[[str, str], None]] = {

@@ -53,13 +53,17 @@ class _EnvFactory(chz.factories.subclass):
             except chz.factories.MetaFromString as error:
                 raise ConfigError(
                     f"env={factory} is unknown, and not package.module:Class; "
-                    f"{known_names(factory, names)}"
+                    f"{known_names(factory, names)}",
+                    field="env",
                 ) from error
         if not (isinstance(found, type) and issubclass(found, EnvConfig)):
-            raise ConfigError(f"env={factory} is no EnvConfig; docs/environments.md says how")
+            raise ConfigError(
+                f"env={factory} is no EnvConfig; docs/environments.md says how", field="env"
+            )
         if "__chz_fields__" not in vars(found):
             raise ConfigError(
-                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}"
+                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}",
+                field="env",
             )
         return found
 
@@ -129,13 +133,15 @@ class EnvSettings:
         if self.reward.function is not None and not self.env.judges:
             raise ConfigError(
                 f"reward={self.reward.function} changes nothing: env={type(self.env).__name__} has "
-                "rewards of its own"
+                "rewards of its own",
+                field="reward.function",
             )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
             raise ConfigError(
                 f"reward={self.reward.function} with env={type(self.env).__name__}: a reward model "
                 "scores responses of env=SingleTurn, chats of env=ToolUse, and those of "
-                "env=actors.envs.judge_env:Judged env.reward_model=DIR"
+                "env=actors.envs.judge_env:Judged env.reward_model=DIR",
+                field="reward.function",
             )
 
     @property

@@ -41,23 +41,33 @@ def read_settings(path: str) -> dict[str, Any]:
         if not file.exists():
             raise ConfigError(
                 f"config={path} is a directory without a config.json, so no run's; give a run's "
-                f"directory, or a file named {', '.join(SETTINGS_FILES)}"
+                f"directory, or a file named {', '.join(SETTINGS_FILES)}",
+                field="config",
             )
     read = _READERS.get(file.suffix)
     if read is None:
         raise ConfigError(
-            f"config={path} is not named {', '.join(SETTINGS_FILES)}, nor a run's directory"
+            f"config={path} is not named {', '.join(SETTINGS_FILES)}, nor a run's directory",
+            field="config",
         )
     try:
         tree = _settings_of(read(file.read_text(encoding="utf-8-sig")))
     except OSError as error:
-        raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"config={path} cannot be read: {error.strerror}", field="config"
+        ) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"config={path} is no {file.suffix[1:]}: {error}") from error
+        raise ConfigError(
+            f"config={path} is no {file.suffix[1:]}: {error}", field="config"
+        ) from error
     if tree is None:
-        raise ConfigError(f"config={path} holds no settings; write `name: value` lines in it")
+        raise ConfigError(
+            f"config={path} holds no settings; write `name: value` lines in it", field="config"
+        )
     if CONFIG in tree:
-        raise ConfigError(f"config={path} names another file; give all settings in one")
+        raise ConfigError(
+            f"config={path} names another file; give all settings in one", field="config"
+        )
     return tree
 
 
@@ -176,7 +186,8 @@ def _by_name(
                 else:
                     raise ConfigError(
                         f"{path}.{key}={text_of(each)} is no mapping of settings; write "
-                        f"`{key}: {{name: value}}`"
+                        f"`{key}: {{name: value}}`",
+                        field=f"{path}.{key}",
                     )
         elif field is not None and not settings_within(field, None):
             yield path, json.dumps(_plain(value))

@@ -72,7 +72,8 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
-                "texts differently. It scores the student's token ids as they are"
+                "texts differently. It scores the student's token ids as they are",
+                field="teacher",
             )
         return CheckedScorer(
             model=model,
@@ -103,7 +104,7 @@ def ask_server(role: str, url: str) -> EngineInfo:
     try:
         return asyncio.run(_ask(url))
     except EngineError as error:
-        raise ConfigError(f"{role}={url} does not serve: {error}") from error
+        raise ConfigError(f"{role}={url} does not serve: {error}", field=role) from error
 
 
 async def _ask(url: str) -> EngineInfo:
@@ -169,7 +170,8 @@ def check_holds_tokenizer(
     if size < len(tokenizer):
         raise ConfigError(
             f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
-            f"{len(tokenizer)}; model and tokenizer do not belong together"
+            f"{len(tokenizer)}; model and tokenizer do not belong together",
+            field=role,
         )
 
 

@@ -145,7 +145,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             raise ConfigError(
                 f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
                 f"student's {vocab_size(student)}: a token that the student may sample could not "
-                "be scored. Resize its embeddings, or choose another pair"
+                "be scored. Resize its embeddings, or choose another pair",
+                field=role,
             )
         if role != "reference":
             _check_top(config.objective, role, scorer, vocab_size(student), stops.event)
@@ -164,7 +165,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     if config.eval.engines and not len(held_out):
         raise ConfigError(
             f"eval.engines={config.eval.engines} have nothing to evaluate: no problem is held out; "
-            "give eval.source=, or leave it out"
+            "give eval.source=, or leave it out",
+            field="eval.engines",
         )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
@@ -220,7 +222,8 @@ def _check_stops(
         raise ConfigError(
             f"stop_tokens={config.model.stop_tokens} leaves out {names}, at which an SGLang server "
             f"of student={config.model.path} ends in any case; add it, change eos_token in its "
-            "tokenizer_config.json and generation_config.json, or use engine=embedded"
+            "tokenizer_config.json and generation_config.json, or use engine=embedded",
+            field="model.stop_tokens",
         )
 
 
@@ -288,7 +291,8 @@ def _check_top(
             f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
             f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with one "
             "of another version): it returns the log-probs of its own likeliest alone. Install "
-            "isotherm where it runs, or use top_k_from=teacher or estimator=sampled"
+            "isotherm where it runs, or use top_k_from=teacher or estimator=sampled",
+            field="objective.top_k_from",
         )
     each = objective.asked_of_policy or objective.asked_of_teacher
     asked = objective.asked_of_policy + objective.asked_of_teacher
@@ -296,7 +300,8 @@ def _check_top(
         both = f", so {asked} with top_k_from=union," if asked > each else ""
         raise ConfigError(
             f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: nothing "
-            "would be left for the tail; estimator=full takes all of it"
+            "would be left for the tail; estimator=full takes all of it",
+            field="objective.teacher_top_k",
         )
 
 
@@ -351,24 +356,29 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     objective = config.objective
     builders_P = [train.builder(p, config.sampling.group_size) for p in range(len(train))]
     if not builders_P:
-        raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
+        raise ConfigError(
+            f"env={type(config.env).__name__} has no problem to train on", field="env"
+        )
     several = isinstance(train, Mixture)
     if several and (empty := [part.name for part in train.parts if not part.size]):
         raise ConfigError(
-            f"prompts={config.data.source}: {empty[0]} has no problem to train on; leave it out"
+            f"prompts={config.data.source}: {empty[0]} has no problem to train on; leave it out",
+            field="data.source",
         )
     unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
     if objective.reward_coef > 0 and unjudged:
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
-            "(columns.answer= says which column it is)"
+            "(columns.answer= says which column it is)",
+            field="objective.reward_coef",
         )
     if objective.hint_bonus_coef > 0 and unjudged:
         raise ConfigError(
             f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
             f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= says which "
-            "column it is)"
+            "column it is)",
+            field="objective.hint_bonus_coef",
         )
     bonuses = any(builder.pays_bonuses for builder in builders_P)
     if not (objective.reward_coef or objective.kl_coef or objective.hint_bonus_coef or bonuses):
@@ -385,7 +395,8 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         if not its_P:
             raise ConfigError(
                 f"teachers.{name}={teacher.model} scores nothing: no prompt of "
-                f"{config.data.source} names it; leave it out"
+                f"{config.data.source} names it; leave it out",
+                field=f"teachers.{name}",
             )
         same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
             config.model.path
@@ -395,20 +406,23 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             raise ConfigError(
                 f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
                 "hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with each "
-                "prompt"
+                "prompt",
+                field="objective.hint_bonus_coef",
             )
         if config.teacher_moves and config.teacher_rule is None and not hinted:
             raise ConfigError(
                 "teacher=policy is the student itself, at every step, and sees what the student "
                 "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
-                "`teacher_prompt` or `teacher_messages` with each prompt)"
+                "`teacher_prompt` or `teacher_messages` with each prompt)",
+                field="teacher",
             )
         fork = config.fork_from is not None and not config.teacher_moves
         if same and not hinted and objective.reward_coef == 0 and not fork:
             raise ConfigError(
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
                 "the KL and its gradient are zero. Give another teacher, or show it more than the "
-                "student (`teacher_prompt` or `teacher_messages` with each prompt)"
+                "student (`teacher_prompt` or `teacher_messages` with each prompt)",
+                field="teacher",
             )
 
 
@@ -426,19 +440,23 @@ def _check_feedback(
         raise ConfigError(
             f"teacher.feedback takes the place of a prompt, or of what a user said last, and "
             f"problems of env={type(config.env).__name__} are tokens; give `feedback` with them "
-            "(distill.data.feedback.FeedbackContext), or leave it out"
+            "(distill.data.feedback.FeedbackContext), or leave it out",
+            field="teacher.feedback",
         )
     if template.judges and unjudged:
         raise ConfigError(
             "teacher.feedback tells of the reward, and there is none without an `answer`: "
-            f"{config.data.source}:{unjudged[0]} has none (columns.answer= says which column it is)"
+            f"{config.data.source}:{unjudged[0]} has none (columns.answer= says which column it "
+            "is)",
+            field="teacher.feedback",
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
             f"teacher.feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
             "words come from a reward that looks at the prompt's `answer` (columns.answer= says "
-            "which column it is), not from a reward_model; leave it out"
+            "which column it is), not from a reward_model; leave it out",
+            field="teacher.feedback",
         )
 
 

@@ -46,10 +46,12 @@ def _check(config: RolloutConfig) -> None:
     if config.learner.compile:
         raise ConfigError(
             "routing_replay=True with compile=True: routers inside compiled layers have not been "
-            "seen to replay; leave one of them out"
+            "seen to replay; leave one of them out",
+            field="learner.routing_replay",
         )
     if config.engine.kind_on(config.cluster.device) == "sglang" and not knows_flag(ROUTED_EXPERTS):
         raise ConfigError(
             f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
-            "install a newer one, or use routing_replay=False"
+            "install a newer one, or use routing_replay=False",
+            field="learner.routing_replay",
         )

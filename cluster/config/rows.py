@@ -48,9 +48,14 @@ class PromptSettings(PromptColumns):
         """Raises ConfigError for prompts that the environment does not read, or lacks."""
         name = type(env).__name__
         if self.source is not None and not env.reads_prompts:
-            raise ConfigError(f"prompts={self.source} changes nothing: env={name} reads no file")
+            raise ConfigError(
+                f"prompts={self.source} changes nothing: env={name} reads no file",
+                field="data.source",
+            )
         if self.source is None and env.reads_prompts:
-            raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
+            raise ConfigError(
+                f"env={name} reads a file of prompts; give prompts=FILE.jsonl", field="data.source"
+            )
         if self.source is not None:
             parse_sources("prompts", self.source)
         for field in chz.chz_fields(PromptColumns):
@@ -138,7 +143,9 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
     sources = parse_sources(setting, value)
     if any(source.weight != 1 for source in sources):
         raise ConfigError(
-            f"{setting}={value}: weights change nothing, for each row is taken once; leave them out"
+            f"{setting}={value}: weights change nothing, for each row is taken once; leave them "
+            "out",
+            field=setting,
         )
     return sources
 

@@ -30,7 +30,8 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
         return _STEPS if steps is None else steps
     if steps is not None:
         raise ConfigError(
-            f"steps={steps} and epochs={config.epochs:g} both say how long to train; leave one out"
+            f"steps={steps} and epochs={config.epochs:g} both say how long to train; leave one out",
+            field="steps",
         )
     return _UNREAD
 
@@ -148,5 +149,6 @@ class RewardModelConfig(SupervisedConfig):
             if (value := get(self, name)) is not None:
                 raise ConfigError(
                     f"{name}={value}: recipe=reward_model trains the whole model and its new head, "
-                    "which an adapter would leave frozen; leave it out"
+                    "which an adapter would leave frozen; leave it out",
+                    field=name,
                 )

@@ -96,7 +96,8 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
         if reference.context_length < limits["max_length"]:
             raise ConfigError(
                 f"reference={config.model.reference} has a context of {reference.context_length}, "
-                f"shorter than max_length={limits['max_length']}; lower max_length"
+                f"shorter than max_length={limits['max_length']}; lower max_length",
+                field="data.max_length",
             )
     return _pair_inputs(config, limits, stops, tokenizer)
 
@@ -186,7 +187,8 @@ def _hold_out_rows(
             raise ConfigError(
                 f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is less "
                 "than its prompt with the fewest rows has, and a prompt's rows stay together (one "
-                "in several sources is not held out); give a larger one, or eval.source=FILE"
+                "in several sources is not held out); give a larger one, or eval.source=FILE",
+                field="eval.size",
             )
         trained.append(ours)
         held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
@@ -211,7 +213,8 @@ def _rows_apart(
         if source.place in trained:
             raise ConfigError(
                 f"eval.source={place}: {source.place} is in data= as well, and what is trained "
-                "on is not held out; give another file, or eval.size=0.05"
+                "on is not held out; give another file, or eval.size=0.05",
+                field="eval.source",
             )
         units = load(source.place)
         overlap += sum(key in keys for key in unit_keys(units))

@@ -60,17 +60,20 @@ def _prompts_of(
             raise ConfigError(
                 f"{setting} answers one prompt with one text, and an episode of "
                 f"env={type(config.env).__name__} is more; use env=SingleTurn, or leave it out, "
-                "and the teacher's engines sample"
+                "and the teacher's engines sample",
+                field=address.url_setting,
             )
         if prompt.tools:
             raise ConfigError(
                 f"{setting} answers in text, and {where} has `tools`, whose calls are none; leave "
-                "the field out of the row, or have the teacher's engines sample"
+                "the field out of the row, or have the teacher's engines sample",
+                field=address.url_setting,
             )
         if address.completes and not isinstance(prompt.in_words, str):
             raise ConfigError(
                 f"{setting} goes on from texts, and {where} is a chat; give the address without "
-                "/completions, or rows with `prompt`"
+                "/completions, or rows with `prompt`",
+                field=address.url_setting,
             )
         prompts.append(prompt)
     return prompts
@@ -85,7 +88,8 @@ def _check_turn(
     except DataError as error:
         raise ConfigError(
             f"what {address.url_setting}={address.url} answers to the prompt of line {prompt.line} "
-            f"cannot be written as the student's tokens: {error}"
+            f"cannot be written as the student's tokens: {error}",
+            field=address.url_setting,
         ) from error
 
 
@@ -101,5 +105,6 @@ async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSam
     except EngineError as error:
         raise ConfigError(
             f"{error}. It is asked for samples before the run starts: put it right, or leave "
-            f"{address.url_setting} out"
+            f"{address.url_setting} out",
+            field=address.url_setting,
         ) from error

@@ -150,7 +150,7 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
 
 def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
-    with refuses(ConfigError, None, names="eval.engines=1"):
+    with refuses(ConfigError, "eval.engines", names="eval.engines=1"):
         check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
 
 
@@ -182,7 +182,7 @@ def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
 def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> None:
     small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=50)
     save_tokenizer(small)
-    with refuses(ConfigError, None, names=f"teacher={small}"):
+    with refuses(ConfigError, "teacher", names=f"teacher={small}"):
         check_rollout(opd(teacher=small))
 
 
@@ -222,7 +222,7 @@ def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> N
 
 def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "a", "answer": "b"}, {"prompt": "c"})
-    with refuses(ConfigError, None, names=f"{path}:2 "):
+    with refuses(ConfigError, "objective.reward_coef", names=f"{path}:2 "):
         check_rollout(opd(prompts=path, reward_coef=1.0))
     assert len(prompts_of(check_rollout(opd(prompts=path)).train)) == 2
 
@@ -258,7 +258,7 @@ def test_teachers_have_names_and_weights(
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
-    with refuses(ConfigError, None, names=f"teacher={tiny_pair.student}"):
+    with refuses(ConfigError, "teacher", names=f"teacher={tiny_pair.student}"):
         check_rollout(opd(teacher=tiny_pair.student))
     assert len(check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train)
     hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
@@ -350,7 +350,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         server.failures = [Says("", "length")]
         assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
         server.failures = [404]
-        with refuses(ConfigError, None, names="HTTP 404"):
+        with refuses(ConfigError, "teacher.samples_from", names="HTTP 404"):
             check_rollout(opd(**endpoint))
         asked = len(server.chats)
         chat = {"messages": [{"role": "user", "content": "2"}]}
@@ -358,7 +358,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         save_tokenizer(wide)
         games = {"env": TicTacToeGames(), "prompts": None, "student": wide, "teacher": wide}
         games |= {"reward_coef": 1.0}  # or it would be refused for teaching nothing
-        with refuses(ConfigError, None, names="env=TicTacToeGames"):
+        with refuses(ConfigError, "teacher.samples_from", names="env=TicTacToeGames"):
             check_rollout(opd(**endpoint | games))
         shows_tools = tmp_path / "tools.jinja"
         shows_tools.write_text("{{ tools if tools else '' }}{{ messages[0].content }}")
@@ -366,10 +366,10 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
             "chat_template": str(shows_tools),
             "prompts": prompts(chat | {"tools": [{"name": "f"}]}),
         }
-        with refuses(ConfigError, None, names=":1 has `tools`"):
+        with refuses(ConfigError, "teacher.samples_from", names=":1 has `tools`"):
             check_rollout(opd(**endpoint, **with_tools))
         texts = endpoint | {"teacher.samples_from": f"{MODEL}@{server.url}/completions"}
-        with refuses(ConfigError, None, names=":1 is a chat"):
+        with refuses(ConfigError, "teacher.samples_from", names=":1 is a chat"):
             check_rollout(opd(**texts, prompts=prompts(chat)))
         assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
 
@@ -416,7 +416,7 @@ def test_a_head_is_for_whole_distributions_of_a_served_teacher(
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
     assert len(check_rollout(opd(estimator="top_k", teacher_top_k=159)).train)
-    with refuses(ConfigError, None, names="teacher_top_k=160"):
+    with refuses(ConfigError, "objective.teacher_top_k", names="teacher_top_k=160"):
         check_rollout(opd(estimator="top_k", teacher_top_k=160))
 
 
@@ -433,14 +433,14 @@ def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
         check_rollout(two(good[0], {"prompt": "b"}))
     with refuses(DataError, "teacher", names="'code'"):
         check_rollout(two(good[0], {"prompt": "b", "teacher": "cod"}))
-    with refuses(ConfigError, None, names="teachers.code="):
+    with refuses(ConfigError, "teachers.code", names="teachers.code="):
         check_rollout(two(good[0]))
 
 
 def test_a_reference_is_looked_at(opd: NewOpd, tmp_path: Path) -> None:
     small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=110)
     save_tokenizer(small)
-    with refuses(ConfigError, None, names=f"reference={small}"):
+    with refuses(ConfigError, "reference", names=f"reference={small}"):
         check_rollout(opd(reference=small, reference_kl_coef=0.1))
 
 
@@ -511,7 +511,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
 
 def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
     same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
-    with refuses(ConfigError, None, names="eval.size=0.5"):
+    with refuses(ConfigError, "eval.size", names="eval.size=0.5"):
         check_sft(sft(data=same, eval_size=0.5))
 
 
@@ -520,7 +520,7 @@ def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
     inputs = check_sft(sft(eval_source=apart))
     assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
     assert inputs.digests.keys() == {"data.source", "eval.source"}
-    with refuses(ConfigError, None, names="eval.source="):
+    with refuses(ConfigError, "eval.source", names="eval.source="):
         check_sft(sft(eval_source=sft().data.source))
     long = prompts({"prompt": "a", "completion": "b" * 127})
     with refuses(DataError, None, names=f"{long}:1: 129 tokens"):
@@ -538,7 +538,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
         check_rollout(opd(reward="model:/nowhere", **graded))
     with refuses(ConfigError, "reward"):
         opd(reward="model:")
-    with refuses(ConfigError, None, names="env=Reading"):
+    with refuses(ConfigError, "reward.function", names="env=Reading"):
         opd(reward="model:DIR", env=Reading())
 
 
@@ -575,7 +575,7 @@ def test_a_mixture_becomes_no_reward_model(mixture: str) -> None:
 def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:
     short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
     save_tokenizer(short)
-    with refuses(ConfigError, None, names=f"reference={short}"):
+    with refuses(ConfigError, "data.max_length", names=f"reference={short}"):
         check_dpo(dpo(reference=short))
     with refuses(CheckpointError, None, names="/nowhere/at/all"):
         check_dpo(dpo(reference="/nowhere/at/all"))
@@ -630,13 +630,13 @@ def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
     held_out = check_rollout(opd(eval_source=both, eval_size=8)).held_out
     assert isinstance(held_out, Mixture)
     assert [(part.name, part.size) for part in held_out.parts] == [("c", 6), ("d", 2)]
-    with refuses(ConfigError, None, names="eval.source="):
+    with refuses(ConfigError, "eval.source", names="eval.source="):
         opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
 def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> None:
     both = f"{sums('a', 4)},{sums('b', 3, answer=None)}"
-    with refuses(ConfigError, None, names="b.jsonl:1 "):
+    with refuses(ConfigError, "objective.reward_coef", names="b.jsonl:1 "):
         check_rollout(opd(prompts=both, reward_coef=1.0, reward="contains"))
 
 

@@ -166,7 +166,7 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
     ):
         config = sft(epochs=epochs, batch_size=batch_size).trained_on(30)
         assert (config.steps, config.epochs) == (steps, None)
-    with refuses(ConfigError, None, names="epochs=2"):
+    with refuses(ConfigError, "steps", names="epochs=2"):
         sft(steps=3, epochs=2)
     late = sft(epochs=2, batch_size=10, trace_step=7)
     with refuses(ConfigError, "learner.trace_step"):
@@ -179,7 +179,7 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
         ("eval.size", {"eval.source": "v", "eval.size": 0.1}),
         ("eval.size", {"eval.size": 2.5}),
         ("eval.size", {"eval.size": math.nan}),
-        (None, {"eval.source": "v:2,w"}),
+        ("eval.source", {"eval.source": "v:2,w"}),
         ("eval.every", {"eval.every": 5}),
     ],
     ids=str,
@@ -193,7 +193,7 @@ def test_held_out_rows_are_named_once(
 
 @pytest.mark.parametrize("lora", [{"lora.rank": 4}, {"lora.adapter": "a"}])
 def test_a_reward_model_is_no_adapter(lora: dict) -> None:
-    with refuses(ConfigError, None, names=next(iter(lora))):
+    with refuses(ConfigError, next(iter(lora))):
         make("reward_model", model="m", data="d", out="o", **lora)
 
 
@@ -416,7 +416,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["-h"], None, "--help"),
         (["run.yaml"], None, "config=run.yaml"),
         (["runs/a/config.json"], None, "config=runs/a/config.json"),
-        (["config=/"], None, "config.json"),
+        (["config=/"], "config", "config.json"),
         (["temperature=", "0.7"], None, "temperature=0.7"),
         (["temperature="], "sampling.temperature", ""),
         (["lr=abc"], "learner.lr", "auto"),
@@ -430,11 +430,11 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["max_steps=1"], "max_steps", "'steps'"),
         (["eval_steps=1"], "eval_steps", "'eval.every'"),
         (["train_batch_size=8"], "train_batch_size", "'prompts_per_step'"),
-        (["env=ToolUze"], None, "'ToolUse'"),
-        (["env=json:loads"], None, "docs/environments.md"),
+        (["env=ToolUze"], "env", "'ToolUse'"),
+        (["env=json:loads"], "env", "docs/environments.md"),
         (["env=json:dupms"], "env", "AttributeError"),
         (["env=no.where.Env"], "env", "ModuleNotFoundError"),
-        ([f"env={__name__}:Undecorated"], None, "@chz.chz"),
+        ([f"env={__name__}:Undecorated"], "env", "@chz.chz"),
         (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
         (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
@@ -735,9 +735,9 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
 @pytest.mark.parametrize(
     ("field", "names", "settings"),
     [
-        (None, "prompts=p", {"prompts": "p"}),
+        ("data.source", "", {"prompts": "p"}),
         (None, "eval.source=p", {"eval.source": "p"}),
-        (None, "reward=contains", {"reward": "contains"}),
+        ("reward.function", "", {"reward": "contains"}),
         ("sampling.group_size", "", {"group_size": 3}),
         (
             "env.opponent",
@@ -745,7 +745,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
             {"env": TicTacToeGames(opponent="reference", opponent_temperature=0.0)},
         ),
         ("model.reference", "", {"reference": "r"}),
-        (None, "env=ToolUse", {"env": ToolUse()}),
+        ("data.source", "", {"env": ToolUse()}),
     ],
     ids=str,
 )
