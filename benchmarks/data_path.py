@@ -43,7 +43,7 @@ from distill.records import RowPlace, TrainedGroups, TrajectorySource
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.process_group import LOOPBACK, Membership, Order, WorkerGroup, open_store
+from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.rollout_share import Built, RolloutShare, Shares, TrajectoryShare
 from learner.rollouts import Rollouts
 from tests.queues import queue_on_ray
@@ -175,21 +175,19 @@ class Follower:
     """The actor of one that does not lead."""
 
     def __init__(self, membership: Membership, queue: GroupQueue, k: int) -> None:
-        self._group = WorkerGroup(membership, "cpu")
-        self._worker = LearnerWorker(queue, k, self._group)
+        self._worker = LearnerWorker(queue, k, WorkerGroup(membership, "cpu"))
 
-    def serve(self, orders: int) -> None:
-        """Carries out so many."""
-        for _ in range(orders):
-            order = self._group.receive()
-            self._group.answer(getattr(self._worker, order.method)(order.argument))
+    def execute(self, method: str, argument: Any) -> Any:
+        return getattr(self._worker, method)(argument)
 
 
 class Leader:
     """What `Rollouts` asks of a learner, in the process that leads; it counts what it sends."""
 
-    def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
-        self._group, self.workers = group, group.size
+    def __init__(
+        self, source: TrajectorySource, k: int, group: WorkerGroup, followers: Sequence[Any]
+    ) -> None:
+        self._followers, self.workers = followers, group.size
         self._sent: dict[str, list[Any]] = {}
         self._worker = LearnerWorker(source, k, group)
 
@@ -204,22 +202,21 @@ class Leader:
         return self.on_each(method, [argument] * self.workers)
 
     def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        orders = [Order(method, argument) for argument in arguments]
-        self._group.send(orders)
-        answers = self._group.collect(getattr(self._worker, method)(arguments[0]))
-        self._sent[method] = [*orders[1:], *answers[1:]]
-        return answers
+        calls = list(zip(self._followers, arguments[1:], strict=True))
+        begun = [follower.execute.remote(method, argument) for follower, argument in calls]
+        own = getattr(self._worker, method)(arguments[0])
+        results = ray.get(begun)
+        self._sent[method] = [*((method, argument) for _, argument in calls), *results]
+        return [own, *results]
 
     def sent_bytes(self) -> int:
-        """Of orders to others, and of their answers, since it was asked last."""
+        """Of calls of others, and of their results, since it was asked last."""
         sent, self._sent = self._sent, {}
         return sum(len(pickle.dumps(value)) for values in sent.values() for value in values)
 
 
 class Now:
     """A step as runs make it, from take until every learner worker has read its rows."""
-
-    orders = 3
 
     def __init__(self, queue: GroupQueue, leader: Any, k: int) -> None:
         self._queue, self._leader = queue, leader
@@ -263,8 +260,6 @@ class Now:
 
 class Once:
     """A step as runs once made it."""
-
-    orders = 1
 
     def __init__(self, queue: Any, leader: Any, k: int) -> None:
         self._queue, self._leader, self._objective = queue, leader, objective(k)
@@ -325,19 +320,16 @@ def _measure(
     store = open_store(LOOPBACK, DEADLINE_S)
     member = {"address": LOOPBACK, "port": store.port, "size": workers, "timeout_s": DEADLINE_S}
     followers = [
-        remote(Follower)
-        .options(max_concurrency=2)
-        .remote(Membership(rank=rank, **member), queue, k)
+        remote(Follower).remote(Membership(rank=rank, **member), queue, k)
         for rank in range(1, workers)
     ]
-    leader = Leader(queue, k, WorkerGroup(Membership(rank=0, **member), "cpu"))
-    serving = [follower.serve.remote(STEPS * (Now.orders + Once.orders)) for follower in followers]
+    group = WorkerGroup(Membership(rank=0, **member), "cpu")
+    leader = Leader(queue, k, group, followers)
     once, now = Once(byte_queue, leader, k), Now(queue, leader, k)
     steps = [
         (_step(once, worker, byte_queue, followers), _step(now, worker, queue.actor, followers))
         for _ in range(STEPS)
     ]
-    ray.get(serving)
     for actor in (worker, *followers, queue.actor, byte_queue):
         ray.kill(actor)
     if dist.is_initialized():

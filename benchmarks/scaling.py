@@ -42,9 +42,10 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
+from learner.process_group import Membership, WorkerGroup
 from learner.sharding import local
-from learner.worker import LearnerWorker, follow
+from learner.worker import LearnerWorker
+from tests.learner.piped_followers import Seat, meet, serve
 
 # Hidden size and layers: 27 M parameters.
 SIZE = (512, 8)
@@ -172,13 +173,13 @@ class _Team:
     def __init__(self, config: LearnerConfig, size: int, scratch: Path) -> None:
         self.memory: list[dict[str, float]] = [{} for _ in range(size)]
         context = multiprocessing.get_context("spawn")
-        self._store, members = meet(size)
+        self._store, seats = meet(size, context, DEADLINE_S)
         self._lines: list[Connection] = []
         self._processes: list[Any] = []
-        for member in members:
+        for rank, seat in enumerate(seats):
             ours, theirs = context.Pipe()
-            target, more = (_lead, (str(scratch),)) if member.rank == 0 else (follower, ())
-            process = context.Process(target=target, args=(config, member, theirs, *more))
+            target, more = (follower, ()) if rank else (_lead, (str(scratch),))
+            process = context.Process(target=target, args=(config, seat, theirs, *more))
             process.daemon = True
             process.start()
             self._lines.append(ours)
@@ -232,29 +233,22 @@ class _Team:
         return line.recv()
 
 
-def meet(size: int) -> tuple[Any, list[Membership]]:
-    """Where workers of this machine meet (to be kept while they do), and their places."""
-    store = open_store(LOOPBACK, DEADLINE_S)
-    place = partial(Membership, address=LOOPBACK, port=store.port, timeout_s=DEADLINE_S)
-    return store, [place(rank=rank, size=size) for rank in range(size)]
-
-
-def follower(config: LearnerConfig, membership: Membership, line: Connection | None = None) -> None:
+def follower(config: LearnerConfig, seat: Seat, line: Connection | None = None) -> None:
     """A follower, ended by a kill. With a `line` it waits for a word, and says what it holds."""
     if line is not None:
         line.send("ready")
         line.recv()
-    group = WorkerGroup(membership, config.device)
+    group = WorkerGroup(seat.membership, config.device)
     worker = LearnerWorker(config, LOSSES, group)
     if line is not None:
         line.send(_held_bytes(worker))
-    follow(worker, group)
+    serve(worker, seat)
 
 
-def _lead(config: LearnerConfig, membership: Membership, line: Connection, scratch: str) -> None:
+def _lead(config: LearnerConfig, seat: Seat, line: Connection, scratch: str) -> None:
     line.send("ready")
     line.recv()
-    leader = _Leader(config, membership, Path(scratch))
+    leader = _Leader(config, seat.membership, Path(scratch))
     line.send(leader.held_bytes())
     while True:
         what, argument = line.recv()

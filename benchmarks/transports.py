@@ -32,7 +32,7 @@ from rich.table import Table
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
-from benchmarks.scaling import LOSSES, follower, meet
+from benchmarks.scaling import DEADLINE_S, LOSSES, follower
 from cluster.config.pools import WeightsChoice
 from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
@@ -49,6 +49,7 @@ from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.process_group import WorkerGroup
+from tests.learner.piped_followers import meet
 from tests.weights import gather_all
 
 REPEATS, WARMUP = 5, 2
@@ -103,13 +104,12 @@ def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
     config = LearnerConfig.of(
         model=model, total_steps=1, device="cpu", threads=torch.get_num_threads()
     )
-    store, members = meet(2)
-    process = multiprocessing.get_context("spawn").Process(
-        target=follower, args=(config, members[1]), daemon=True
-    )
+    context = multiprocessing.get_context("spawn")
+    store, (leads, follows) = meet(2, context, DEADLINE_S)
+    process = context.Process(target=follower, args=(config, follows), daemon=True)
     process.start()
     try:
-        group = WorkerGroup(members[0], config.device)
+        group = WorkerGroup(leads.membership, config.device)
         yield Learner(config, str(scratch), losses=LOSSES, group=group)
     finally:
         torch.distributed.destroy_process_group()

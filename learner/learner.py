@@ -83,12 +83,12 @@ class Learner(ShardedModel):
                 unchanged, and the rows are in `dump_dir`.
         """
         parts = tuple(map(self.dealing.dealt, parts))
-        orders: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
+        by_rank: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
         for part in parts:
-            for mine, more in zip(orders, self._micro_batches(part), strict=True):
+            for mine, more in zip(by_rank, self._micro_batches(part), strict=True):
                 mine += more
-        shares: list[StepShare] = self.on_each("step", orders)
-        self._require_finite(shares, orders)
+        shares: list[StepShare] = self.on_each("step", by_rank)
+        self._require_finite(shares, by_rank)
         made = summed(shares)
         rows_D = [row for part in parts for row in part.rows_D]
         if self._flops is not None:
@@ -128,11 +128,11 @@ class Learner(ShardedModel):
             NonFiniteError: a loss is NaN or infinite. The whole accumulated gradient is dropped,
                 and the rows are in `dump_dir`.
         """
-        orders = self._micro_batches(part)
-        shares: list[PassShare] = self.on_each("forward_backward", orders)
+        by_rank = self._micro_batches(part)
+        shares: list[PassShare] = self.on_each("forward_backward", by_rank)
         if any(share.non_finite is not None for share in shares):
             self.zero_grad()
-        self._require_finite_losses(shares, orders)
+        self._require_finite_losses(shares, by_rank)
         return finish_metrics(summed(shares))
 
     def zero_grad(self) -> None:
@@ -177,12 +177,8 @@ class Learner(ShardedModel):
         self.worker.take_rollouts_from(source, loss)
 
     def fetch_ahead(self, shares: Sequence[Shares]) -> None:
-        """Make each worker prefetch its shares, concurrently with its orders.
-
-        Returns once the leader has fetched its own. Call it in a thread.
-        """
-        self._group.send_ahead(shares)
-        self.worker.fetch_ahead(shares[0])
+        """Make each worker prefetch its shares, concurrently with its other methods."""
+        self.on_each("fetch_ahead", shares, "ahead")
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the current weights, one array per row."""
@@ -220,10 +216,10 @@ class Learner(ShardedModel):
         self,
         method: str,
         rows_D: Sequence[TrainingRow],
-        order: Callable[[list[list[TrainingRow]]], Any] = list,
+        argument: Callable[[list[list[TrainingRow]]], Any] = list,
     ) -> list[FloatArray]:
         dealt = self.dealing.deal(self.dealing.split(rows_D, 1))
-        answers = self.on_each(method, [order([rows for rows, _ in mine]) for mine in dealt])
+        answers = self.on_each(method, [argument([rows for rows, _ in mine]) for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):
             for (rows_B, _), logprobs in zip(mine, answer, strict=True):
@@ -231,21 +227,21 @@ class Learner(ShardedModel):
         return [by_row[id(row)] for row in rows_D]
 
     def _require_finite(
-        self, shares: Sequence[StepShare], orders: Sequence[Sequence[MicroBatch]]
+        self, shares: Sequence[StepShare], by_rank: Sequence[Sequence[MicroBatch]]
     ) -> None:
-        self._require_finite_losses(shares, orders)
+        self._require_finite_losses(shares, by_rank)
         if not math.isfinite(norm := shares[0].grad_norm):
-            rows = [[row for m in mine if m.counted for row in m.rows_B] for mine in orders]
+            rows = [[row for m in mine if m.counted for row in m.rows_B] for mine in by_rank]
             raise self._non_finite(f"the gradient norm is {norm}", self._made(rows))
 
     def _require_finite_losses(
-        self, shares: Sequence[PassShare], orders: Sequence[Sequence[MicroBatch]]
+        self, shares: Sequence[PassShare], by_rank: Sequence[Sequence[MicroBatch]]
     ) -> None:
         for rank, share in enumerate(shares):
             if share.non_finite is not None:
                 place, loss = share.non_finite
-                rows: list[Sequence[TrainingRow | RowPlace]] = [[] for _ in orders]
-                rows[rank] = orders[rank][place].rows_B
+                rows: list[Sequence[TrainingRow | RowPlace]] = [[] for _ in by_rank]
+                rows[rank] = by_rank[rank][place].rows_B
                 raise self._non_finite(f"the loss is {loss}", self._made(rows))
 
     def _made(self, rows: Sequence[Sequence[TrainingRow | RowPlace]]) -> list[TrainingRow]:

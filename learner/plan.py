@@ -1,12 +1,12 @@
-"""Orders to the workers of a learner, and their answers: micro-batches of a step, and its results.
+"""Arguments and results of calls of a learner's workers: micro-batches of a step, its metrics.
 
     Part          rows with one loss                                       given by the loop
     Dealing       parts as micro-batches under the token budget, by worker
-    MicroBatch    rows that run together                                   the order `step`
-    StepShare     metrics and seconds of one worker                        its answer; `summed`
+    MicroBatch    rows that run together                                   argument of `step`
+    StepShare     metrics and seconds of one worker                        its result; `summed`
 
-Orders name a method of `LearnerWorker` (`learner.process_group.Order`). Arguments and answers
-travel between processes, so they hold no tensors of a device, and no code.
+They travel between processes (`learner.process_group.Followers`), so they hold no tensors of a
+device, and no code.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class MicroBatch:
 
 
 class FrozenBatches(NamedTuple):
-    """Order to score rows with a frozen model: a teacher by its name, a reference by its path."""
+    """Rows to score with a frozen model: a teacher by its name, a reference by its path."""
 
     model: str
     batches: Sequence[list[TrainingRow]]
@@ -197,14 +197,14 @@ class StepShare(PassShare):
 
 
 class Portion(NamedTuple):
-    """Order for some of the weights, by name, in this precision; None: in their own."""
+    """Some of the weights, by name, to gather in this precision; None: in their own."""
 
     names: Sequence[str]
     dtype: torch.dtype | None
 
 
 class LentPortion(NamedTuple):
-    """Order to gather some of the weights, as `Portion` does, into a bucket for other processes.
+    """Some of the weights to gather, as for `Portion`, into a bucket for other processes.
 
     `readers` is how many each worker has, by rank.
     """

@@ -1,22 +1,22 @@
-"""Process groups of a learner's workers: rendezvous, and orders from the leader to the others.
+"""One worker's end of a learner's workers: the leader's calls of the others, and collectives.
 
-    leader     send (an order to each) -> does its own share -> collect (an answer of each)
-    follower   receive (an order), do it, answer, receive ...      ends with its connection
+    leader     calls a method of each follower -> runs its own -> waits for the followers' results
+    follower   runs what is called, in order of submission within a lane
 
-What is computed together (FSDP's gathers and reductions) passes by the default process group;
-orders and answers, which are Python objects, by two groups of their own in main memory; and what
-threads do beside the orders by one for each such thread: a checkpoint from a copy, rollouts that
-are fetched ahead.
+Calls are not this package's matter: `Followers` makes them (actor calls on Ray). A method's own
+collectives are in the same sequence on all workers. FSDP's gathers and reductions use the default
+process group, exchanges in main memory `collectives`, and the writing of a checkpoint, which runs
+concurrently with other methods, `aside`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 
-# A follower waits for orders as long as the leader waits for rollouts, evaluations and people who
-# look at a trace; a leader that is gone closes the connection at once.
-ORDERS_DEADLINE = timedelta(days=7)
 LOOPBACK = "127.0.0.1"
+# Calls in different lanes run concurrently. Only `main` has collectives of the default group and
+# of `collectives`; `checkpoint` has those of `aside`, and `ahead` none.
+Lane: TypeAlias = Literal["main", "ahead", "checkpoint"]
+
+
+class Followers(Protocol):
+    """The leader's calls of the other workers."""
+
+    def __call__(
+        self, method: str, arguments: Sequence[Any], lane: Lane, /
+    ) -> Callable[[], list[Any]]:
+        """Begin a method of `LearnerWorker` on each follower, each with its own argument.
+
+        Returns a function that waits for the results, by rank. It raises what a follower raised, or
+        an error of its own if a follower is lost, or does not answer in time.
+        """
+        ...
+
+
+def no_followers(_method: str, _arguments: Sequence[Any], _lane: Lane) -> Callable[[], list[Any]]:
+    """`Followers` of a learner with one worker."""
+    return list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +58,8 @@ class Membership:
     Attributes:
         address, port: of the TCPStore at which the workers meet; see `open_store`.
         rank: 0 leads.
-        timeout_s: longest that a worker waits for another within an order.
+        timeout_s: longest that a worker waits for another in a collective.
+        followers: calls of the others, on the leader.
     """
 
     address: str
@@ -47,13 +67,7 @@ class Membership:
     rank: int
     size: int
     timeout_s: float
-
-
-class Order(NamedTuple):
-    """A method of `LearnerWorker` by name, and its argument."""
-
-    method: str
-    argument: Any
+    followers: Followers = no_followers
 
 
 class WorkerGroup:
@@ -67,9 +81,10 @@ class WorkerGroup:
         """
         self.rank = membership.rank if membership else 0
         self.size = membership.size if membership else 1
+        self.followers = membership.followers if membership else no_followers
         self.mesh: DeviceMesh | None = None
         self.collectives: dist.ProcessGroup | None = None
-        self.aside: dist.ProcessGroup | None = None  # for a thread beside the orders
+        self.aside: dist.ProcessGroup | None = None
         kind = device.partition(":")[0]
         if kind == "cuda":  # read once, with the first communicator: a push must find them so
             os.environ.update(nccl_settings())
@@ -84,41 +99,9 @@ class WorkerGroup:
             world_size=self.size,
             timeout=timeout,
         )
-        self._orders = _in_memory(ORDERS_DEADLINE)
         self.collectives = _in_memory(timeout)
         self.aside = _in_memory(timeout)
-        self._ahead = _in_memory(ORDERS_DEADLINE)
         self.mesh = init_device_mesh(kind, (self.size,))
-
-    def send(self, orders: Sequence[Order]) -> None:
-        """An order to each worker, by rank; the leader keeps its own."""
-        if self.size > 1:
-            _scatter(orders, self._orders)
-
-    def receive(self) -> Order:
-        """The follower's next order."""
-        return _scattered(self._orders)
-
-    def send_ahead(self, shares: Sequence[Any]) -> None:
-        """To each worker, by rank, what it is to fetch beside its orders. One call at a time."""
-        if self.size > 1:
-            _scatter(shares, self._ahead)
-
-    def receive_ahead(self) -> Any:
-        """The next of these, in a thread of a follower."""
-        return _scattered(self._ahead)
-
-    def collect(self, own: Any) -> list[Any]:
-        """Every worker's answer, by rank, on the leader; its own, large as it may be, as it is."""
-        if self.size == 1:
-            return [own]
-        answers: list[Any] = [None] * self.size
-        dist.gather_object(None, answers, dst=0, group=self.collectives)
-        return [own, *answers[1:]]
-
-    def answer(self, value: Any) -> None:
-        """Called by a follower: sends its answer to the leader."""
-        dist.gather_object(value, None, dst=0, group=self.collectives)
 
     def total(self, value: float) -> float:
         """The sum of every worker's value; NaN and infinities spread to all."""
@@ -142,17 +125,9 @@ class WorkerGroup:
 
     def agree(self, value: Any) -> Any:
         """The leader's value, on every worker."""
-        return self._agree(value, self.collectives)
-
-    def agree_aside(self, value: Any) -> Any:
-        """The same, between threads that run beside the workers' orders."""
-        return self._agree(value, self.aside)
-
-    def _agree(self, value: Any, group: dist.ProcessGroup | None) -> Any:
-        if self.size == 1:
-            return value
         agreed = [value]
-        dist.broadcast_object_list(agreed, src=0, group=group)
+        if self.size > 1:
+            dist.broadcast_object_list(agreed, src=0, group=self.collectives)
         return agreed[0]
 
     def share_here(self, device: str) -> float:
@@ -165,17 +140,6 @@ class WorkerGroup:
     def workers_here(self) -> int:
         """Number of workers on this host."""
         return self.gathered(socket.gethostname()).count(socket.gethostname())
-
-
-def _scatter(values: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """One to each worker; the leader's own is not sent."""
-    dist.scatter_object_list([None], [None, *values[1:]], src=0, group=group)
-
-
-def _scattered(group: dist.ProcessGroup) -> Any:
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, None, src=0, group=group)
-    return received[0]
 
 
 def _in_memory(timeout: timedelta) -> dist.ProcessGroup:

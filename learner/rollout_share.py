@@ -378,22 +378,3 @@ class Foresight:
                         self._fetch(groups_P, turn)
         except Exception as error:  # whatever it is, `hold` meets it again, and raises
             logger.warning("the next step's rollouts are not fetched ahead: %s", error)
-
-
-def listen_ahead(fetch: Callable[[Shares], None], group: WorkerGroup) -> None:
-    """Has a follower do as it is told by the leader's `Foresight`, in a thread that ends with its
-    connection."""
-
-    def listen() -> None:
-        while True:
-            try:
-                shares = group.receive_ahead()
-            except RuntimeError as error:  # DistError among them
-                logger.info("the leader is gone: %s", error)
-                return
-            try:
-                fetch(shares)
-            except Exception as error:  # as above
-                logger.warning("rollouts are not fetched ahead: %s", error)
-
-    threading.Thread(target=listen, name="ahead", daemon=True).start()

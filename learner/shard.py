@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -66,14 +65,14 @@ from learner.sharding import (
     shard,
     shard_fingerprints,
 )
-from learner.state import CopyCost, MomentsCopy, write_tensors
+from learner.state import CopyCost, copied, write_tensors
 
 
 class ModelShard:
     """A shard of a model, of its optimizer, and of an EMA or lagged teacher that follows it.
 
-    Weights, gradients and moments are fp32. Methods with one argument are orders, see
-    `LearnerWorker`; the leader's come from `learner.learner`.
+    Weights, gradients and moments are fp32. Methods with one argument are called on all workers,
+    see `LearnerWorker`.
 
     Raises:
         CheckpointError: the initial checkpoint cannot be loaded.
@@ -83,9 +82,8 @@ class ModelShard:
     def __init__(self, config: LearnerConfig, group: WorkerGroup) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed + group.rank)
-        self.progress = Progress()  # counts forward passes, backward passes and orders
+        self.progress = Progress()  # counts forward passes, backward passes and calls
         self.device = resolve_device(config.device)
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
         holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
         share = group.share_here(self.device)
@@ -127,6 +125,7 @@ class ModelShard:
         self.optimizer = build_optimizer(self.model, config.learner)
         self._update_check = UpdateCheck()
         self._accumulates = False
+        self._copied: dict[str, Tensor] = {}
         self.schedule = build_schedule(self.optimizer, config.learner, config.total_steps)
         if config.learner.offload_optimizer:
             offload_moments(self.optimizer)
@@ -285,17 +284,21 @@ class ModelShard:
         state = moments(self.model, self.optimizer)
         return state if self._shadow is None else {**state, **self._shadow.state()}
 
-    def copy_moments(self, _: None) -> MomentsCopy | None:
-        """Copy the tensors that `save_optimizer` writes, and return the copy on the leader.
+    def copy_moments(self, _: None) -> None:
+        """Copy the tensors that `save_optimizer` writes to main memory, for `write_moments`."""
+        self._copied = copied(self._state)
 
-        Other workers write theirs in a thread, concurrently with orders. Writing is collective: it
-        succeeds or fails on all workers, so the leader sees any failure.
+    def write_moments(self, path: str | None) -> None:
+        """Write the copy of `copy_moments`, and drop it; None: drop it only.
+
+        Collective in the lane `checkpoint`.
+
+        Raises:
+            CheckpointError: a worker could not write.
         """
-        copy = MomentsCopy(self._state, self._group)
-        if self._group.rank == 0:
-            return copy
-        self._aside.submit(copy.write)
-        return None
+        copy, self._copied = self._copied, {}
+        if path is not None:
+            write_tensors(path, copy, self._group.aside)
 
     def copy_cost(self, _: None) -> CopyCost:
         """Memory that `copy_moments` would need."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,7 +26,7 @@ from learner.plan import (
     LentPortion,
     Portion,
 )
-from learner.process_group import Order, WorkerGroup
+from learner.process_group import Lane, WorkerGroup
 from learner.sharding import Fingerprints, whole_fingerprints
 from learner.state import (
     CopyCost,
@@ -52,7 +52,7 @@ class ShardedModel:
         self, config: LearnerConfig, losses: Sequence[LossFunction], group: WorkerGroup
     ) -> None:
         self._group = group
-        self._ordering = threading.RLock()
+        self._turns: dict[Lane, threading.Lock] = defaultdict(threading.Lock)
         self.worker = LearnerWorker(config, losses, group)
 
     @property
@@ -81,18 +81,18 @@ class ShardedModel:
         """Release the memory of gradients and of cached blocks until the next pass."""
         self.on_all("rest")
 
-    def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+    def on_each(self, method: str, arguments: Sequence[Any], lane: Lane = "main") -> list[Any]:
         """Call a method on every worker, each with its own argument; return the results by rank.
 
-        Calls are serialised by a lock: the transports of a push gather weights in several threads.
+        A lane has one call at a time: the transports of a push gather weights in several threads.
         """
-        with self._ordering:
-            self._group.send([Order(method, argument) for argument in arguments])
-            return self._group.collect(self.worker.carry_out(method, arguments[0]))
+        with self._turns[lane]:
+            results = self._group.followers(method, arguments[1:], lane)
+            return [self.worker.execute(method, arguments[0]), *results()]
 
-    def on_all(self, method: str, argument: Any = None) -> list[Any]:
+    def on_all(self, method: str, argument: Any = None, lane: Lane = "main") -> list[Any]:
         """Call a method on every worker with the same argument; return the results by rank."""
-        return self.on_each(method, [argument] * self._group.size)
+        return self.on_each(method, [argument] * self._group.size, lane)
 
     def fingerprints(self) -> Fingerprints:
         """Fingerprints of every trained tensor's weights, and of its gradient while it exists."""
@@ -164,9 +164,11 @@ class ShardedModel:
         write_adapter = None
         if (lora := self.worker.lora) is not None:
             write_adapter = partial(save_adapter, lora=lora, tensors=copied(self._adapter()))
+        weights = copied_weights(self.weights())
+        self.on_all("copy_moments")
         return StateCopy(
-            weights=copied_weights(self.weights()),
-            moments=self.on_all("copy_moments")[0],
+            weights=weights,
+            write_moments=partial(self.on_all, "write_moments", lane="checkpoint"),
             trainer=deepcopy(self._trainer_state()),
             write_model=partial(self._export, tokenizer),
             write_adapter=write_adapter,

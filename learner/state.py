@@ -6,11 +6,8 @@
 No file of a checkpoint is a pickle: reading another person's checkpoint runs none of its code.
 
 For `StateCopy` each worker copies its own shard of AdamW's moments to main memory, and the leader
-the weights as well. All workers write the moments together, in separate threads and with a separate
-process group, because the next step's collectives run meanwhile.
-
-    leader's thread      write -> path ------> moments -> model, adapter, schedule, RNG
-    followers' threads            waits for: path    unblocked by: the leader's `write` or `drop`
+the weights as well. All workers write the moments together, in the lane `checkpoint` and with a
+process group of their own, because the next step's collectives run meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 from distill.errors import CheckpointError
 from distill.weights.model_weights import HeldWeights, Weights, names_of, plan_buckets
-from learner.process_group import WorkerGroup
 from learner.sharding import local
 
 TRAINER = "trainer.json"
@@ -175,33 +171,12 @@ class CopyCost(NamedTuple):
     free: int
 
 
-class MomentsCopy:
-    """A worker's shard of AdamW's moments. Each worker calls `write` once, in a thread."""
-
-    def __init__(self, state: Mapping[str, Tensor], group: WorkerGroup) -> None:
-        self._state = {name: _in_memory(tensor) for name, tensor in state.items()}
-        self._group = group
-
-    def write(self, path: str | None = None) -> None:
-        """Write the copy to the leader's `path`, together with all workers, and drop it.
-
-        The leader passes the path, or None to drop the copy only; other workers pass nothing.
-
-        Raises:
-            CheckpointError: a worker could not write.
-        """
-        try:
-            path = self._group.agree_aside(path)
-            if path is not None:
-                write_tensors(path, self._state, self._group.aside)
-        finally:
-            self._state = {}
-
-
 class StateCopy:
     """Copy of the complete state of a checkpoint. It is written once, in any thread, or dropped.
 
     Args:
+        write_moments: writes all workers' copies of the moments to a directory, and drops them;
+            None: drops them only.
         write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
         write_adapter: writes the adapter; None if there is none.
     """
@@ -210,12 +185,12 @@ class StateCopy:
         self,
         *,
         weights: HeldWeights,
-        moments: MomentsCopy,
+        write_moments: Callable[[str | None], object],
         trainer: TrainerState,
         write_model: Callable[[Path, Weights], None],
         write_adapter: Callable[[Path], None] | None,
     ) -> None:
-        self._weights, self._moments, self._trainer = weights, moments, trainer
+        self._weights, self._write_moments, self._trainer = weights, write_moments, trainer
         self._write_model, self._write_adapter = write_model, write_adapter
         self._begun = False
 
@@ -225,7 +200,7 @@ class StateCopy:
         Raises: as `Learner.save`.
         """
         self._begun = True
-        self._moments.write(str(path / "optimizer"))  # first: the other workers wait for it
+        self._write_moments(str(path / "optimizer"))
         self._write_model(path / "model", self._weights)
         if self._write_adapter is not None:
             self._write_adapter(path / "adapter")
@@ -235,7 +210,7 @@ class StateCopy:
         """Free the memory on every worker. The copy cannot be written afterwards."""
         if not self._begun:
             self._begun = True
-            self._moments.write(None)
+            self._write_moments(None)
         self._weights, self._write_adapter = HeldWeights({}), None
 
 

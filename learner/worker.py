@@ -1,8 +1,8 @@
-"""One worker of a learner: the orders that it executes on its shard of model and optimizer.
+"""One worker of a learner: the methods that it runs on its shard of model and optimizer.
 
-The collectives of an order (gathering a layer's weights, summing a gradient) run in the same
-sequence on all workers, so each worker gets the same number of micro-batches, and each order goes
-to all workers.
+The collectives of a method (gathering a layer's weights, summing a gradient) run in the same
+sequence on all workers, so each worker gets the same number of micro-batches, and each method is
+called on all workers (`ShardedModel.on_each`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from learner.plan import (
 )
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
-from learner.rollout_share import Built, KeptRow, RolloutShare, Shares, listen_ahead
+from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
 from learner.routers import RouterBalance
 from learner.shard import ModelShard
 from learner.sharding import (
@@ -69,8 +69,8 @@ class LearnerWorker(ModelShard):
         self._stages = Stages(self.device)
         self._balance = RouterBalance(self.model) if config.learner.router_aux_coef else None
 
-    def carry_out(self, method: str, argument: Any) -> Any:
-        """Execute an order and return its result."""
+    def execute(self, method: str, argument: Any) -> Any:
+        """Run a method by its name; the leader calls it on every worker."""
         answer = getattr(self, method)(argument)
         self.progress.mark()
         return answer
@@ -236,7 +236,7 @@ class LearnerWorker(ModelShard):
         return self._teachers.models[asked.model].logprobs(asked.batches)
 
     def reference_logprobs(self, asked: FrozenBatches) -> list[list[FloatArray]]:
-        """`logprobs` by a frozen checkpoint, which is loaded for the first such order."""
+        """`logprobs` by a frozen checkpoint, which is loaded by the first such call."""
         if self._reference is None or self._reference.path != asked.model:
             self._reference = FrozenModel(
                 asked.model,
@@ -278,8 +278,6 @@ class LearnerWorker(ModelShard):
             self._group,
             heads=() if loss.teachers is None else loss.teachers.heads,
         )
-        if self._group.rank > 0:
-            listen_ahead(self.fetch_ahead, self._group)
 
     @property
     def _rollouts(self) -> RolloutShare:
@@ -291,7 +289,7 @@ class LearnerWorker(ModelShard):
         return self._rollouts.hold(step)
 
     def fetch_ahead(self, step: Shares) -> None:
-        """Prefetch this worker's share of the next step's rollouts, concurrently with orders."""
+        """Prefetch this worker's share of the next step's rollouts; runs in the lane `ahead`."""
         self._rollouts.fetch_ahead(step)
 
     def add_reference(self, _: None) -> None:
@@ -335,10 +333,3 @@ class LearnerWorker(ModelShard):
             for row, logprobs_N in zip(rows_B, of_batch, strict=True)
         }
         return [by_row[id(row)] for row in rows]
-
-
-def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
-    """Loop of a worker other than rank 0: receive an order, execute it, send the result."""
-    while True:
-        order = group.receive()
-        group.answer(worker.carry_out(order.method, order.argument))

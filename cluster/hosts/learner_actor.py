@@ -23,7 +23,6 @@ from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
-from distill.records import TrajectorySource
 from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.canaries import CopyAnswer, CopyQuestion
@@ -51,7 +50,6 @@ from learner.policy_loss import (
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop, with_reference
 from learner.trace import NO_TRACE, Tracing
-from learner.worker import LearnerWorker, follow
 
 # Supervised rows that are trained together with rollouts: how many an update has, and the default
 # of `sft.coef`.
@@ -72,32 +70,6 @@ class TrainingLoop(Protocol):
     def save(self) -> Checkpoint: ...
 
     def begin_save(self) -> Checkpoint | None: ...
-
-
-class LearnerFollower:
-    """Hosts a follower: it holds its share of the model and executes the leader's commands."""
-
-    def __init__(
-        self,
-        config: LearnerConfig,
-        build_losses: Callable[[WorkerGroup], Sequence[LossFunction]],
-        membership: Membership,
-        source: TrajectorySource | None,
-    ) -> None:
-        """`source`: where the worker reads rollouts; None if its learner trains on none."""
-        self._group = WorkerGroup(membership, resolve_device(config.device))
-        losses = build_losses(self._group)
-        self._worker = LearnerWorker(config, losses, self._group)
-        if source is not None:
-            self._worker.take_rollouts_from(source, policy_loss_of(losses))
-
-    def progress(self) -> WorkDone:
-        """See `LearnerActor.progress`."""
-        return WorkDone(self._worker.progress.count)
-
-    def serve(self) -> None:
-        """Execute the leader's commands; ends with an error when the leader ends."""
-        follow(self._worker, self._group)
 
 
 class LearnerActor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from cluster.config.supervised import SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.handles.node import nodes_alive
 from cluster.hosts.actors import maker
+from cluster.hosts.followers import FOLLOWER_GROUPS, ActorFollowers, LearnerFollower
 from cluster.hosts.learner_actor import (
     LearnerActor,
-    LearnerFollower,
     Publishers,
     TrainingLoop,
     build_policy_loop,
@@ -56,7 +56,7 @@ _SAMPLE_EVERY = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerActors:
-    """The learner's workers. All calls go to the leader; the followers `serve` it.
+    """The learner's workers. The driver calls the leader, and the leader the followers.
 
     `meeting_point` is the store of their process group; it lives as long as this object.
     """
@@ -165,43 +165,40 @@ def make_learners(
     attempt: int,
     source: TrajectorySource | None = None,
 ) -> LearnerActors:
-    """Create the leader, whose loop is built by `build(membership=...)`, and the followers.
-
-    The followers serve from the start; they read rollouts from `source`.
+    """Create the leader, whose loop is built by `build(membership=...)`, and the followers, which
+    read rollouts from `source`.
     """
-    workers = config.learner.workers
-    meeting_point, memberships = None, [None] * workers
-    if workers > 1:
-        address = own_address(nodes_alive() == 1)
-        meeting_point = open_store(address, config.cluster.no_progress_s)
-        memberships = [
-            Membership(
-                address=address,
-                port=meeting_point.port,
-                rank=rank,
-                size=workers,
-                timeout_s=config.cluster.no_progress_s,
-            )
-            for rank in range(workers)
-        ]
+    make, timeout_s = maker(config), config.cluster.no_progress_s
 
-    def options(rank: int) -> dict[str, Any]:
+    def options(rank: int, groups: Mapping[str, int]) -> dict[str, Any]:
         name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
-        groups = {"concurrency_groups": {HEALTH_GROUP: 1, JOIN_GROUP: 1}}
-        return placement.options(LEARNER, rank) | groups | {"name": name}
+        return placement.options(LEARNER, rank) | {"concurrency_groups": groups, "name": name}
 
-    make = maker(config)
-    actors = LearnerActors(
-        leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
-        followers=[
-            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], source)
+    meeting_point, leads, followers = None, None, []
+    if (workers := config.learner.workers) > 1:
+        address = own_address(nodes_alive() == 1)
+        meeting_point = open_store(address, timeout_s)
+        member = Membership(
+            address=address, port=meeting_point.port, rank=0, size=workers, timeout_s=timeout_s
+        )
+        followers = [
+            make(
+                LearnerFollower,
+                options(rank, FOLLOWER_GROUPS),
+                learner_config,
+                losses,
+                replace(member, rank=rank),
+                source,
+            )
             for rank in range(1, workers)
-        ],
-        meeting_point=meeting_point,
+        ]
+        leads = replace(member, followers=ActorFollowers(actors=followers, timeout_s=timeout_s))
+    leader = make(
+        LearnerActor,
+        options(0, {HEALTH_GROUP: 1, JOIN_GROUP: 1}),
+        partial(build, membership=leads),
     )
-    for worker in actors.followers:
-        worker.serve.remote()
-    return actors
+    return LearnerActors(leader=leader, followers=followers, meeting_point=meeting_point)
 
 
 def learner_spec(config: CommonConfig) -> ActorSpec:

@@ -16,8 +16,9 @@ from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.learner import Learner
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
-from learner.worker import LearnerWorker, follow
+from learner.process_group import Membership, WorkerGroup
+from learner.worker import LearnerWorker
+from tests.learner.piped_followers import Seat, meet, serve
 
 WORKERS = 2
 _DEADLINE_S = 240.0
@@ -46,19 +47,13 @@ def tell(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    store = open_store(LOOPBACK, _DEADLINE_S)
+    store, (leads, *others) = meet(workers, context, _DEADLINE_S)
     reader, writer = context.Pipe(duplex=False)
-    members = [
-        Membership(
-            address=LOOPBACK, port=store.port, rank=rank, size=workers, timeout_s=_DEADLINE_S
-        )
-        for rank in range(workers)
-    ]
-    arguments = (config, losses, members[0], str(scratch), story, given, writer)
+    arguments = (config, losses, leads.membership, str(scratch), story, given, writer)
     leader = context.Process(target=_lead, args=arguments, daemon=True)
     followers = [
-        context.Process(target=_follow, args=(config, losses, member, source), daemon=True)
-        for member in members[1:]
+        context.Process(target=_follow, args=(config, losses, seat, source), daemon=True)
+        for seat in others
     ]
     processes = [leader, *followers]
     for process in processes:
@@ -72,6 +67,7 @@ def tell(
         for process in processes:
             process.kill()
             process.join()
+        del store
 
 
 def _lead(
@@ -94,18 +90,18 @@ def _lead(
 def _follow(
     config: LearnerConfig,
     losses: Sequence[LossFunction] | MakeLosses,
-    membership: Membership,
+    seat: Seat,
     source: TrajectorySource | None,
 ) -> None:
     torch.set_num_threads(config.threads)
-    group = WorkerGroup(membership, config.device)
+    group = WorkerGroup(seat.membership, config.device)
     made = _made(losses, group)
     worker = LearnerWorker(config, made, group)
     if source is not None:
         loss = made[0]
         assert isinstance(loss, PolicyObjectiveLoss)
         worker.take_rollouts_from(source, loss)
-    follow(worker, group)
+    serve(worker, seat)
 
 
 def _made(

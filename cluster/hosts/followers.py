@@ -1,0 +1,82 @@
+"""A learner's workers other than the leader: their actors, and the leader's calls of them.
+
+The driver creates them, and watches over each by its heartbeats. They are called by the leader
+alone, which has one call at a time in each lane (`ShardedModel.on_each`). A lane is a concurrency
+group of one thread, so its calls run in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from cluster.handles import calls, errors
+from cluster.hosts.learner_actor import policy_loss_of
+from cluster.supervision.supervise import HEALTH_GROUP, WorkDone
+from distill.models.loading import resolve_device
+from distill.records import TrajectorySource
+from learner.config import LearnerConfig
+from learner.forward import LossFunction
+from learner.process_group import Lane, Membership, WorkerGroup
+from learner.worker import LearnerWorker
+
+FOLLOWER_GROUPS = dict.fromkeys([HEALTH_GROUP, *get_args(Lane)], 1)
+
+
+class LearnerFollower:
+    """Hosts a follower: a worker that holds its share of the model, and runs what is called."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        build_losses: Callable[[WorkerGroup], Sequence[LossFunction]],
+        membership: Membership,
+        source: TrajectorySource | None,
+    ) -> None:
+        """`source`: where the worker reads rollouts; None if its learner trains on none."""
+        group = WorkerGroup(membership, resolve_device(config.device))
+        losses = build_losses(group)
+        self._worker = LearnerWorker(config, losses, group)
+        if source is not None:
+            self._worker.take_rollouts_from(source, policy_loss_of(losses))
+
+    def progress(self) -> WorkDone:
+        """See `LearnerActor.progress`."""
+        return WorkDone(self._worker.progress.count)
+
+    def execute(self, method: str, argument: Any) -> Any:
+        """Run a method of the worker; call it in the group of its lane."""
+        return self._worker.execute(method, argument)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorFollowers:
+    """`Followers` that are actors.
+
+    Attributes:
+        actors: of `LearnerFollower`, by rank, from rank 1.
+        timeout_s: longest that the leader waits for a follower after its own part of a call.
+    """
+
+    actors: Sequence[Any]
+    timeout_s: float
+
+    def __call__(
+        self, method: str, arguments: Sequence[Any], lane: Lane
+    ) -> Callable[[], list[Any]]:
+        begun = [
+            actor.execute.options(concurrency_group=lane).remote(method, argument)
+            for actor, argument in zip(self.actors, arguments, strict=True)
+        ]
+
+        def results() -> list[Any]:
+            try:
+                return calls.get(begun, timeout=self.timeout_s)
+            except errors.GetTimeoutError:
+                raise TimeoutError(
+                    f"a learner worker did not end {method} within {self.timeout_s:.0f} s of the "
+                    "leader"
+                ) from None
+
+        return results
