@@ -17,7 +17,7 @@ from actors.sglang.plugin.row_temperatures import RequestRows, ScaledRows
 from benchmarks.gpu.measure import held_bytes, peak_bytes, seconds
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
 from distill.gpu import GIB
-from distill.weights.digests import tensor_checksum, word_sum
+from distill.weights.digests import sum_by_kernel, sum_by_torch, tensor_checksum, word_sum
 from distill.weights.lending import BucketLender, CudaMemory
 from distill.weights.model_weights import TensorLayout
 
@@ -64,8 +64,11 @@ def digest_cost(setting: Setting) -> Numbers:
     gib = size / GIB
     made: Numbers = {
         "digest_s_a_gib": seconds(setting, lambda: word_sum(data)) / gib,
+        "digest_by_torch_s_a_gib": seconds(setting, lambda: sum_by_torch(data)) / gib,
         "checksum_s_a_gib": seconds(setting, lambda: tensor_checksum(data)) / gib,
     }
+    if setting.cuda:
+        require(torch.equal(sum_by_kernel(data), sum_by_torch(data)), "the kernel's sum differs")
     if setting.cuda and find_spec("sglang") is not None:
         from sglang.kernels.ops.memory.gpu_tensor_hash import (  # pyright: ignore[reportMissingImports]
             gpu_tensor_hash,

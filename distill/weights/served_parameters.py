@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distill.weights.digests import digest
+from distill.weights.digests import TensorDigests, digest
 from distill.weights.model_weights import COPY_BYTES, Weights
 
 # By rank: the digest of each parameter, by name.
@@ -147,13 +147,18 @@ def _kind(parameter: str) -> str:
 
 def expected_digests(rules: Mapping[str, ShardRule], weights: Weights, ranks: int) -> Digests:
     """Digests of these parameters, rank by rank, of a server that holds these weights."""
-    made: list[dict[str, str]] = [{} for _ in range(ranks)]
+    places: list[tuple[int, str]] = []
+    digests = TensorDigests()
     for names, tensors in _gathered({n: r.sources for n, r in rules.items()}, weights):
         for name in names:
             for rank in range(ranks):
                 part = rules[name].make(tensors, rank, ranks)
                 assert part is not None, f"{name} was cut so before"
-                made[rank][name] = digest(part)
+                digests.add(part)
+                places.append((rank, name))
+    made: list[dict[str, str]] = [{} for _ in range(ranks)]
+    for (rank, name), found in zip(places, digests.read(), strict=True):
+        made[rank][name] = found
     return made
 
 

@@ -1,9 +1,16 @@
-"""Digests are SGLang's: those of its Triton kernel, and of its fall-back on a CPU."""
+"""Digests are SGLang's: those of its Triton kernel, and of its fall-back on a CPU.
+
+Our kernel is run by Triton's interpreter, and compiled for an H100, which takes no GPU.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +60,40 @@ def test_a_sum_of_words_is_that_of_the_kernel(size: int, dtype: torch.dtype, ker
     assert word_sum(data) == kernel
     if size < 100_000:
         assert slow(data.numpy().tobytes()) == kernel
+
+
+INTERPRETED = """
+import torch
+from distill.weights.digests import sum_by_kernel, sum_by_torch
+for size, dtype in ((0, torch.int8), (3, torch.bfloat16), (8192, torch.float32)):
+    data = torch.arange(size).to(dtype).view(torch.uint8)
+    assert torch.equal(sum_by_kernel(data), sum_by_torch(data)), size
+data = torch.randint(0, 256, (3 * 32768 + 9,), dtype=torch.uint8)
+for start, end in ((0, None), (1, None), (4, -1), (8, 12)):
+    part = data[start:end]
+    assert torch.equal(sum_by_kernel(part), sum_by_torch(part)), (start, end)
+"""
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from distill.weights.digests import KERNEL_CONSTANTS as CONSTANTS
+from distill.weights.word_sum_kernel import add_tiles
+types = {"words": "*i32", "total": "*i64", "count": "i32"} | dict.fromkeys(CONSTANTS, "constexpr")
+source = ASTSource(fn=add_tiles, signature=types, constexprs=CONSTANTS)
+assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+@pytest.mark.parametrize(
+    "program, interpreted", [(INTERPRETED, True), (COMPILED, False)], ids=["bits", "H100"]
+)
+def test_our_kernel_gives_the_same_sum(program: str, interpreted: bool, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_nothing_has_a_sum() -> None:

@@ -1,0 +1,73 @@
+"""What a GPU would be given, counted without one: `python -m benchmarks.launches`.
+
+Operations of torch that launch a kernel, and waits of the host for the device. docs/gpu.md has the
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.push_model import MODELS, Shape, layouts
+from distill.weights.digests import TILE, TILES, sum_by_torch
+
+# Operations that return a view, or only allocate.
+_NO_KERNEL = {"view", "slice", "unsqueeze", "select", "detach", "empty"}
+_FUSED = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")}
+_FUSED |= {part: "gate_up_proj" for part in ("gate_proj", "up_proj")}
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts the operations within it that launch a kernel on a GPU, at least one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        self.kernels += name not in _NO_KERNEL
+        return func(*args, **(kwargs or {}))
+
+
+def served_sizes(shape: Shape) -> list[int]:
+    """Bytes of each parameter of a server of one GPU: of q, k, v and of gate, up as one."""
+    sizes: Counter[str] = Counter()
+    for tensor in layouts(shape):
+        place, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
+        sizes[f"{place}.{_FUSED.get(kind, kind)}"] += tensor.nbytes
+    return list(sizes.values())
+
+
+def digest_kernels(sizes: Iterable[int]) -> tuple[int, int]:
+    """(by torch, by the kernel) kernels of the digests of parameters of these sizes in bytes."""
+    portion = 4 * TILE * TILES
+    with KernelCount() as one:
+        sum_by_torch(torch.zeros(portion, dtype=torch.uint8))
+    with KernelCount() as two:
+        sum_by_torch(torch.zeros(2 * portion, dtype=torch.uint8))
+    each = two.kernels - one.kernels
+    portions = [-(-size // portion) for size in sizes]
+    by_torch = sum(portions) * each + len(portions) * (one.kernels - each)
+    return by_torch, 2 * len(portions) + 1  # zeros, the sum; and all sums as one
+
+
+def main() -> None:
+    for shape in MODELS[:2]:
+        sizes = served_sizes(shape)
+        by_torch, by_kernel = digest_kernels(sizes)
+        print(
+            f"digests of {shape.name}, {len(sizes)} parameters: {by_torch} kernels by torch, "
+            f"{by_kernel} by the kernel; {len(sizes)} waits one by one, 1 together"
+        )
+
+
+if __name__ == "__main__":
+    main()
