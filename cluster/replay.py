@@ -113,6 +113,13 @@ class StepReplay:
                 f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
                 f"them with train_from={out}"
             )
+        if self.config.teacher_heads:
+            raise ConfigError(
+                f"out={out} learned from hidden states of its teacher (teacher.head=), which are "
+                "not kept: no step of it can be done again. Steps of a run with estimator=top_k, "
+                "or with the whole teacher in the learner (no teacher.head=), can",
+                field="teacher.head",
+            )
         self._directory = RunDirectory(self.config.recipe, self.config)
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)
@@ -147,12 +154,6 @@ class StepReplay:
         from distill.models.loading import resolve_device
         from learner.checkpoint import CheckpointStore
 
-        if config.teacher_heads:
-            raise ConfigError(
-                "a step that learns from hidden states of its teacher (teacher.head=) cannot be "
-                "computed again: they are not kept. With another estimator= it can",
-                field="teacher.head",
-            )
         device = resolve_device(config.cluster.device)
         learner_config = config.policy_learner(device, start, self._inputs.stops)
         return policy_loop(

@@ -86,6 +86,23 @@ def test_a_step_that_was_not_kept_says_which_were(out: Path, printed: Printed) -
     assert code == 2 and "These can: 4, 5, 6, 7" in told
 
 
+def test_a_step_from_hidden_states_is_refused(
+    tiny_pair: TinyPair, tmp_path: Path, printed: Printed
+) -> None:
+    cluster.run.run(
+        make(
+            "opd",
+            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
+            out=str(tmp_path / "run"), temperature=0.7, steps=1, prompts_per_step=2, group_size=1,
+            max_new_tokens=3, eval_size=0, engine="embedded", local=True, lr=3e-3,
+            estimator="full", checkpoint_every=1, keep=1, **{"teacher.head": tiny_pair.teacher},
+        ),
+        Console(quiet=True),
+    )  # fmt: skip
+    code, told = printed(f"out={tmp_path / 'run'}", "step=1")
+    assert code == 2 and "teacher.head=" in told and "estimator=top_k" in told
+
+
 def test_groups_that_cannot_be_read_are_named(out: Path, printed: Printed) -> None:
     path = out / "groups" / "step-000006.arrow"
     written = path.read_bytes()
