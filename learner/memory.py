@@ -96,9 +96,12 @@ def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
 
 
 def head_bytes(model: str, dtype: str) -> int:
-    """Bytes of a model's vocabulary projection."""
+    """Bytes of a teacher's head in a worker (`learner.frozen.TeacherHead`): in the precision of its
+    checkpoint, and again in the `dtype` of its states where that is another."""
     config = load_config(model)
-    return vocab_size(config) * config.get_text_config().hidden_size * DTYPE_BYTES[dtype]
+    text = config.get_text_config()
+    held = {text.dtype or config.dtype or torch.float32, getattr(torch, dtype)}
+    return vocab_size(config) * text.hidden_size * sum(each.itemsize for each in held)
 
 
 def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:

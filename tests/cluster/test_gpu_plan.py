@@ -100,6 +100,21 @@ def numbers(text: str, *names: str) -> list[float]:
     return [float(re.search(rf"{name} (\d+\.\d)", text)[1]) for name in names]  # pyright: ignore
 
 
+@pytest.mark.parametrize(("dtype", "held"), [("bfloat16", 1.4), ("float32", 4.3)])
+def test_every_worker_has_the_whole_head_of_a_served_teacher(
+    eight: Opd, pair: dict[str, str], tmp_path: Path, dtype: str, held: float
+) -> None:
+    """151,936 x 5,120, in bfloat16; also in float32 where the checkpoint is."""
+    head, teacher = tmp_path / "head", Path(pair["teacher"])
+    head.mkdir()
+    for path in teacher.glob("*.safetensors"):  # a copy would not be hollow
+        (head / path.name).symlink_to(path)
+    config = json.loads((teacher / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    learner = line(eight(**{"estimator": "full", "teacher.head": str(head)}), "learner")
+    assert numbers(learner, "weights", "copies of teachers") == [3.8, held]
+
+
 def test_workers_share_the_copy_of_a_teacher(eight: Opd) -> None:
     """32.8 B parameters of 2 bytes on eight GPUs, which engines that are awake find taken, too."""
     config = eight(estimator="full")
