@@ -46,7 +46,7 @@ from distill.errors import ConfigError
 def chosen(asked):
     config = make("sft", model="M", data="D.jsonl", out="O", lr=1e-3, steps=1, device=asked)
     try:
-        return with_device(config)[0].device
+        return with_device(config)[0].cluster.device
     except ConfigError:
         return "refused"
 print(*map(chosen, ("cpu", "auto", "cuda")))
