@@ -1,27 +1,32 @@
 """The turn of a server on GPUs that several servers of one node use: one is awake, others sleep.
 
-    line    lock of whoever has the next turn; the holder of the turn sees by it that others wait
-    turn    lock of the server that is awake
+    byte 0        lock of the server that has the turn
+    byte 1        of whoever is next; the holder of the turn sees by it that others wait
+    bytes 2, ...  of those behind: each moves up when the byte before its own is free
 
-Both are locks of files (flock), which the kernel takes back however their holder ends. The server's
-launcher holds the turn, too (actors/sglang/server.py): the turn of an engine that dies lasts until
-its server's processes, and so their memory on the GPUs, are gone.
+The locks are those of an open file description (fcntl(2)), which the kernel takes back however
+their holder ends. The server's launcher holds them, too (actors/sglang/server.py): the turn of an
+engine that dies lasts until its server's processes, and so their memory on the GPUs, are gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
+import struct
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 _POLL_S = 0.05
+# Place of whoever begins to wait; more than that wait before it, in no order.
+_LAST = 63
+# `struct flock`: type, whence, start, length, process.
+_FLOCK = "hhqqi4x"
 
 
 class GpuTurn:
-    """One server's part in the turns: it waits, holds the turn, or does neither.
+    """One server's part in the turns: it waits, has the turn, or does neither.
 
     Args:
         path: file of the turn; all servers that share the GPUs are given the same one.
@@ -29,65 +34,63 @@ class GpuTurn:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._turn = path.open("ab")
-        self._line = path.with_name(path.name + ".next").open("ab")
-        self._is_next = False
+        self._file = path.open("ab")
+        self._place: int | None = None  # in the line; 0: it has the turn; None: neither
 
     @property
     def file(self) -> int:
-        """Descriptor of the turn's lock, for the process that holds it beside this one."""
-        return self._turn.fileno()
+        """Descriptor of the locks, for the process that holds them beside this one."""
+        return self._file.fileno()
 
     @property
     def wanted(self) -> bool:
-        """True if another server waits for the turn; ask while this one holds it."""
-        if not _locked(self._line):
-            return True
-        _unlock(self._line)
-        return False
+        """True if another server waits for the turn; ask while this one has it."""
+        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, 1))
+        return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
 
     def take(self) -> None:
         """Wait for the turn."""
-        while not self._tried():
+        while not self._moved_up():
             time.sleep(_POLL_S)
 
     async def taken(self) -> None:
         """`take`, for coroutines. One that is cancelled waits no longer."""
         try:
-            while not self._tried():
+            while not self._moved_up():
                 await asyncio.sleep(_POLL_S)
-        finally:
-            self._leave_line()
+        except asyncio.CancelledError:
+            self.give()
+            raise
 
     def give(self) -> None:
-        """Let the next server have the turn."""
-        _unlock(self._turn)
+        """Let the next server have the turn, or leave the line."""
+        if self._place is not None:
+            self._unlock(self._place)
+            self._place = None
 
     def close(self) -> None:
         """Give up the turn, or the wait for it, unless the server's launcher still runs."""
-        self._turn.close()
-        self._line.close()
+        self._file.close()
 
-    def _tried(self) -> bool:
-        self._is_next = self._is_next or _locked(self._line)
-        if not (self._is_next and _locked(self._turn)):
+    def _moved_up(self) -> bool:
+        """Take places in the line up to one that is taken; True if it has the turn."""
+        if self._place is None and self._locked(_LAST):
+            self._place = _LAST
+        while self._place and self._locked(self._place - 1):
+            self._unlock(self._place)
+            self._place -= 1
+        return self._place == 0
+
+    def _locked(self, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(fcntl.F_WRLCK, byte))
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by the file system
             return False
-        self._leave_line()
         return True
 
-    def _leave_line(self) -> None:
-        if self._is_next:
-            _unlock(self._line)
-            self._is_next = False
+    def _unlock(self, byte: int) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, byte))
 
 
-def _locked(file: BinaryIO) -> bool:
-    """Lock the file if nobody else has; True if this process holds it now."""
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _unlock(file: BinaryIO) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)
+def _range(kind: int, byte: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)

@@ -1,15 +1,18 @@
-"""An engine of a frozen model whose server takes turns on its GPUs with those of other models.
+"""An engine whose server takes turns on its GPUs with those of other engines.
 
-    start   wait for the turn -> start the server -> first answers to fixed rows (canaries)
-    sleep   another waits for the turn -> calls under way end -> release all memory -> give the turn
-    wake    a call waits -> wait for the turn -> take memory and weights back -> prove the weights
+    start   wait for the turn -> start the server
+    sleep   another waits for the turn -> answers to fixed rows (canaries), if the weights are new
+            -> calls under way end -> release all memory -> give the turn
+    wake    a call, or weights, wait -> wait for the turn -> take memory and weights back -> prove
+            the weights
 
 SGLang copies the weights to main memory when they leave the GPUs, and back. A server that woke with
-other weights, or with none, would score as if nothing had happened: so the same rows are scored
+other weights, or with none, would answer as if nothing had happened: so the same rows are scored
 after every awakening, before any call that has waited. Answers that differ are the engine's end.
 
 A change of turns costs seconds, so an engine that has the turn keeps it for as long as a change
-takes after its last call, and under load for several times as long.
+takes after its last call. Calls without such a pause keep it for longer, samples above all: a step
+has so many of them, and until the last has ended they keep the batch full.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import Use
+from distill.engine import WeightSource
 from distill.errors import EngineLost
 from distill.handshake.canary import COMPANY, CanaryRows, FirstAnswers
 
@@ -31,14 +38,15 @@ logger = logging.getLogger(__name__)
 _TEMPERATURE = 0.7
 # How often a server that has the turn looks whether others wait for it, seconds.
 _LOOK_S = 0.1
-# Longest turn under load while others wait, as a multiple of what a change of turns takes.
-_LONGEST = 10.0
+# Longest turn without a pause while others wait, as a multiple of what a change of turns takes:
+# of scorings, and while samples are under way.
+_LONGEST, _LONGEST_SAMPLING = 10.0, 100.0
 # A pool of engines sends a request to one that sleeps only where others have so much more to do.
 _ASLEEP_QUEUE = 64
 
 
 class TurnTakingEngine(HostedSglangEngine):
-    """A `HostedSglangEngine` that is awake by turns; calls wait while it sleeps.
+    """A `HostedSglangEngine` that is awake by turns; calls, and new weights, wait while it sleeps.
 
     Args:
         turn: file of the turn, the same for all engines that share the GPUs.
@@ -47,8 +55,9 @@ class TurnTakingEngine(HostedSglangEngine):
 
     def __init__(self, *, turn: str, **settings: Any) -> None:
         super().__init__(turn=turn, **settings)
-        self._canary: FirstAnswers | None = None
+        self._canary: tuple[int | None, FirstAnswers] | None = None  # of a weight version
         self._turns: asyncio.Task[None] | None = None
+        self._sleeping = asyncio.Lock()  # held from falling asleep until it has woken
         self._change_s = 0.0  # what falling asleep and waking took last
 
     async def health(self) -> int:
@@ -57,13 +66,22 @@ class TurnTakingEngine(HostedSglangEngine):
         Raises:
             EngineLost: its server failed to sleep or to wake, or woke with other weights.
         """
-        if self._turns is not None and self._turns.done():
-            self._turns.result()
+        self._require_turns()
         return await super().health()
 
     async def queue_length(self) -> int:
         """See `Engine.queue_length`; of an engine that sleeps, as if it were longer."""
         return await super().queue_length() + _ASLEEP_QUEUE * self._session().asleep
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        """See `Engine.load_weights`."""
+        async with self._awake():
+            return await super().load_weights(weights, version)
+
+    async def weight_checksums(self) -> list[dict[str, str]]:
+        """See `EmbeddedEngine.weight_checksums`."""
+        async with self._awake():
+            return await super().weight_checksums()
 
     async def close(self) -> None:
         """See `HostedSglangEngine.close`."""
@@ -73,49 +91,71 @@ class TurnTakingEngine(HostedSglangEngine):
 
     async def _start(self, server: SglangServer) -> None:
         await super()._start(server)
+        await self._info()  # asks the server what later calls need, while it is awake
+        assert server.turn is not None
+        self._turns = asyncio.create_task(self._take_turns(server.turn))
+
+    def _require_turns(self) -> None:
+        """Raises what has ended the taking of turns."""
+        if self._turns is not None and self._turns.done():
+            self._turns.result()
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """Context in which the server is awake, and stays so."""
+        await self._ready()
+        if self._sleeping.locked():
+            self._session().knock()
+        async with self._sleeping:
+            self._require_turns()
+            yield
+
+    async def _take_turns(self, turn: GpuTurn) -> None:
+        session = self._session()
+        while True:
+            await self._until_wanted(turn)
+            async with self._sleeping:
+                if self._canary is None or self._canary[0] != session.version:
+                    self._canary = session.version, await self._answers()
+                began = time.monotonic()
+                await session.sleep(whole=True)
+                turn.give()
+                slept_s = time.monotonic() - began
+                await session.held()
+                await turn.taken()
+                began = time.monotonic()
+                await session.wake(self._prove)
+                woke_s = time.monotonic() - began
+            self._change_s = slept_s + woke_s
+            logger.info("%s woke in %.1f s, %.1f s after its turn", self._model, woke_s, slept_s)
+
+    async def _until_wanted(self, turn: GpuTurn) -> None:
+        """Wait until another server waits for the turn, and this one has had its own."""
+        session, began = self._session(), time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            longest = (_LONGEST_SAMPLING if session.sampling else _LONGEST) * self._change_s
+            over = time.monotonic() - began >= longest
+            if (over or session.idle_s >= self._change_s) and turn.wanted:
+                return
+
+    async def _answers(self) -> FirstAnswers:
+        """Answers of the weights that the server is about to part from."""
         info = await self._info()
         rows = CanaryRows.of(info, _TEMPERATURE)
         answers = [
             rows.answer(await self._score(rows.with_company(number), Use())) for number in COMPANY
         ]
-        self._canary = FirstAnswers(info, rows, answers)
-        if why := self._canary.nondeterministic:
+        first = FirstAnswers(info, rows, answers)
+        if why := first.nondeterministic:
             raise EngineLost(f"{self._model} {why}")
-        self._turns = asyncio.create_task(self._take_turns(server))
-
-    async def _take_turns(self, server: SglangServer) -> None:
-        assert server.turn is not None
-        turn, session = server.turn, self._session()
-        while True:
-            await self._until_wanted(server)
-            began = time.monotonic()
-            await session.sleep()
-            turn.give()
-            slept_s = time.monotonic() - began
-            await session.held()
-            await turn.taken()
-            began = time.monotonic()
-            await session.wake(self._prove)
-            woke_s = time.monotonic() - began
-            self._change_s = slept_s + woke_s
-            logger.info("%s woke in %.1f s, %.1f s after its turn", self._model, woke_s, slept_s)
-
-    async def _until_wanted(self, server: SglangServer) -> None:
-        """Wait until another server waits for the turn, and this one has had its own."""
-        assert server.turn is not None
-        began = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            idle = self._session().idle_s >= self._change_s
-            over = time.monotonic() - began >= _LONGEST * self._change_s
-            if (idle or over) and server.turn.wanted:
-                return
+        return first
 
     async def _prove(self) -> None:
         """Raises EngineLost if the model answers otherwise than before it slept."""
         assert self._canary is not None
-        rows = self._canary.rows
-        verdict = self._canary.judge(rows.answer(await self._score(rows.requests, Use())))
+        _, first = self._canary
+        verdict = first.judge(first.rows.answer(await self._score(first.rows.requests, Use())))
         if not verdict.good:
             raise EngineLost(
                 f"{self._model} woke up other than it fell asleep, by its answers to the same "

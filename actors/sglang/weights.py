@@ -26,7 +26,7 @@ Where engine and learner share a GPU, the engine sleeps while the learner comput
 
 Until then every request waits, here or in the server's queue: nothing is served by weights that are
 no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples would need
-the cache. Frozen models wake with the weights that SGLang has kept in main memory
+the cache. Engines that take turns wake with the weights that SGLang has kept in main memory
 (actors/sglang/turns.py).
 
 An adapter is loaded beside the older ones instead (actors/sglang/adapters.py): nothing is paused,
@@ -151,8 +151,17 @@ class WeightSession:
         """Seconds since the last call ended; 0 while one is under way."""
         return min(self._scorings.idle_s, self._generations.idle_s)
 
+    @property
+    def sampling(self) -> bool:
+        """True while samples are under way."""
+        return self._generations.under_way
+
+    def knock(self) -> None:
+        """Note that somebody waits for a session that is asleep, as a call that waits does."""
+        self._held.set()
+
     async def held(self) -> None:
-        """Wait until a call waits for a session that is asleep."""
+        """Wait until somebody waits for a session that is asleep."""
         await self._held.wait()
 
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
@@ -175,7 +184,7 @@ class WeightSession:
 
     async def _admission(self) -> None:
         while not self._open.is_set():
-            self._held.set()
+            self.knock()
             await self._open.wait()
         self._check_whole()
 
@@ -243,8 +252,11 @@ class WeightSession:
         """Tells the load of this push, if it waits for a bucket, that none will come."""
         self._loads.end(push, why)
 
-    async def sleep(self) -> None:
-        """Has the server release its GPU memory; requests wait until weights have been loaded.
+    async def sleep(self, *, whole: bool = False) -> None:
+        """Has the server release its GPU memory; requests wait until it is awake again.
+
+        Args:
+            whole: samples under way end first, whatever becomes of them at a load.
 
         Raises:
             EngineError: it did not: it serves on, or, where it cannot be known, must be restarted.
@@ -254,7 +266,7 @@ class WeightSession:
                 return
             self._open.clear()
             try:
-                await self._quiet()
+                await self._quiet(whole=whole)
                 await self._pause()
                 await self._release()
             except BaseException:
@@ -282,10 +294,10 @@ class WeightSession:
                 self._held.clear()
                 self._open.set()
 
-    async def _quiet(self) -> None:
+    async def _quiet(self, *, whole: bool = False) -> None:
         """Waits for the requests under way that no load interrupts."""
         await self._scorings.ended()
-        if self._on_weight_update == "finish":
+        if whole or self._on_weight_update == "finish":
             await self._generations.ended()
         self._count += 1
 

@@ -306,6 +306,11 @@ class RolloutConfig(
         return ()
 
     @property
+    def policy_takes_turns(self) -> bool:
+        """True if the policy's engines take turns with those of the teachers."""
+        return False
+
+    @property
     def needs_teacher_logprobs(self) -> str:
         """Setting that reads log q_T of sampled tokens; "" without one or without a teacher."""
         return ""
@@ -410,7 +415,8 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         self.teacher.check_share(self.steps)
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
-        self.teacher.check_turns(self.teacher_models(), self.engine.kind, self.cluster)
+        self.teacher.check_turns(self.teacher_models(), self.engine, self.cluster)
+        self.teacher.check_policy_turns(self.policy, self.weights, self.cluster)
         self.teacher.check(
             self.teacher_models(),
             self.objective,
@@ -446,7 +452,11 @@ class OpdConfig(TeachersSettings, RolloutConfig):
 
     @property
     def teachers_by_turns(self) -> Sequence[str]:
-        return hosted(self.teacher_models()) if self.teacher.take_turns else ()
+        return () if self.teacher.gpus == "own" else hosted(self.teacher_models())
+
+    @property
+    def policy_takes_turns(self) -> bool:
+        return self.teacher.gpus == "policy"
 
     def scored_by_teacher(self) -> GroupShare:
         if self._scores_are_trained_on:

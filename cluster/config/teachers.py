@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import chz
 
-from actors.config import EngineChoice
+from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import LocalServerSettings
 from cluster.config.early_checks import OWN, model_field
-from cluster.config.pools import EnginePoolSettings, PolicyClusterSettings
+from cluster.config.pools import (
+    EnginePoolSettings,
+    PolicyClusterSettings,
+    PolicyPoolSettings,
+    WeightsSettings,
+)
 from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
 from distill.objective.settings import AUTO, OpdObjective
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, may_change_but, section_field
 from learner.config import ShadowRule
+
+TeacherGpus = Literal["own", "shared", "policy"]
 
 _NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
 
@@ -99,10 +106,11 @@ class TeacherSettings(EnginePoolSettings):
         "of rows)",
         metadata=ESSENTIAL,
     )
-    take_turns: bool = chz.field(
-        default=False,
-        doc="engines of several teachers are on the same GPUs and take turns there: all but one "
-        "sleep, as SGLang servers with their weights in main memory",
+    gpus: TeacherGpus = chz.field(
+        default="own",
+        doc="GPUs of the teachers' engines. own: of each; shared: one set for several teachers, "
+        "which take turns there: all but one sleep, as SGLang servers with their weights in main "
+        "memory; policy: those of the policy's engines, by turns with them",
         metadata=MAY_CHANGE,
     )
     lag: int = setting(
@@ -226,19 +234,21 @@ class TeacherSettings(EnginePoolSettings):
     def check_turns(
         self,
         teachers: Mapping[str, TeacherConfig],
-        engine: EngineChoice,
+        engine: PolicyEngineSettings,
         cluster: PolicyClusterSettings,
     ) -> None:
         """Raises ConfigError for teachers that cannot take turns on GPUs."""
-        if not self.take_turns:
+        if self.gpus == "own":
             return
-        setting, why = "teacher.take_turns", ""
-        if len(hosted(teachers)) < 2:
+        several = self.gpus == "shared"
+        setting, why = "teacher.gpus", ""
+        if self.moves or len(hosted(teachers)) < 1 + several:
+            of = "several teachers" if several else "teachers"
             why = (
-                "changes nothing: it is for several teachers whose servers the run starts "
-                "(teachers.NAME.model=DIR); leave it out"
+                f"is for {of} whose servers the run starts, from checkpoints of their own "
+                f"({'teachers.NAME.model' if several else 'teacher'}=DIR); leave it out"
             )
-        elif engine == "embedded":
+        elif engine.kind == "embedded":
             why = "needs engine=sglang: the embedded engine keeps its memory"
         elif cluster.local:
             why = "with local=True: engines that take turns are processes; leave one of them out"
@@ -252,10 +262,50 @@ class TeacherSettings(EnginePoolSettings):
             setting = "teacher.server_flags"
             why = (
                 f"with teacher.server_flags={self.server_flags}: a turn is taken on the GPUs of "
-                f"one node, not of {nodes}; leave --nnodes or teacher.take_turns out"
+                f"one node, not of {nodes}; leave --nnodes or teacher.gpus out"
+            )
+        elif self.gpus == "policy" and engine.on_weight_update == "in_place":
+            setting = "engine.on_weight_update"
+            why = (
+                "with on_weight_update=in_place: engines that sleep keep no cache; use "
+                "on_weight_update=continue"
             )
         if why:
-            raise ConfigError(f"teacher.take_turns=True {why}", field=setting)
+            raise ConfigError(f"teacher.gpus={self.gpus} {why}", field=setting)
+
+    def check_policy_turns(
+        self, policy: PolicyPoolSettings, weights: WeightsSettings, cluster: PolicyClusterSettings
+    ) -> None:
+        """Raises ConfigError for policy engines that cannot take turns with the teachers'."""
+        if self.gpus != "policy":
+            return
+        setting, why = "", ""
+        gpus, needed = (parallelism(each.server_flags).gpus for each in (policy, self))
+        if policy.size != self.size:
+            setting = "teacher.engines"
+            why = (
+                f"with policy.engines={policy.engines} teacher.engines={self.engines}: an engine "
+                f"of each is on the same GPUs; use policy.engines={self.size.smallest}"
+            )
+        elif gpus != needed:
+            setting = "policy.server_flags"
+            why = (
+                f"with servers of {gpus} GPUs for the policy and {needed} for a teacher: they are "
+                f"on the same GPUs; use --tp-size {needed} in policy.server_flags, too"
+            )
+        elif cluster.colocate != "no":
+            setting = "cluster.colocate"
+            why = (
+                f"with colocate={cluster.colocate}: turns are taken by engines, and the learner "
+                "has GPUs of its own; leave colocate out"
+            )
+        elif weights.transport == "adapter":
+            setting = "weights.transport"
+            why = (
+                "with weights=adapter: engines that sleep give their adapters up; use weights=auto"
+            )
+        if why:
+            raise ConfigError(f"teacher.gpus=policy {why}", field=setting)
 
     def template(self, correct_threshold: float) -> FeedbackTemplate | None:
         """Template of the prompts that the teacher sees; None to use those of the rows."""

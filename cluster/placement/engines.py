@@ -36,20 +36,21 @@ class RunEngines:
     def teacher(self, model: str, log_path: str) -> EngineConfig:
         """Settings of a teacher's engine, which may be asleep while those of others are awake."""
         engine = self._engine(model, log_path, self.config.teacher_flags)
-        turns = len(self.config.teachers_by_turns)
-        if not turns or engine.external:
-            return engine
-        beside = 0
+        taken = self.config.teachers_by_turns and not engine.external
+        return self._by_turns(engine) if taken else engine
+
+    def _by_turns(self, engine: EngineConfig) -> EngineConfig:
+        """The engine on whole GPUs, but for what others that are asleep there keep."""
+        beside, config = 0, self.config
         if self.device.startswith("cuda"):
             from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
-            beside = (turns - 1) * ASLEEP_BYTES
-        return chz.replace(
-            engine, sleeps=True, gpu_share=1.0, gpu_beside=beside, on_weight_update="finish"
-        )
+            others = len(config.teachers_by_turns) - (not config.policy_takes_turns)
+            beside = others * ASLEEP_BYTES
+        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
-        """Settings of a policy engine, which may be on the learner's GPUs.
+        """Settings of a policy engine, which may be on the learner's GPUs, or on a teacher's.
 
         Raises:
             ConfigError: engines sleep, and the size of the learner beside them is unknown.
@@ -58,6 +59,8 @@ class RunEngines:
         engine = chz.replace(
             self.evaluation(model, log_path), routed_experts=config.replays_routing()
         )
+        if config.policy_takes_turns:
+            return self._by_turns(engine)
         if config.shares_gpus(device):
             engine = chz.replace(engine, gpu_share=config.cluster.gpus_per_actor)
         if not config.engines_sleep:

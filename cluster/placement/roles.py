@@ -100,10 +100,11 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 
 def turn_roles(config: CommonConfig) -> tuple[str, ...]:
-    """Roles of the teachers whose engines take turns on the same GPUs; empty if none do."""
+    """Roles whose engines take turns on the same GPUs; empty if none do."""
     if not isinstance(config, RolloutConfig):
         return ()
-    return tuple(teacher_role(name) for name in config.teachers_by_turns)
+    teachers = tuple(teacher_role(name) for name in config.teachers_by_turns)
+    return (POLICY, *teachers) if config.policy_takes_turns else teachers
 
 
 def colocated(config: CommonConfig) -> list[tuple[str, ...]]:

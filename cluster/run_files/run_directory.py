@@ -94,8 +94,8 @@ class RunDirectory:
         return str(self.path / "logs" / f"{name}.log")
 
     def turn(self, index: int) -> Path:
-        """File of the turn on the GPUs that the teachers' engines of this index share."""
-        return self.path / "logs" / f"teachers-{index}.turn"
+        """File of the turn on the GPUs that engines of this index share."""
+        return self.path / "logs" / f"gpus-{index}.turn"
 
     @property
     def run_id(self) -> str:

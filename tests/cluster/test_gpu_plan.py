@@ -132,7 +132,7 @@ def test_teachers_that_take_turns_have_whole_gpus_but_for_what_sleepers_keep(
     eight: Opd, pair: dict[str, str]
 ) -> None:
     models = {f"teachers.{name}.model": pair["teacher"] for name in ("a", "b", "c")}
-    config = eight(teacher=None, **models, **{"teacher.take_turns": True})
+    config = eight(teacher=None, **models, **{"teacher.gpus": "shared"})
     for name in ("a", "b", "c"):
         planned = line(config, f"teacher {name}")
         # 32.8 B parameters of 2 bytes on four GPUs; of 79 GiB, 4 stay free, and 2 x 3 are asleep.
@@ -141,6 +141,20 @@ def test_teachers_that_take_turns_have_whole_gpus_but_for_what_sleepers_keep(
     described = describe_layout(config).splitlines()
     assert "placed   teacher a and teacher b and teacher c on the same GPUs, by turns" in described
     assert "needs    28 CPU, 12 GPU" in described
+
+
+def test_policy_and_teacher_may_take_turns_on_whole_gpus(eight: Opd) -> None:
+    config = eight(
+        colocate="no", gpus_per_actor=1.0, learner_workers=4, policy_engines=1,
+        policy_server_flags="--tp-size 4", **{"teacher.gpus": "policy"},
+    )  # fmt: skip
+    # Of 79 GiB, 4 stay free, and 3 are the other's that is asleep.
+    for role, weights in (("policy", 3.8), ("teacher", 15.3)):
+        planned = line(config, role)
+        assert numbers(planned, "weights") == [weights] and " of 72.0; 3.0 asleep, and" in planned
+    described = describe_layout(config).splitlines()
+    assert "placed   policy and teacher on the same GPUs, by turns" in described
+    assert "needs    12 CPU, 8 GPU" in described
 
 
 def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:

@@ -54,7 +54,7 @@ def by_turns(pair: TinyPair) -> dict[str, object]:
     """Settings of two teachers that take turns, instead of one."""
     models = {"a": pair.teacher, "b": pair.student}
     named = {f"teachers.{name}.model": model for name, model in models.items()}
-    return {"teacher": None, "engine": "sglang", "teacher.take_turns": True, **named}
+    return {"teacher": None, "engine": "sglang", "teacher.gpus": "shared", **named}
 
 
 def test_teachers_that_take_turns_share_gpus_and_others_do_not(
@@ -73,7 +73,7 @@ def test_teachers_that_take_turns_share_gpus_and_others_do_not(
     assert demands["teacher c"].needed == {} and demands["teacher c"].span == 1
     demands = {demand.name: demand for demand in placed_roles(config, "cpu")}
     assert demands["teacher a"].needed == {"CPU": 1} and demands["teacher a"].span == 1
-    apart = opd(**settings | {"teacher.take_turns": False})
+    apart = opd(**settings | {"teacher.gpus": "own"})
     demands = {demand.name: demand for demand in placed_roles(apart, "cuda")}
     assert demands["teacher a"].needed == {"CPU": 1, "GPU": 2}
 
@@ -81,9 +81,9 @@ def test_teachers_that_take_turns_share_gpus_and_others_do_not(
 @pytest.mark.parametrize(
     "changes, field",
     [
-        ({"teachers.b.model": "http://127.0.0.1:1"}, "teacher.take_turns"),
-        ({"engine": "embedded"}, "teacher.take_turns"),
-        ({"local": True}, "teacher.take_turns"),
+        ({"teachers.b.model": "http://127.0.0.1:1"}, "teacher.gpus"),
+        ({"engine": "embedded"}, "teacher.gpus"),
+        ({"local": True}, "teacher.gpus"),
         ({"teacher.engines": "1..3"}, "teacher.engines"),
         ({"teacher.server_flags": "--tp-size 2 --nnodes 2"}, "teacher.server_flags"),
     ],
@@ -93,6 +93,40 @@ def test_turns_that_cannot_be_taken_are_refused(
 ) -> None:
     with refuses(ConfigError, field):
         opd(**by_turns(tiny_pair) | changes)
+
+
+def test_policy_and_teacher_are_on_the_same_gpus_where_they_take_turns(opd: Opd) -> None:
+    config = opd(
+        engine="sglang", policy_engines=2, learner_workers=2, prompts_per_step=8,
+        **{"teacher.gpus": "policy", "teacher.engines": 2},
+    )  # fmt: skip
+    assert colocated(config) == [("policy", "teacher")]
+    assert taken(config, "cuda") == {
+        "learner": (2, {"CPU": 1, "GPU": 1}),
+        "policy": (2, {"CPU": 1, "GPU": 0.5}),
+        "teacher": (2, {"CPU": 1, "GPU": 0.5}),
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"teacher": "http://127.0.0.1:1"}, "teacher.gpus"),
+        ({"teacher": "policy", "teacher.lag": 2}, "teacher.gpus"),
+        ({"policy.engines": 2}, "teacher.engines"),
+        ({"policy.server_flags": "--tp-size 2"}, "policy.server_flags"),
+        ({"colocate": "sleep"}, "cluster.colocate"),
+        ({"weights": "adapter", "lora.rank": 4}, "weights.transport"),
+        ({"on_weight_update": "in_place"}, "engine.on_weight_update"),
+    ],
+)
+def test_turns_with_the_policy_that_cannot_be_taken_are_refused(
+    opd: Opd, changes: dict, field: str
+) -> None:
+    settings = {"engine": "sglang", "teacher.gpus": "policy"}
+    opd(**settings)
+    with refuses(ConfigError, field):
+        opd(**settings | changes)
 
 
 def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:

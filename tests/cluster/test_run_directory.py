@@ -224,16 +224,16 @@ def test_an_endpoint_may_move(opd: NewOpd) -> None:
 def test_teachers_may_begin_to_take_turns(opd: NewOpd) -> None:
     several = {"teacher": None, "teachers.a.model": "a", "teachers.b.model": "b"}
     started(opd(**several))
-    assert RunDirectory("opd", opd(**several, **{"teacher.take_turns": True})).check() is None
+    assert RunDirectory("opd", opd(**several, **{"teacher.gpus": "shared"})).check() is None
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval.")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
-    # where nothing is rehearsed; teacher.take_turns where there are several teachers.
+    # where nothing is rehearsed; teacher.gpus where there are several teachers.
     others = {
-        *("out", "engine.kind", "liger", "local", "dry_run", "teacher.take_turns"),
+        *("out", "engine.kind", "liger", "local", "dry_run", "teacher.gpus"),
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others
     assert {path_of(OpdConfig, name) for name in known} == fields_of(OpdConfig).keys()

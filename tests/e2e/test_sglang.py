@@ -226,52 +226,53 @@ def test_a_policy_server_that_dies_is_started_again(
     assert audit(out / "ledger.jsonl").problems == []
 
 
-def sleeps(out: Path, teacher: str) -> bool:
-    """True if the teacher's server was told last to release its memory, by its own log."""
-    asked = re.findall(
-        r'"POST /(\w+)[^"]*" 200', (out / f"logs/teacher-{teacher}-0.log").read_text()
-    )
+def sleeps(out: Path, role: str) -> bool:
+    """True if the server was told last to release its memory, by its own log."""
+    log = (out / f"logs/{role.replace(' ', '-')}-0.log").read_text()
+    asked = re.findall(r'"POST /(\w+)[^"]*" 200', log)
     turns = [path for path in asked if path in {"release_memory_occupation", _WAKE[-1]}]
     return turns[-1:] == ["release_memory_occupation"]
 
 
 @pytest.mark.slow
-def test_teachers_take_turns_and_one_that_dies_asleep_comes_back(
-    tiny_pair: TinyPair, tmp_path: Path
+@pytest.mark.parametrize("gpus, dies", [("shared", "teacher a"), ("policy", "policy")])
+def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
+    tiny_pair: TinyPair, tmp_path: Path, gpus: str, dies: str
 ) -> None:
-    """On two real servers, which prove their weights whenever they wake."""
+    """On real servers, which prove their weights whenever they wake."""
     second = tiny_model_dir(tmp_path, seed=7)
     save_tokenizer(second)
     rows = [json.loads(line) for line in Path(tiny_pair.prompts).read_text().splitlines()]
     prompts = tmp_path / "prompts.jsonl"
     named = [row | {"teacher": "ab"[i % 2]} for i, row in enumerate(rows)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in named))
-    out = tmp_path / "run"
+    out, log = tmp_path / "run", "--log-level-http info"
     arguments = opd_arguments(
         replace(tiny_pair, prompts=str(prompts)), out, engine="sglang", max_staleness=0,
         checkpoint_every=2, steps=5000, verify_every=2,
         **{
             "teachers.a.model": tiny_pair.teacher, "teachers.b.model": second,
-            "teacher.take_turns": True, "teacher.server_flags": "--log-level-http info",
+            "teacher.gpus": gpus, "teacher.server_flags": log, "policy.server_flags": log,
         },
     )  # fmt: skip
     arguments = [each for each in arguments if not each.startswith("teacher=")]
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 3, process)
-    wait_until(lambda: sleeps(out, "a") != sleeps(out, "b"), process)
-    dies = "a" if sleeps(out, "a") else "b"
-    launcher_of(f"teacher {dies} engine 0", out).kill()
+    wait_until(lambda: sleeps(out, dies), process)
+    launcher_of(f"{dies} engine 0", out).kill()
     wait_until(lambda: bool(events(out, "restart")), process)
     again = len(metrics(out))
     wait_until(lambda: len(metrics(out)) >= again + 3, process)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 128 + signal.SIGINT, output
-    assert f"teacher {dies} engine 0 died" in output and "has moved" not in output
-    assert [event["who"] for event in events(out, "death")] == [f"teacher {dies} engine 0"]
+    assert f"{dies} engine 0 died" in output and "has moved" not in output
+    assert [event["who"] for event in events(out, "death")] == [f"{dies} engine 0"]
     steps = metrics(out)
     assert trained_groups(out) == list(range(len(steps) * 4))
     assert all(step["opd/reverse_kl"] > 0.1 for step in steps)
+    assert all(step["train/logprob_gap"] < 1e-3 for step in steps), "an awakening's weights"
+    assert {step["push/proven"] for step in steps if "push/proven" in step} == {1.0}
     assert audit(out / "ledger.jsonl").problems == []
 
 

@@ -1,0 +1,199 @@
+"""Whose turn it is on shared GPUs, over hours on a clock that jumps.
+
+Engines, their clients' retries and deadlines, and the locks are the real ones; the servers are made
+up, and take seconds to give memory up and to take it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from actors.sglang import hosted
+from actors.sglang.client import SglangClient
+from actors.sglang.gpu_turn import GpuTurn
+from actors.sglang.turns import TurnTakingEngine
+from distill.engine import GenerateRequest, ScoreRequest
+from distill.sampling import TrainSampling
+from tests.simulation import SimulatedLoop, simulated_time
+from tests.tiny import TinyPair
+
+RELEASE_S, RESUME_S, SCORE_S, TOKEN_S = 2.0, 3.0, 1.0, 3.0
+
+
+class Gpus:
+    """What servers have memory on the GPUs, and how often one has given it up."""
+
+    def __init__(self) -> None:
+        self.awake: set[str] = set()
+        self.changes = 0
+
+
+class Server:
+    """A server process that is up."""
+
+    api_key = admin_api_key = "key"
+    running = True
+
+    def __init__(self, name: str, turn: GpuTurn) -> None:
+        self.url, self.turn = name, turn
+
+    async def ready(self) -> None:
+        """It is."""
+
+    def obituary(self) -> str:
+        return "it has not ended"
+
+    def stop(self) -> None:
+        self.turn.close()
+
+
+def client_of(gpus: Gpus) -> type[SglangClient]:
+    class Client(SglangClient):
+        """The connection to a server of this name, and all of the server."""
+
+        def __init__(self, url: Any, **settings: Any) -> None:
+            super().__init__(url, **settings)
+            self._name = url()
+
+        async def _send(
+            self, method: str, path: str, payload: bytes | None, key: str | None
+        ) -> tuple[int, bytes]:
+            body = json.loads(payload or b"{}")
+            match path:
+                case "/model_info":
+                    answer: Any = {"weight_version": "0"}
+                case "/v1/tokenize":
+                    answer = {"tokens": [[1]] if "prompt" in body else [1]}
+                case "/generate":
+                    assert gpus.awake == {self._name}
+                    answer = await self._generate(body)
+                    assert gpus.awake == {self._name}, "released under a call"
+                case "/release_memory_occupation":
+                    await asyncio.sleep(RELEASE_S)
+                    gpus.awake.remove(self._name)
+                    gpus.changes += 1
+                    answer = {}
+                case "/resume_memory_occupation":
+                    assert not gpus.awake, "two servers on the GPUs"
+                    gpus.awake.add(self._name)
+                    await asyncio.sleep(RESUME_S)
+                    answer = {}
+                case _:
+                    answer = {}
+            return 200, orjson.dumps(answer)
+
+        async def _generate(self, body: dict[str, Any]) -> list[Any]:
+            params = body["sampling_params"]
+            if isinstance(params, list):
+                await asyncio.sleep(SCORE_S)
+                asked = zip(body["input_ids"], params, body["logprob_start_len"], strict=True)
+                return [scored(ids[start:], p["temperature"]) for ids, p, start in asked]
+            length = params["max_new_tokens"]
+            await asyncio.sleep(length * TOKEN_S)
+            meta = {
+                "finish_reason": {"type": "length", "length": length},
+                "output_token_logprobs": [[-1.5, 7, None]] * length,
+                "weight_version": "0",
+            }
+            return [{"output_ids": [7] * length, "meta_info": meta}]
+
+    return Client
+
+
+def scored(ids: list[int], temperature: float) -> dict[str, Any]:
+    logprobs = [[-(1 + i % 5) / temperature, i, None] for i in ids]
+    logprobs[0][0] = None
+    return {"meta_info": {"input_token_logprobs": logprobs}}
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
+    with simulated_time(monkeypatch) as loop:
+        yield loop
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    gpus = Gpus()
+    monkeypatch.setattr(hosted, "SglangClient", client_of(gpus))
+    return gpus
+
+
+async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> list[TurnTakingEngine]:
+    """Engines that have started, one after the other, each in its turn."""
+    made = []
+    for i in range(number):
+        turn = GpuTurn(path / "gpus.turn")
+        await turn.taken()
+        gpus.awake.add(f"server {i}")
+        server: Any = Server(f"server {i}", turn)
+        engine = TurnTakingEngine(model_path=pair.student, device="cpu", turn="", server=server)
+        await engine.health()
+        made.append(engine)
+    return made
+
+
+ROW = ScoreRequest(tokens_T=np.arange(3, 11, dtype=np.int32), start=1, temperatures=(0.7,))
+ASK = GenerateRequest(
+    prompt_tokens_T=np.arange(3, 11, dtype=np.int32),
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=100),
+    num_samples=1,
+    seed=0,
+)
+
+
+def test_teachers_without_a_pause_have_equal_turns_that_cost_little(
+    loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    answered, longest, lasts_s = Counter[int](), 0.0, 3000.0
+
+    async def client(number: int, engine: TurnTakingEngine) -> None:
+        nonlocal longest
+        while loop.now < end:
+            asked = loop.now
+            await engine.score([ROW])
+            answered[number] += 1
+            longest = max(longest, loop.now - asked)
+
+    async def all_of_it() -> None:
+        await asyncio.gather(*(client(i, e) for i, e in enumerate(engines) for _ in range(4)))
+
+    engines = loop.run_until_complete(engines_on(gpus, 3, tiny_pair, tmp_path))
+    end, before = loop.now + lasts_s, gpus.changes
+    loop.run_until_complete(all_of_it())
+    changing_s = (gpus.changes - before) * (RELEASE_S + RESUME_S)
+    assert 0 < changing_s < 0.15 * lasts_s
+    assert min(answered.values()) > 0.25 * answered.total()
+    assert longest < 0.1 * lasts_s, "one teacher waited for its turn for longer than two turns"
+
+
+def test_a_step_of_policy_and_two_teachers_is_a_turn_of_each(
+    loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """Samples end one by one, and what ends early does not interrupt the others."""
+    steps = 5
+
+    async def group(number: int) -> None:
+        await asyncio.sleep(number)
+        policy, *teachers = engines
+        await policy.generate(ASK)
+        await teachers[number % 2].score([ROW])
+
+    async def all_of_it() -> None:
+        for _ in range(steps):
+            await asyncio.gather(*map(group, range(16)))
+
+    engines = loop.run_until_complete(engines_on(gpus, 3, tiny_pair, tmp_path))
+    loop.run_until_complete(all_of_it())  # a first change tells what one costs
+    before = gpus.changes
+    loop.run_until_complete(all_of_it())
+    assert gpus.changes - before <= 3 * steps
