@@ -105,26 +105,20 @@ class WorkerGroup:
 
     def total(self, value: float) -> float:
         """The sum of every worker's value; NaN and infinities spread to all."""
-        if self.size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total, group=self.collectives)
-        return total.item()
+        return self._reduced(value, dist.ReduceOp.SUM)
 
     def most(self, value: int) -> int:
         """The largest of every worker's values."""
-        return max(self.gathered(value))
+        return int(self._reduced(value, dist.ReduceOp.MAX))
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank, on every worker."""
-        values: list[Any] = [value]
+    def _reduced(self, value: float, by: Any) -> float:
+        reduced = torch.tensor(value, dtype=torch.float64)
         if self.size > 1:
-            values *= self.size
-            dist.all_gather_object(values, value, group=self.collectives)
-        return values
+            dist.all_reduce(reduced, by, group=self.collectives)
+        return reduced.item()
 
     def agree(self, value: Any) -> Any:
-        """The leader's value, on every worker."""
+        """The leader's value, on every worker, at their start: it cannot call them yet."""
         agreed = [value]
         if self.size > 1:
             dist.broadcast_object_list(agreed, src=0, group=self.collectives)
@@ -139,7 +133,11 @@ class WorkerGroup:
 
     def workers_here(self) -> int:
         """Number of workers on this host."""
-        return self.gathered(socket.gethostname()).count(socket.gethostname())
+        here = socket.gethostname()
+        hosts = [here] * self.size
+        if self.size > 1:
+            dist.all_gather_object(hosts, here, group=self.collectives)
+        return hosts.count(here)
 
 
 def _in_memory(timeout: timedelta) -> dist.ProcessGroup:

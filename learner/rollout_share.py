@@ -29,6 +29,7 @@ from distill.objective.metrics import TokenTable, token_table
 from distill.objective.objectives import imitation_terms, reference_gap_sum, trajectory_terms
 from distill.objective.rows import (
     AdvantageStats,
+    RowSums,
     advantage_stats,
     row_sums,
     segment_to_score,
@@ -147,6 +148,7 @@ class RolloutShare:
         self._shares: Sequence[TrajectoryShare] = ()
         self._trajectories: dict[TrajectoryId, Trajectory] = {}
         self._rows: dict[RowPlace, TrainingRow] = {}
+        self._referred: dict[RowPlace, FloatArray] = {}
         self._turn = 0
         self._held_ahead: Mapping[TrajectoryId, _Ahead] = {}  # for this step
         self._ahead: dict[TrajectoryId, _Ahead] = {}  # for the next step
@@ -212,15 +214,24 @@ class RolloutShare:
         """An arbitrary row, as a filler in collective passes."""
         return next(iter(self._rows.values()))
 
-    def add_reference(self, score: Score) -> None:
-        """Score the segments that the policy sampled with the reference policy."""
+    def score_reference(self, score: Score) -> dict[RowPlace, FloatArray]:
+        """Score the segments that the policy sampled with the reference policy.
+
+        Returns the log-probs that other workers need as well, for `add_reference`.
+        """
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
-        scored: dict[RowPlace, FloatArray] = dict(zip(trained, score(rows), strict=True))
+        self._referred = dict(zip(trained, score(rows), strict=True))
         shared = {share.place for share in self._shares if share.shared}
-        offered = {place: each for place, each in scored.items() if place.trajectory in shared}
-        for of_worker in self._group.gathered(offered):
-            scored |= of_worker
+        return {place: each for place, each in self._referred.items() if place.trajectory in shared}
+
+    def add_reference(self, of_others: Mapping[RowPlace, FloatArray]) -> None:
+        """Add the reference policy's log-probs to the segments that the policy sampled.
+
+        Args:
+            of_others: results of `score_reference` of all workers.
+        """
+        scored, self._referred = {**self._referred, **of_others}, {}
         for share in self._shares:
             if share.by_teacher:
                 continue
@@ -278,24 +289,23 @@ class RolloutShare:
             proximal_T[row.loss_mask_T] = logprobs_N
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
 
-    def join(self, places: Sequence[RowPlace], score: Score) -> None:
-        """Add to the rows of one sequence the sums of the sequence's other rows.
-
-        Args:
-            places: rows of an update that this worker trains; the other rows of their sequences may
-                be on other workers.
-        """
+    def sums(self, places: Sequence[RowPlace], score: Score) -> dict[RowPlace, RowSums]:
+        """Sums of these rows, for `join`, which adds up those of other rows of a sequence."""
         rows = [self._rows[place] for place in places]
-        sums = {
+        return {
             place: row_sums(row, logprobs_N, self._objective)
             for place, row, logprobs_N in zip(places, rows, score(rows), strict=True)
         }
-        everywhere = {
-            place: each for one in self._group.gathered(sums) for place, each in one.items()
-        }
-        for place, row in zip(places, rows, strict=True):
-            count = len(self._trajectories[place.trajectory].segments)
-            sequence = [everywhere[RowPlace(*place.trajectory, number)] for number in range(count)]
+
+    def join(self, sums: Mapping[RowPlace, RowSums]) -> None:
+        """Add to each of these rows the sums of the other rows of its sequence.
+
+        Args:
+            sums: of all rows of an update's sequences, from all workers.
+        """
+        for place in self._rows.keys() & sums.keys():
+            row, count = self._rows[place], len(self._trajectories[place.trajectory].segments)
+            sequence = [sums[RowPlace(*place.trajectory, number)] for number in range(count)]
             self._rows[place] = with_sums_of_others(row, place.segment, sequence, self._objective)
 
     def kept(self, group_ids: Collection[int]) -> tuple[list[KeptRow], list[TokenTable | None]]:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +135,7 @@ class Rollouts:
     def hold(self, plan: StepPlan) -> dict[int, str]:
         """Has each worker fetch its share; returns the groups that are lost, and why."""
         self.turn += 1
-        lost: dict[int, str] = {}
-        for of_worker in self._learner.on_each("hold_rollouts", self._by_worker(plan, self.turn)):
-            lost |= of_worker
-        return lost
+        return _united(self._learner.on_each("hold_rollouts", self._by_worker(plan, self.turn)))
 
     def fetch_ahead(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
         """Has each worker fetch its share of groups that the step after `turn` may train on, and
@@ -149,7 +150,7 @@ class Rollouts:
 
     def add_reference(self) -> None:
         """Has them score their segments by the model without its adapter."""
-        self._learner.on_all("add_reference")
+        self._learner.on_all("add_reference", _united(self._learner.on_all("score_reference")))
 
     def build(self, plan: StepPlan) -> dict[str, float]:
         """Has them make the rows; returns metrics of the advantages, if there are any."""
@@ -181,7 +182,8 @@ class Rollouts:
             for batches in part.dealt
         ]
         if any(places):
-            self._learner.on_each("join_rows", [sorted(mine) for mine in places])
+            sums = self._learner.on_each("row_sums", [sorted(mine) for mine in places])
+            self._learner.on_all("join_rows", _united(sums))
 
     def kept(self, plan: StepPlan, group_ids: Collection[int]) -> KeptRollouts:
         """Groups of the step as they were trained on."""
@@ -199,6 +201,10 @@ class Rollouts:
                 rows_D += [each.row for each in found]
                 groups_P.append(group.group_of_segments(each.segment for each in found))
         return KeptRollouts(groups_P=groups_P, rows_D=rows_D, tables=tables)
+
+
+def _united(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:
+    return {key: value for one in of_workers for key, value in one.items()}
 
 
 def _has_others(row: RowMeta) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.objective.metrics import TokenTable
+from distill.objective.rows import RowSums
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from learner.canaries import Base, CopyAnswer, CopyQuestion, WatchedModel, watched
@@ -292,11 +293,15 @@ class LearnerWorker(ModelShard):
         """Prefetch this worker's share of the next step's rollouts; runs in the lane `ahead`."""
         self._rollouts.fetch_ahead(step)
 
-    def add_reference(self, _: None) -> None:
+    def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
         """Score this worker's share with the model without its adapter, as the reference."""
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
-            self._rollouts.add_reference(self._score)
+            return self._rollouts.score_reference(self._score)
+
+    def add_reference(self, of_others: Mapping[RowPlace, FloatArray]) -> None:
+        """Add the reference's log-probs to this worker's share."""
+        self._rollouts.add_reference(of_others)
 
     def build_rows(self, _: None) -> Built:
         """Build the rows of this worker's share."""
@@ -306,9 +311,13 @@ class LearnerWorker(ModelShard):
         """Score the rows with the current weights, for the ratios of several updates."""
         self._rollouts.add_proximal(self._score)
 
-    def join_rows(self, places: Sequence[RowPlace]) -> None:
-        """Score rows with the current weights, and exchange sums between rows of one sequence."""
-        self._rollouts.join(places, self._score)
+    def row_sums(self, places: Sequence[RowPlace]) -> dict[RowPlace, RowSums]:
+        """Sums of rows of this worker, under the current weights."""
+        return self._rollouts.sums(places, self._score)
+
+    def join_rows(self, sums: Mapping[RowPlace, RowSums]) -> None:
+        """Add the sums of the other rows of their sequences to this worker's rows."""
+        self._rollouts.join(sums)
 
     def kept_rollouts(
         self, group_ids: Collection[int]
