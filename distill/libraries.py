@@ -7,6 +7,14 @@ from importlib.util import find_spec
 
 from distill.errors import ConfigError
 
+# Kernels that transformers uses for linear attention where they are installed.
+LINEAR_ATTENTION_INSTALL = "pip install 'isotherm[linear-attention]'"
+
+
+def has_linear_attention_kernels() -> bool:
+    """True if this machine has them: without, transformers runs reference code of plain torch."""
+    return find_spec("fla") is not None
+
 
 def require_library(module: str, feature: str, install: str) -> None:
     """Raises ConfigError unless `module` is installed.

@@ -33,6 +33,7 @@ from actors.sglang.installed import python_path, sglang_installed
 from cluster.command import run_command
 from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError, IsothermError
+from distill.libraries import LINEAR_ATTENTION_INSTALL
 from distill.sandbox.sandbox import require_sandbox
 
 _GIB = 1 << 30
@@ -93,6 +94,8 @@ def examine(*, sglang: bool, env_python: str | None = None) -> Iterator[CheckRes
     tools = find_cuda_tools(torch.version.cuda)
     yield torch_build(torch.__version__, tools)
     yield from gpus(tools, _gpus(torch), _nccl(torch))
+    if tools.driver is not None:
+        yield linear_attention(_version("flash-linear-attention"))
     yield ray(_version("ray"))
     yield from ray_cluster()
     yield from sglang_checks(_version("sglang"), tools, _plugin if sglang else None)
@@ -151,6 +154,14 @@ def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[C
     elif found:
         remedy = "learner.workers=, --tp-size and weights=group need it: take torch from PyPI"
         yield CheckResult("NCCL", "not in this torch", CheckState.NOTE, remedy)
+
+
+def linear_attention(version: str | None) -> CheckResult:
+    """Check of the kernels for models such as Qwen3-Next. `version`: None if not installed."""
+    if version is not None:
+        return CheckResult("linear attention", f"flash-linear-attention {version}")
+    remedy = f"for a learner of Qwen3-Next or Qwen3.5: {LINEAR_ATTENTION_INSTALL}"
+    return CheckResult("linear attention", "reference code only", CheckState.NOTE, remedy)
 
 
 def _gpus(torch: Any) -> list[str]:

@@ -11,7 +11,9 @@ from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.placement.roles import turn_roles
+from distill.errors import CheckpointError
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
+from distill.libraries import LINEAR_ATTENTION_INSTALL, has_linear_attention_kernels
 from distill.models.loading import context_length, load_config, weight_files
 from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
 
@@ -62,7 +64,23 @@ class GpuPlan:
             if engine.kind == "sglang":
                 roles[role] = self._server(role, engine)
         width = max(map(len, roles), default=0)
-        return [first, *(f"  {role.ljust(width)}  {line}" for role, line in roles.items())]
+        lines = [f"  {role.ljust(width)}  {line}" for role, line in roles.items()]
+        return [first, *lines, *self._slow_layers()]
+
+    def _slow_layers(self) -> list[str]:
+        """A line if the learner's layers would run by transformers' reference code."""
+        if self._config.only_keeps or has_linear_attention_kernels():
+            return []
+        try:
+            config = load_config(self._config.model.path).get_text_config()
+        except CheckpointError:  # of the hub, which is not asked
+            return []
+        if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+            return []
+        return [
+            "         the learner's linear attention would run by reference code, over ten times "
+            f"slower; where the learner runs: {LINEAR_ATTENTION_INSTALL}"
+        ]
 
     def _server(self, role: str, engine: EngineConfig) -> str:
         memory = server_memory(engine)
@@ -77,6 +95,8 @@ class GpuPlan:
             room = part_bytes(self._total, engine.gpu_share, engine.gpu_beside)
         else:
             room, memory = self._total, memory.alone(self._total)
+        if memory.token is None and memory.fixed_tokens is None and not engine.shares_gpu:
+            return f"{_parts(memory)} + states and caches that SGLang sizes, of {gib(room)}{beside}"
         least = context_length(load_config(engine.model))
         tokens = memory.tokens_in(room, f"{role} ({engine.model})", least)
         cache = (memory.token or 0) * tokens

@@ -13,7 +13,7 @@ import pytest
 
 from actors.sglang.cuda_tools import CudaTools, cuda_home, find_cuda_tools
 from cluster.inspect import doctor
-from cluster.inspect.doctor import CheckResult, CheckState
+from cluster.inspect.doctor import CheckResult, CheckState, linear_attention
 
 GIB = 1 << 30
 GOOD = CudaTools(
@@ -62,6 +62,12 @@ def test_what_sglang_lacks_on_cuda_is_a_problem(change: dict[str, object], remed
     found = list(doctor.sglang_checks("0.5.23", lacking, lambda: None))
     assert states(found[-1]) == [CheckState.PROBLEM] and found[-1].remedy == problem
     assert replace(lacking, cuda=None).sglang_problems() == []
+
+
+def test_kernels_for_linear_attention_are_no_more_than_a_note() -> None:
+    assert linear_attention("0.5.2").state is CheckState.FINE
+    missing = linear_attention(None)
+    assert missing.state is CheckState.NOTE and "linear-attention" in missing.remedy
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem() -> None:

@@ -23,6 +23,7 @@ def test_there_are_examples() -> None:
         "agent",
         "grpo",
         "opd",
+        "opd-benchmark",
         "opd-lora",
         "sft",
         "tools",
@@ -38,17 +39,23 @@ def test_an_example_is_checked_and_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = CONFIGS / f"{name}.yaml"
-    given, pair = read_settings(str(file)), opd()
+    given, pair = set(read_settings(str(file))), opd()
     student, teacher = (
         chats(tmp_path) if name in ("agent", "tools") else (pair.model.path, pair.teacher.model)
     )
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]
+    if name == "opd-benchmark":
+        rows = [row | {"teacher": ("math", "code")[i % 2]} for i, row in enumerate(rows)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if name == "opd-benchmark":  # its `teacher` is a section
+        given -= {"teacher"}
+        given |= {"teachers.math.model", "teachers.code.model", "learner.offload_optimizer"}
     ours = {
         "student": student, "teacher": teacher, "model": student, "prompts": problems,
         "data": sft().data.source, "out": tmp_path / "out", "max_new_tokens": 8, "max_length": 64,
-        "eval.size": 0.5,
+        "eval.size": 0.5, "teachers.math.model": teacher, "teachers.code.model": teacher,
+        "learner.offload_optimizer": False,
     }  # fmt: skip
     replaced = [f"{setting}={value}" for setting, value in ours.items() if setting in given]
     assert main([f"config={file}", *replaced, "dry_run=True", "device=cpu"]) == 0

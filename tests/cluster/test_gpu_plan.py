@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
+from cluster.config.files import read_settings
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.placement.device_choice import with_device
 from cluster.placement.engines import RunEngines, by_turns
 from cluster.placement.layout import describe_layout
@@ -24,14 +26,13 @@ from distill.stops import StopTokens
 from tests.refusals import refuses
 
 Opd = Callable[..., OpdConfig]
+PRESET = Path(__file__).parents[2] / "examples/configs/opd-benchmark.yaml"
 
 
-def hollow(directory: Path, **shape: int) -> str:
+def hollow(directory: Path, kind: type = Qwen3Config, **shape: int) -> str:
     """A checkpoint with true config, names and shapes, and files without contents (sparse)."""
-    config = Qwen3Config(
-        vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960,
-        **shape,
-    )  # fmt: skip
+    common = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+    config = kind(**common | {"num_key_value_heads": 8} | shape)
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     directory.mkdir()
@@ -278,3 +279,49 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
 def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict) -> None:
     with pytest.raises(ConfigError):
         eight(**changes)
+
+
+def test_the_plan_names_kernels_for_linear_attention_that_are_missing(
+    eight: Opd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = hollow(
+        tmp_path / "hybrid", Qwen3NextConfig, hidden_size=64, intermediate_size=64,
+        num_hidden_layers=4, num_attention_heads=4, num_experts=4, moe_intermediate_size=32,
+    )  # fmt: skip
+    config = eight(student=hybrid, colocate="no", gpus_per_actor=1.0)
+    missing = "isotherm[linear-attention]"
+    for installed in (False, True):
+        monkeypatch.setattr(
+            "cluster.placement.gpu_plan.has_linear_attention_kernels", lambda it=installed: it
+        )
+        assert (missing in describe_layout(config)) is not installed
+    assert "states and caches that SGLang sizes" in line(config, "policy")
+    monkeypatch.setattr("cluster.placement.gpu_plan.has_linear_attention_kernels", lambda: False)
+    assert missing not in describe_layout(eight())
+
+
+@pytest.mark.usefixtures("eight")
+def test_the_public_benchmark_s_preset_fits_eight_gpus_of_80_gb(
+    pair: dict[str, str], tmp_path: Path
+) -> None:
+    """Qwen3-8B, and teachers of 32 B and 30 B (3 B active) by turns: 2 + 4 + 2 GPUs."""
+    mixture = hollow(
+        tmp_path / "30b", Qwen3MoeConfig, hidden_size=2048, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    settings = dict(read_settings(str(PRESET)))
+    del settings["recipe"]
+    models = {"math": {"model": pair["teacher"]}, "code": {"model": mixture}}
+    given = {"student": pair["student"], "teachers": models, "gpu_memory_gib": 78.06}
+    config = make("opd", **settings | given | {"out": str(tmp_path / "out")})
+    planned = describe_layout(config, longest_rows=1024 + 16_384)
+    assert re.search(r"^needs +10 CPU, 8 GPU$", planned, re.MULTILINE)
+    assert all(line in planned for line in written_plan()), planned
+
+
+def written_plan() -> list[str]:
+    """Lines of the memory plan in docs/benchmarks/yardstick.md."""
+    page = (PRESET.parents[2] / "docs/benchmarks/yardstick.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(page) if line.startswith("    memory "))
+    return [line.removeprefix("    ") for line in page[first : first + 5]]

@@ -88,7 +88,7 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
     ("Response length, tokens", {"rollout/response_length": "mean"}),
     ("Turns and segments", {"rollout/turns": "turns", "rollout/segments": "segments"}),
     ("Why episodes end", "rollout/stop/"),
-    ("Tokens a second", {"tokens_per_s": "trained"}),
+    ("Trained tokens/s", {"tokens_per_s": "trained"}),
     (
         "Seconds of a step",
         {

@@ -152,7 +152,7 @@ def _charts(rows: Sequence[Row], seconds: float) -> Iterator[dict[str, Any]]:
         ("Members", "after", list(_members(rows, seconds))),
         ("Share of time", "before", _lines(windows or steps, _SHARES)),
         ("Groups", "before", _lines(groups, _GROUPS | {"all": "in all"})),
-        ("Trained tokens a second", None, _lines(steps, {"tokens_per_s": "trained"})),
+        ("Trained tokens/s", None, _lines(steps, {"tokens_per_s": "trained"})),
     ):
         if lines:
             yield {"title": title, "stairs": stairs, "lines": lines}
