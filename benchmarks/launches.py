@@ -14,12 +14,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.push_model import MODELS, Shape, layouts
+from distill.models.attention import visibility_bias
+from distill.models.flex_attention import BLOCK
 from distill.weights.digests import TILE, TILES, sum_by_torch
 
 # Operations that return a view, or only allocate.
 _NO_KERNEL = {"view", "slice", "unsqueeze", "select", "detach", "empty"}
-_FUSED = {part: "qkv_proj" for part in ("q_proj", "k_proj", "v_proj")}
-_FUSED |= {part: "gate_up_proj" for part in ("gate_proj", "up_proj")}
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 class KernelCount(TorchDispatchMode):
@@ -59,6 +66,14 @@ def digest_kernels(sizes: Iterable[int]) -> tuple[int, int]:
     return by_torch, 2 * len(portions) + 1  # zeros, the sum; and all sums as one
 
 
+def mask_bytes(length: int) -> tuple[int, int]:
+    """(padded, packed) bytes of the attention mask of a window in bfloat16, for one row."""
+    position_1T = torch.empty(1, length, dtype=torch.int64, device="meta")
+    bias = visibility_bias(position_1T, position_1T, 1024, torch.bfloat16)
+    blocks = -(-length // BLOCK)
+    return bias.nbytes, 2 * 4 * blocks * blocks  # indices of partial and of full blocks, int32
+
+
 def main() -> None:
     for shape in MODELS[:2]:
         sizes = served_sizes(shape)
@@ -67,6 +82,8 @@ def main() -> None:
             f"digests of {shape.name}, {len(sizes)} parameters: {by_torch} kernels by torch, "
             f"{by_kernel} by the kernel; {len(sizes)} waits one by one, 1 together"
         )
+    padded, packed = mask_bytes(16_384)
+    print(f"mask of a window, a row of 16384 tokens: {padded} bytes padded, {packed} packed")
 
 
 if __name__ == "__main__":
