@@ -35,13 +35,13 @@ from benchmarks.queue import _ray, cpu_seconds
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger_settings import LedgerSettings
 from distill.columns import GroupColumns, checked, pack
-from distill.objective.batching import TrainingRow, deal, split_by_token_budget
+from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.sums import meta_of
 from distill.records import RowPlace, TrainedGroups, TrajectorySource
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
-from learner.plan import Part
+from learner.plan import Dealing, Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.rollout_share import Built, RolloutShare, Shares, TrajectoryShare
@@ -190,13 +190,12 @@ class Leader:
         self._followers, self.workers = followers, group.size
         self._sent: dict[str, list[Any]] = {}
         self._worker = LearnerWorker(source, k, group)
+        self.dealing = Dealing(
+            workers=group.size, token_budget=TOKEN_BUDGET, most_mask=0, packs=False
+        )
 
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
         """It has been told."""
-
-    def dealt(self, part: Part) -> Part:
-        batches = list(split_by_token_budget(part.rows_D, TOKEN_BUDGET))
-        return replace(part, dealt=deal(batches, self.workers))
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
         return self.on_each(method, [argument] * self.workers)
@@ -275,7 +274,7 @@ class Once:
             meta_of(group)  # the step's metrics
         rows_D = policy_rows(groups_P, self._objective)
         part = Part(rows_D=rows_D, loss=PolicyObjectiveLoss(objective=self._objective))
-        dealt = self._leader.dealt(part).dealt
+        dealt = self._leader.dealing.dealt(part).dealt
         self._leader.on_each("read", [[r for rows_B, _ in mine for r in rows_B] for mine in dealt])
         self._taken = sum(map(len, payloads))
 
