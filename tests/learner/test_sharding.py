@@ -43,7 +43,7 @@ from distill.weights.shared_memory import SharedTensors
 from learner import memory as learner_memory
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
-from learner.config import LearnerConfig, ShadowRule
+from learner.config import LearnerConfig, Precision, ShadowRule
 from learner.forward import LossFunction
 from learner.learner import Learner
 from learner.pass_memory import LearnerMemory
@@ -409,7 +409,7 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:
     """The losses, on a machine with room for a pass, and for half of a model's gradients."""
-    memory = LearnerMemory.of(config.model, dtype="float32", device="cpu")
+    memory = LearnerMemory.of(config.model, dtype=config.dtype, device="cpu")
     assert memory is not None
     passes, states = memory.passes(group.size), memory.states(group.size, offloads=False)
     assert passes is not None and config.learner.token_budget is not None
@@ -419,10 +419,12 @@ def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[Loss
     return LOSSES
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_summed_once_a_step_where_whole_ones_fit(
-    tiny_pair: TinyPair, scratch: Path
+    dtype: Precision, tiny_pair: TinyPair, scratch: Path
 ) -> None:
-    small = config(tiny_pair.student, token_budget=30, shadow=None)
+    """Whole gradients are float32 in either precision, so little but the order of sums differs."""
+    small = config(tiny_pair.student, token_budget=30, shadow=None, dtype=dtype)
     once, often = (
         tell(reductions_story, small, scratch / "failed", losses, {})
         for losses in (LOSSES, partial(with_little_room, small))
