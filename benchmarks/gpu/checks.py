@@ -220,6 +220,13 @@ CHECKS = {
         needs=_SGLANG,
         cuda=True,
     ),
+    "engines_by_turns": Check(
+        part="turns",
+        question="two servers on one GPU, one of them awake: are they as before after each sleep?",
+        passes="log-probs within an eighth of the handshake's tolerance, after each of five sleeps",
+        deadline_s=560.0,
+        needs=_SGLANG,
+    ),
     "served_run": Check(
         part="run",
         question="20 steps of recipe=opd on Ray and SGLang, one GPU: what does each stage reach?",
