@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -314,15 +313,6 @@ class Policy(Samples):
     def close(self) -> None:
         """Ends the sampler; the memory is free once the object is."""
         self.sampler.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
 
 
 def _learner_config(model: str, device: str, settings: dict[str, Any]) -> LearnerConfig:

@@ -108,6 +108,19 @@ class Samples(ABC):
     ) -> list[list[Completion]]:
         """The completions of each prompt; the i-th one's seed is `seed` + i."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the sampling; no call may follow."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
     def sample(
         self,
         prompt: Prompt,
@@ -283,15 +296,6 @@ class Sampler(Samples):
     def close(self) -> None:
         """Ends the thread; no call may follow."""
         calls.kill(self.engine)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
 
 
 def _value(reference: Any) -> Any:
