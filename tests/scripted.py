@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from actors.rollout.episode import play_group
 from distill.chat.template import encode_chat
-from distill.engine import GenerateRequest, Sample
-from distill.envs.base import EnvContext
+from distill.engine import GenerateRequest, Sample, SamplingModel
+from distill.envs.base import EnvContext, Episode
+from distill.envs.games.two_player import TwoPlayerConfig
 from distill.rewards.registry import RewardFunction, exact_match
+from distill.sampling import TrainSampling
 from distill.types import StopReason
 from examples.show.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
+from tests.samples import TEMPERATURE
 
+# Against hangs only.
+GAME_S = 60.0
 # Of the turn, and what the model sees before it, as text: what it says.
 Script = Callable[[int, str], str]
 
@@ -56,10 +65,11 @@ class Scripted:
 
     def _sample(self, request: GenerateRequest) -> Sample:
         seen = str(self._tokenizer.decode(request.prompt_tokens_T.tolist()))
-        text = self._script(len(self.seen), seen)
+        text = str(self._script(len(self.seen), seen))
         self.seen.append(seen)
         self.requests.append(request)
-        ids_T = np.append(encode_chat(self._tokenizer, text), self._tokenizer.eos_token_id)
+        eos: Any = self._tokenizer.eos_token_id
+        ids_T = np.append(encode_chat(self._tokenizer, text), eos)
         cut = len(ids_T) > request.sampling.max_new_tokens
         ids_T = ids_T[: request.sampling.max_new_tokens].astype(np.int32)
         return Sample(
@@ -68,6 +78,27 @@ class Scripted:
             versions_T=np.zeros(len(ids_T), np.int32),
             stop_reason=StopReason.LENGTH if cut else StopReason.EOS,
         )
+
+
+def play_game(
+    config: TwoPlayerConfig,
+    room: EnvContext,
+    policy: SamplingModel,
+    *,
+    problem: int = 0,
+    group_size: int = 2,
+    models: Mapping[str, SamplingModel] | None = None,
+) -> list[Episode]:
+    """Episodes of a group of a game of two, of a data set that came from another process."""
+    dataset = pickle.loads(pickle.dumps(config(None, room)))
+    sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=room.max_new_tokens)
+    builder = dataset.builder(problem, group_size)
+
+    async def play() -> list[Episode]:
+        played = play_group(policy, builder, sampling, group_id=0, seed=0, models=models)
+        return await asyncio.wait_for(played, GAME_S)
+
+    return asyncio.run(play())
 
 
 def call(name: str, arguments: Mapping[str, object] | str) -> str:

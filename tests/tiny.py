@@ -6,6 +6,7 @@ import json
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +16,19 @@ from distill.models.loading import new_qwen3
 VOCAB_SIZE = 160
 EOS = 1
 PAD = 0
+# Of a config of most families, for models that no server has to take.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "bos_token_id": 2,
+    "eos_token_id": EOS,
+}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -154,8 +153,8 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
 
     assert foreseen() == foreseen(whole=True) == [4, 5] and foreseen({4}) == [5]
     four, five = TrajectoryId(4, 0), TrajectoryId(5, 1)
-    ahead = (
-        queue.trajectories([four], ahead=True).found | queue.trajectories([five], ahead=True).found
+    ahead = dict(queue.trajectories([four], ahead=True).found) | dict(
+        queue.trajectories([five], ahead=True).found
     )
     put(queue, leases[3])
     assert foreseen({4, 5}) == [3] and foreseen() == [3, 4], "an older one has come meanwhile"
@@ -244,23 +243,6 @@ def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     assert lease(queue, 1) == []  # and it stays closed
 
 
-def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
-    queue = pickle.loads(pickle.dumps(new_queue(on_ray=True)))
-
-    @ray.remote(num_cpus=0)
-    def work(end: WorkerEnd) -> list[int]:
-        async def two_groups() -> list[int]:
-            leased = await end.lease(2)
-            for one in reversed(leased):
-                await end.put(one, *packed(group(one.group_id)))
-            return ids(leased)
-
-        return asyncio.run(two_groups())
-
-    assert get(work.remote(WorkerEnd(queue, "a"))) == [0, 1]
-    assert ids(queue.take(TrainedGroups())) == [0, 1]
-
-
 # what dies
 
 
@@ -312,6 +294,10 @@ class LongProducer:
         return [found[place] for place in places]
 
 
+def long_producer(queue: GroupQueue, whole: bool = False) -> Any:
+    return LongProducer.remote(queue, whole)
+
+
 @pytest.mark.parametrize(
     ("whole", "parts"), [(False, 2), (True, 1)], ids=["a part an answer", "whole"]
 )
@@ -319,7 +305,7 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     new_queue: NewQueue, whole: bool, parts: int
 ) -> None:
     queue = new_queue(on_ray=True)
-    pid = get(LongProducer.remote(queue, whole).deliver.remote(2))
+    pid = get(long_producer(queue, whole).deliver.remote(2))
     os.kill(pid, signal.SIGKILL)
     payload = checked(long_group(0)).nbytes
     kept = queue.actor.__ray_call__.remote(
@@ -331,7 +317,7 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     taken = queue.take(TrainedGroups())
     assert message_bytes(taken) < 0.01 * payload, "the leader took more than metadata"
     assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
-    follower = LongProducer.remote(queue)
+    follower = long_producer(queue)
     places = [TrajectoryId(i, 1 - i) for i in ids(taken)]
     for (group_id, member), other in zip(places, get(follower.fetch.remote(places)), strict=True):
         expected = long_group(group_id).trajectories_G[member]
@@ -358,7 +344,7 @@ def test_a_group_whose_hidden_states_are_lost_is_scored_again(
                 for i in range(count)
             ]
 
-    teacher = Teacher.remote()
+    teacher: Any = Teacher.remote()
     group = long_group(0)
     references = iter(get(teacher.states.remote(len(group.trajectories_G))))
     scored = replace(
@@ -386,8 +372,9 @@ def test_a_group_whose_hidden_states_are_lost_is_scored_again(
         queue.take(TrainedGroups())
         for i, place in enumerate(places):
             [segment] = queue.trajectories([place]).found[place].segments
-            assert (segment.teacher_states.values_NH == i).all()
-        del segment
+            states: Any = segment.teacher_states
+            assert (states.values_NH == i).all()
+            del segment, states
         kill(teacher)
         until = time.monotonic() + DEADLINE_S
         while not (lost := queue.trajectories(places).lost):

@@ -31,13 +31,6 @@ def test_pass_at_k_is_the_mean_best_of_every_choice(
     assert pass_at_k(rewards, k) == pytest.approx(expected)
 
 
-def test_pass_at_k_of_right_and_wrong_is_the_published_estimator() -> None:
-    n, c, k = 10, 3, 4
-    wrong_only = np.prod([1 - k / i for i in range(n - c + 1, n + 1)])
-    assert pass_at_k([1.0] * c + [0.0] * (n - c), k) == pytest.approx(1 - wrong_only)
-    assert pass_at_k([0.0, 1.0, 0.0], 1) == pytest.approx(1 / 3)
-
-
 def test_the_most_frequent_answer_wins_and_silence_does_not_vote() -> None:
     assert majority(["18", "17", "18", None]) == 0
     assert majority([None, None, "3"]) == 2

@@ -96,18 +96,15 @@ def test_completions_and_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    "slip",
-    ["anwser", "answr", "Answer", "answers", "teacher_promt", "bonusses", "teachr"],
+    ("slip", "beside"),
+    [
+        *((slip, {"prompt": "a"}) for slip in ("anwser", "Answer", "teacher_promt", "bonusses")),
+        *((slip, {}) for slip in ("promt", "Prompt", "mesages")),
+    ],
 )
-def test_a_misspelt_field_is_noticed(slip: str) -> None:
+def test_a_misspelt_field_is_noticed(slip: str, beside: dict[str, str]) -> None:
     with refuses(DataError, slip):
-        refuse_misspelt({"prompt": "a", slip: "b"}, FIELDS)
-
-
-@pytest.mark.parametrize("slip", ["promt", "Prompt", "prompts", "mesages", "message"])
-def test_a_misspelt_prompt_is_noticed(slip: str) -> None:
-    with refuses(DataError, slip):
-        refuse_misspelt({slip: "a"}, FIELDS)
+        refuse_misspelt(beside | {slip: "b"}, FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_messages_answer_a_prompt_as_what_the_user_says(
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
+        ({"text": "a"}, None),
         ({"prompt": "a", "reply": "b"}, "completion"),
         ({"prompt": "a", "completion": []}, "completion"),
         ({"prompt": "", "completion": "b"}, "prompt"),
@@ -175,13 +176,6 @@ def test_bad_token_ids_are_named(
 ) -> None:
     with refuses(DataError, field, names="data.jsonl:2:"):
         load(tmp_path, tokenizer, GOOD, sampled(tokenizer) | changes)
-
-
-def test_a_row_without_an_example_is_told_the_forms(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    with refuses(DataError, None, names=":1:"):
-        load(tmp_path, tokenizer, {"text": "a"})
 
 
 def test_chat_needs_no_eos_token(tmp_path: Path) -> None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import random
 import re
+from typing import Any
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.rollout.episode import play_group
 from distill.envs.base import Episode
 from distill.envs.games.textarena_game import TextArena, TextArenaGame
 from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
-from distill.sampling import TrainSampling
 from distill.types import StopReason
 from tests.refusals import refuses
-from tests.samples import TEMPERATURE
-from tests.scripted import Script, Scripted, chat_tokenizer, setting
+from tests.scripted import Script, Scripted, chat_tokenizer, play_game, setting
 
 pytest.importorskip("textarena", reason="pip install 'isotherm[textarena]'")
 
 MAX_NEW_TOKENS = 16
-SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS)
-# Against hangs only.
-DEADLINE_S = 60.0
 LISTED = re.compile(r"Available Moves: (.*)")
 
 
@@ -45,20 +39,11 @@ def play(
     *,
     problem: int = 0,
     group_size: int = 2,
-    **settings: object,
+    **settings: Any,
 ) -> tuple[list[Episode], Scripted]:
-    config = TextArena(**settings)  # pyright: ignore[reportArgumentType]
+    policy, config = Scripted(tokenizer, script), TextArena(**settings)
     room = setting(tokenizer, context_length=4096, max_new_tokens=MAX_NEW_TOKENS)
-    dataset = pickle.loads(pickle.dumps(config(None, room)))
-    policy = Scripted(tokenizer, script)
-
-    async def run() -> list[Episode]:
-        builder = dataset.builder(problem, group_size)
-        return await asyncio.wait_for(
-            play_group(policy, builder, SAMPLING, group_id=0, seed=0), DEADLINE_S
-        )
-
-    return asyncio.run(run()), policy
+    return play_game(config, room, policy, problem=problem, group_size=group_size), policy
 
 
 def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase) -> None:

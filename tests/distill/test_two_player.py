@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import pickle
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.rollout.episode import play_group
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Episode
 from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
-from distill.sampling import TrainSampling
 from distill.types import StopReason
 from examples.show.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
-from tests.samples import TEMPERATURE
-from tests.scripted import Script, Scripted, setting
+from tests.scripted import Script, Scripted, play_game, setting
 
-SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
-# Against hangs only.
-DEADLINE_S = 60.0
 BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
 
 
@@ -42,24 +36,28 @@ def first_free(_turn: int, seen: str) -> str:
 
 
 def play(
-    tokenizer: PreTrainedTokenizerBase, script: Script, *, group_size: int = 2, **settings: object
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Scripted,
+    *,
+    group_size: int = 2,
+    models: Mapping[str, Scripted] | None = None,
+    **settings: Any,
+) -> list[Episode]:
+    config = TicTacToeGames(random_moves=0, **settings)
+    room = setting(tokenizer, max_new_tokens=8)
+    return play_game(config, room, policy, group_size=group_size, models=models)
+
+
+def scripted(
+    tokenizer: PreTrainedTokenizerBase, script: Script, **settings: Any
 ) -> tuple[list[Episode], Scripted]:
-    config = TicTacToeGames(random_moves=0, **settings)  # pyright: ignore[reportArgumentType]
-    dataset = pickle.loads(pickle.dumps(config(None, setting(tokenizer, max_new_tokens=8))))
     policy = Scripted(tokenizer, script)
-
-    async def run() -> list[Episode]:
-        builder = dataset.builder(0, group_size)
-        return await asyncio.wait_for(
-            play_group(policy, builder, SAMPLING, group_id=0, seed=0), DEADLINE_S
-        )
-
-    return asyncio.run(run()), policy
+    return play(tokenizer, policy, **settings), policy
 
 
 def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase) -> None:
     """First free square by first free square, X has 1, 3, 5, 7: a diagonal."""
-    (first, second), policy = play(tokenizer, first_free)
+    (first, second), policy = scripted(tokenizer, first_free)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.metrics == {
@@ -76,7 +74,7 @@ def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase)
 
 
 def test_a_group_plays_as_many_games_as_it_has_pairs(tokenizer: PreTrainedTokenizerBase) -> None:
-    episodes, policy = play(tokenizer, first_free, group_size=6)
+    episodes, policy = scripted(tokenizer, first_free, group_size=6)
     assert [episode.reward for episode in episodes] == [1.0, -1.0] * 3
     assert policy.requests[0].num_samples == 3  # the three that begin see the same board
 
@@ -85,7 +83,7 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
     def second_blunders(turn: int, seen: str) -> str:
         return "1" if turn == 1 else first_free(turn, seen)
 
-    (first, second), _ = play(tokenizer, second_blunders)
+    (first, second), _ = scripted(tokenizer, second_blunders)
     assert (first.reward, second.reward) == (0.0, -2.0)
     assert second.metrics == {
         "won": 0,
@@ -104,7 +102,7 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
 
 
 def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:
-    (first, second), _ = play(tokenizer, first_free, max_turns=2)
+    (first, second), _ = scripted(tokenizer, first_free, max_turns=2)
     assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
 
@@ -113,12 +111,10 @@ def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> Non
     """It plays by its own conversation, at its own temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
     assert list(config.asks) == ["reference"] and list(TicTacToeGames().asks) == []
-    dataset = pickle.loads(pickle.dumps(config(None, setting(tokenizer, max_new_tokens=8))))
     policy, frozen = Scripted(tokenizer, first_free), Scripted(tokenizer, first_free)
-    played = play_group(
-        policy, dataset.builder(0, 2), SAMPLING, group_id=0, seed=0, models={"reference": frozen}
+    episodes = play_game(
+        config, setting(tokenizer, max_new_tokens=8), policy, models={"reference": frozen}
     )
-    episodes = asyncio.run(asyncio.wait_for(played, DEADLINE_S))
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
     assert [len(episode.turns) for episode in episodes] == [4, 4]
     assert len(frozen.seen) == 2 * 3
@@ -127,14 +123,11 @@ def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 def test_a_frozen_model_may_lose_by_an_illegal_move(tokenizer: PreTrainedTokenizerBase) -> None:
-    config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.7)
-    dataset = config(None, setting(tokenizer, max_new_tokens=8))
     frozen = Scripted(tokenizer, lambda _turn, _seen: "none")
-    policy = Scripted(tokenizer, first_free)
-    played = play_group(
-        policy, dataset.builder(0, 1), SAMPLING, group_id=0, seed=0, models={"reference": frozen}
-    )
-    [episode] = asyncio.run(asyncio.wait_for(played, DEADLINE_S))
+    [episode], _ = scripted(
+        tokenizer, first_free, group_size=1, models={"reference": frozen},
+        opponent="reference", opponent_temperature=0.7,
+    )  # fmt: skip
     assert episode.reward == 0.0 and episode.metrics["illegal"] == 0.0
 
 
@@ -152,9 +145,5 @@ def test_a_failing_engine_ends_the_group(tokenizer: PreTrainedTokenizerBase) -> 
                 raise EngineError("gone")
             return await super().generate(request)
 
-    dataset = TicTacToeGames(random_moves=0)(None, setting(tokenizer, max_new_tokens=8))
-    played = play_group(
-        Fails(tokenizer, first_free), dataset.builder(0, 4), SAMPLING, group_id=0, seed=0
-    )
     with pytest.raises(EngineError):
-        asyncio.run(asyncio.wait_for(played, DEADLINE_S))
+        play(tokenizer, Fails(tokenizer, first_free), group_size=4)

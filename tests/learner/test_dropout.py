@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from learner.policy_loss import PreferenceLoss, cross_entropy_loss
 from learner.supervised import with_reference
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import training_row
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import SIZES, VOCAB_SIZE
 
 # Three share a context of a length that pays; pairs for DPO.
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
@@ -38,20 +39,16 @@ ROWS = [
     for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
 ] + [training_row(5, 12, seed=7)]
 
-SIZES = {
+_GPT2: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
 }
-_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_OPT = {name: SIZES[name] for name in SIZES.keys() - {"intermediate_size", "num_key_value_heads"}}
+_OPT: dict[str, Any] = {
+    name: SIZES[name] for name in SIZES.keys() - {"intermediate_size", "num_key_value_heads"}
+}
 NOISY = {
     "llama": LlamaConfig(**SIZES, attention_dropout=0.1),
     "granite": GraniteConfig(**SIZES, attention_dropout=0.1),

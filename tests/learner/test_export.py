@@ -30,21 +30,10 @@ from transformers import (
 from distill.errors import ConfigError
 from distill.models.loading import tensor_shapes
 from learner.export import check_export
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import SIZES, VOCAB_SIZE
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
-TEXT = {"head_dim": 8, "sliding_window": 8}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+TEXT: dict[str, Any] = {"head_dim": 8, "sliding_window": 8}
 PLAIN = {
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),

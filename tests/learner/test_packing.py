@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,15 +39,16 @@ from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entro
 from learner.supervised import with_reference
 from tests.flex_twin import dense_flex
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
-from tests.learner.test_dropout import SIZES, checkpoint
+from tests.learner.test_dropout import checkpoint
 from tests.refusals import refuses
 from tests.samples import demonstration, training_row
+from tests.tiny import SIZES
 
 # A long row among short ones, of which some have one length; the windows are shorter than most.
 LENGTHS = [(3, 4), (40, 60), (1, 1), (7, 12), (2, 5), (30, 9), (5, 2), (1, 1), (12, 7)]
 ROWS = [demonstration(prompt, n, seed=i) for i, (prompt, n) in enumerate(LENGTHS)]
 ORDERS = {"as they come": range(len(ROWS)), "backwards": range(len(ROWS))[::-1]}
-_WINDOW = {"head_dim": 8, "sliding_window": 8}
+_WINDOW: dict[str, Any] = {"head_dim": 8, "sliding_window": 8}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
@@ -54,7 +56,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "alternating": Gemma2Config(**SIZES, **_WINDOW, attn_logit_softcapping=0.5),
     "moe": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
-_STATE = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2}
+_STATE: dict[str, Any] = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2}
 STATEFUL: dict[str, PretrainedConfig] = {
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
     "llama4_text": Llama4TextConfig(**SIZES, num_local_experts=2, head_dim=8),

@@ -28,20 +28,10 @@ from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import untimed
 from tests.learner.two_workers import tell
 from tests.samples import training_row
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import SIZES
 from tests.weights import gather_all
 
 ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(6)]
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
 # Their attention raises when it is called our way, in the middle of the first layer.
 RAISES = {
     "stablelm": StableLmConfig(**SIZES),
