@@ -80,6 +80,7 @@ lint: docs
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.docstring_lint
 	$(BIN)/pyright
+	$(BIN)/pyright -p tests
 
 # A copy of the pages with the repository's own layout: one set of relative links serves both.
 docs: $(DEV)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -20,7 +20,7 @@ from cluster.train import run_recipe
 from distill.errors import ConfigError
 
 
-def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Iterator[dict[str, float]]:
+def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Generator[dict[str, float]]:
     """Runs a recipe, and yields the lines of its metrics.jsonl: of each step, and of evaluations.
 
     The run begins with the first line that is asked for. It does not wait while a line is looked

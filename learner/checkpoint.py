@@ -90,7 +90,7 @@ class CheckpointStore:
         self,
         *,
         step: int,
-        write: Callable[[Path], None],
+        write: Callable[[Path], object],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
         """Writes a checkpoint into a new directory, and drops older ones that are not to be kept.

@@ -20,7 +20,7 @@ WRONG = re.compile(
 
 def wrong_docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and first line of each docstring that begins with a pronoun or a dangling word."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) and WRONG.match(text):
             yield getattr(node, "lineno", 1), text.splitlines()[0]

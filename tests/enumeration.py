@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.models.loading import new_qwen3
@@ -194,7 +194,7 @@ def state_logprobs(
     log_p_NV = torch.log_softmax(logits / T, dim=-1)
     if len(stops) == 1:
         return log_p_NV
-    stopping_N = sum(log_p_NV[:, stop].exp() for stop in stops).log()
+    stopping_N = log_p_NV[:, list(stops)].exp().sum(1).log()
     return torch.stack(
         [stopping_N if v == stops[0] else log_p_NV[:, v] for v in outcomes(stops)], dim=1
     )
@@ -245,7 +245,8 @@ class World:
         student, self.teacher, self.current = (
             tiny(seed, more, pad_token_id) for seed, more in ((0, 0), (1, padding), (0, 0))
         )
-        self.student, self.learning = student, tiny(0, 0, pad_token_id).to(device)
+        self.student, self.learning = student, tiny(0, 0, pad_token_id)
+        nn.Module.to(self.learning, device)
         self.teacher.requires_grad_(False)
         self._device = device
         self._forward = Forward(self.learning, event=event)

@@ -43,9 +43,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
     "dtype": "float32",
 }
-_HEADS = {"head_dim": 64}
-_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-_DEEPSEEK = {
+_HEADS: dict[str, Any] = {"head_dim": 64}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_DEEPSEEK: dict[str, Any] = SIZES | {
     "num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1, "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32,
@@ -53,6 +56,10 @@ _DEEPSEEK = {
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 MTP_LAYER = 3
+# SGLang takes the size of a head to be what the hidden one gives.
+_MIXTRAL: dict[str, Any] = SIZES | {
+    "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
 _VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "image_size": 28, "patch_size": 14,
@@ -99,13 +106,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         config=lambda: MixtralConfig(
-            # SGLang takes the size of a head to be what the hidden one gives.
-            **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
-            num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+            **_MIXTRAL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
         ),
         fused=True,
     ),
-    "deepseek_v3": Family(config=lambda: DeepseekV3Config(**SIZES | _DEEPSEEK), fused=True),
+    "deepseek_v3": Family(config=lambda: DeepseekV3Config(**_DEEPSEEK), fused=True),
     "gpt_oss": Family(
         config=lambda: GptOssConfig(
             **SIZES, **_HEADS, **_WINDOWS, num_local_experts=4, num_experts_per_tok=2,

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._private import state
 
 from distill.sandbox import bounded_calls
 from tests.e2e.scaling_cluster import is_alive
@@ -98,7 +99,7 @@ def living_actors() -> dict[str, str]:
     """Classes of the actors of this process's Ray, by id; none without one."""
     if not ray.is_initialized():
         return {}
-    actors = ray._private.state.actors()
+    actors = state.actors()
     return {i: a["ActorClassName"] for i, a in actors.items() if a["State"] != "DEAD"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ def expect_states(model: PreTrainedModel, request: ScoreRequest, score: Score) -
     ids_1T = torch.from_numpy(request.tokens_T.astype(np.int64))[None]
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
     expected_NV = logits_TV[request.start - 1 : -1][torch.from_numpy(request.states_N)]
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     made_NV = head(joined([score.states], "cpu").to(model.dtype)).float()
     for temperature in (0.5, 0.7, 1.0, 1.5):
         made, expected = (torch.log_softmax(z / temperature, 1) for z in (made_NV, expected_NV))

@@ -181,7 +181,7 @@ def test_pip_finds_versions_that_go_together(
         "--dry-run", "--quiet", "--report", report,
     )  # fmt: skip
     metadata = [each["metadata"] for each in json.loads(report.read_text())["install"]]
-    chosen = {canonicalize_name(each["name"]): each["version"] for each in metadata}
+    chosen: dict[str, str] = {canonicalize_name(each["name"]): each["version"] for each in metadata}
     pinned: dict[str, Any] = pins("constraints.txt" if variant == "cpu" else "constraints-cuda.txt")
     assert {"isotherm", "ray", "torch", "transformers"} <= chosen.keys()
     if variant == "cuda":

@@ -29,7 +29,7 @@ ENDS = f"import os, sys; os.write(int(sys.argv[1]), b'{PASSED}\\n'); os._exit(7)
 HANGS = "import time; time.sleep(600)"
 
 
-def checked(tmp_path: Path, **settings: object) -> str:
+def checked(tmp_path: Path, **settings: Any) -> str:
     """Text that the command prints."""
     console = Console(file=io.StringIO(), width=200)
     gpu.run_checks(gpu.GpuConfig(out=str(tmp_path), **settings), console)

@@ -58,6 +58,12 @@ class PrefixEngine:
             top_ids_TK=np.array(top_ids, np.int32) if request.top_k else None,
         )
 
+    async def health(self) -> int:
+        return len(self.scored)
+
+    async def queue_length(self) -> int:
+        return 0
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         self.scored.append(list(requests))
         return [self.answer(request) for request in requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,4 +113,4 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
 )
 def test_settings_that_cannot_work(settings: dict, field: str | None) -> None:
     with refuses(ConfigError, field):
-        EngineConfig(**{"kind": "sglang", "model": "m"} | settings)
+        EngineConfig(**dict[str, Any](kind="sglang", model="m") | settings)

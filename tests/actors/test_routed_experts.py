@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.tiny import tiny_model_dir
 from tests.weights import shared
 
 
-def start(path: str, **settings: object) -> EmbeddedEngine:
+def start(path: str, **settings: Any) -> EmbeddedEngine:
     return EmbeddedEngine(model_path=path, device="cpu", threads=1, routed_experts=True, **settings)
 
 
@@ -49,6 +50,7 @@ def test_experts_are_those_of_the_models_own_forward(name: str, tmp_path: Path) 
         seen_T = np.concatenate([requests[0].prompt_tokens_T, answers[0][0].tokens_T])
         turn = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
         [sample] = await engine.generate(turn)
+        assert sample.experts_NLK is not None
         assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
         check_experts(path, turn, [sample])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,10 +150,10 @@ def test_what_no_engine_or_push_can_do_is_refused(check, flags: str) -> None:
 
 
 def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
-    def flags(**changes: object) -> list[str]:
+    def flags(device: str = "cuda", **changes: Any) -> list[str]:
         return server_flags(
             model="m", dtype="bfloat16", max_running_requests=8, context_length=64,
-            **{"device": "cuda"} | changes,
+            device=device, **changes,
         )  # fmt: skip
 
     plain = flags()

@@ -14,10 +14,12 @@ from cluster.placement.engines import RunEngines
 from cluster.placement.push_plan import describe_push
 from distill.errors import ConfigError
 from distill.settings import by_names, changed
+from distill.stops import StopTokens
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.refusals import refuses
+from tests.tiny import EOS
 
 pytestmark = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
@@ -35,7 +37,9 @@ def test_servers_get_the_adapter_alone(tiny_pair: TinyPair, tmp_path: Path) -> N
     alone = changed(merged, weights="adapter")
     assert "alone" in adapter_push(alone)
     assert "weights=adapter would" in adapter_push(merged)
-    learner = Learner(alone.policy_learner("cpu", None, None), str(tmp_path))
+    learner = Learner(
+        alone.policy_learner("cpu", None, StopTokens(ids=(EOS,), one_event=False)), str(tmp_path)
+    )
     parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     assert f"{4 * parameters / 2**20:.3g} MiB" in describe_push(alone, "cpu")
     assert describe_push(alone, "cpu") != describe_push(merged, "cpu")

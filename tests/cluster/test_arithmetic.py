@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,15 +87,17 @@ def test_files_hold_what_their_readers_want(
     write_prompts(prompts, PROBLEMS.held_out)
     write_sft(book, SOME)
     assert objects(prompts)[0].keys() == {"prompt", "answer"}
-    limits = {"vocab_size": len(tokenizer), "context_length": 32}
-    loaded = load_prompts(str(prompts), tokenizer, max_new_tokens=ANSWER_TOKENS, **limits)
+    loaded = load_prompts(
+        str(prompts), tokenizer, vocab_size=len(tokenizer), context_length=32,
+        max_new_tokens=ANSWER_TOKENS,
+    )  # fmt: skip
     assert [p.answer for p in loaded] == [p.answer for p in PROBLEMS.held_out]
-    stop_ids = {tokenizer.eos_token_id}
+    eos: Any = tokenizer.eos_token_id
     rows = load_sft_rows(
-        str(book), tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids=stop_ids
+        str(book), tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids={eos}
     )
     assert {int(row.loss_mask_T.sum()) for row in rows} == {ANSWER_TOKENS}
-    assert {int(row.tokens_T[-1]) for row in rows} == {tokenizer.eos_token_id}
+    assert {int(row.tokens_T[-1]) for row in rows} == {eos}
     trained = {row["prompt"] for row in objects(book)}
     assert trained.isdisjoint(row["prompt"] for row in objects(prompts))
 

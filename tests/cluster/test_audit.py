@@ -486,7 +486,7 @@ def test_an_accident_of_lines_leaves_a_truth_or_no_proof(
 def checkpoint(out: Path, step: int, watermark: int, aside: dict[str, str]) -> None:
     CheckpointStore(out / "checkpoints", keep=9).save(
         step=step,
-        write=lambda path: path.joinpath("weights").write_bytes(b"w") and None,
+        write=lambda path: path.joinpath("weights").write_bytes(b"w"),
         delivery={"watermark": watermark, "set_aside": aside},
     )
 

@@ -49,7 +49,7 @@ def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
 class Rig:
     """An autoscaler whose decisions are carried out at once."""
 
-    def __init__(self, sizes: int = 2, limits: list[Pool] | None = None, **times: float) -> None:
+    def __init__(self, sizes: int = 2, limits: list[Pool] | None = None, **times: Any) -> None:
         self.sizes: dict[str, int] = dict.fromkeys(NAMES, sizes)
         times = {"up_after_s": 10, "down_after_s": 30, "cooldown_s": 20, "memory_s": 300} | times
         self.scaler = Autoscaler(limits or pools(), **times)
@@ -228,7 +228,7 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
     stream: list[tuple[dict[str, Any], int]],
     first: int,
     late: bool,
-    times: dict[str, float],
+    times: dict[str, Any],
 ) -> None:
     made = [
         Pool(name=name, minimum=least, maximum=least + more)

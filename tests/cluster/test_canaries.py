@@ -111,7 +111,8 @@ class Holder:
         return [[each.answer(question) for each in of_rank] for of_rank in self._watched]
 
     def plant(self, rank: int) -> None:
-        model = self._copies[rank].models["maths"].model
+        copy: Any = self._copies[rank].models["maths"]
+        model = copy.model
         with torch.no_grad():
             next(model.parameters())[0, 0] += 0.01
 

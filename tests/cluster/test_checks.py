@@ -26,6 +26,7 @@ from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
+from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
 from tests.actors.text_server import API_KEY, MODEL, Says, running_text_server
 from tests.conftest import TinyPair
@@ -105,7 +106,8 @@ def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: 
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:
-    return [problems.builder(p, 1).prompt for p in range(len(problems))]
+    builders = [problems.builder(p, 1) for p in range(len(problems))]
+    return [each.prompt for each in builders if isinstance(each, SingleTurnGroupBuilder)]
 
 
 def test_good_inputs_are_read_whole(opd: NewOpd, tiny_pair: TinyPair) -> None:
@@ -641,9 +643,11 @@ def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> 
 
 
 def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> None:
-    for check, config in ((check_rollout, opd), (check_sft, sft)):
-        with refuses(ConfigError, "columns.promt"):
-            check(config(columns={"promt": "question"}))
+    columns = {"promt": "question"}
+    with refuses(ConfigError, "columns.promt"):
+        check_rollout(opd(columns=columns))
+    with refuses(ConfigError, "columns.promt"):
+        check_sft(sft(columns=columns))
 
 
 def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:

@@ -602,7 +602,7 @@ def test_the_version(capsys) -> None:
 # What crosses a process
 
 
-def came(value: object) -> object:
+def came(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
@@ -673,7 +673,8 @@ def test_errors_keep_their_words_and_codes(error: type, code: int) -> None:
 
 
 def observed(envs: Sequence[Env]) -> set[tuple[int, ...]]:
-    return {tuple(asyncio.run(env.initial_observation()).tolist()) for env in envs}
+    shown = [asyncio.run(env.initial_observation()) for env in envs]
+    return {tuple(observation_T.tolist()) for observation_T in shown if observation_T is not None}
 
 
 def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:

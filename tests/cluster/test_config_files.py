@@ -298,8 +298,11 @@ _TREES = st.recursive(
 )
 
 
+_ANY: list[Any] = list(HealthCheck)
+
+
 @given(st.dictionaries(st.sampled_from(["teachers", "env", "steps", "prompts", "x"]), _TREES))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=_ANY)
 def test_odd_settings_are_refused_in_a_line(tmp_path: Path, tree: dict[str, Any]) -> None:
     config = written(tmp_path / "run.json", json.dumps(tree))
     with pytest.raises(ConfigError):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from ray import cloudpickle
+from ray.cloudpickle.cloudpickle import dumps
 
 from actors.embedded.engine import EmbeddedEngine
 from actors.embedded.reward_model import EmbeddedRewardModel
@@ -54,7 +56,8 @@ class Counter:
 
 
 def test_the_class_arrives_without_torch_and_imports_it_to_make_an_engine() -> None:
-    sent = cloudpickle.dumps(ray.remote(deferred(EmbeddedEngine)).__ray_metadata__.modified_class)
+    remote: Any = ray.remote(deferred(EmbeddedEngine))
+    sent = dumps(remote.__ray_metadata__.modified_class)
     subprocess.run([sys.executable, "-c", UNPICKLE], input=sent, check=True, timeout=300)
 
 
@@ -71,7 +74,7 @@ def test_it_has_the_methods_of_what_it_hosts(plain: type) -> None:
     shell = deferred(plain)
     assert asynchronous(shell) == asynchronous(plain) != {}
     assert shell.__name__ == plain.__name__ and plain.__qualname__ in str(shell.__doc__)
-    assert cloudpickle.loads(cloudpickle.dumps(shell)).__module__ == plain.__module__
+    assert pickle.loads(dumps(shell)).__module__ == plain.__module__
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -95,7 +98,7 @@ def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: Ti
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_plain_methods_take_what_they_are_given() -> None:
-    counter = ray.remote(deferred(Counter)).options(num_cpus=0).remote(start=5)
+    counter: Any = ray.remote(deferred(Counter)).options(num_cpus=0).remote(start=5)
     assert ray.get(counter.add.remote(2, times=3)) == 11
     ray.kill(counter)
 

@@ -109,6 +109,7 @@ def test_one_running_server_among_several_teachers(
 @pytest.mark.usefixtures("no_room")
 def test_the_plan_names_the_head_and_its_bytes_where_a_teacher_does_not_fit(opd: NewOpd) -> None:
     config = opd(estimator="auto", prompts_per_step=4, group_size=2)
+    assert config.teacher.model is not None
     width, most = load_config(config.teacher.model).hidden_size, config.sampling.max_new_tokens
     states = readable(width * 4 * 8 * most)
     assert f"with teacher.head= it would be full, by at most {states} a step" in chosen(config)[1]

@@ -36,7 +36,8 @@ class Follower:
 
 
 def followers(timeout_s: float = 60.0) -> ActorFollowers:
-    kind: Any = ray.remote(num_cpus=0, concurrency_groups=FOLLOWER_GROUPS)(Follower)
+    options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": FOLLOWER_GROUPS}
+    kind = ray.remote(**options)(Follower)
     actors = [kind.remote(rank) for rank in (1, 2)]
     return ActorFollowers(actors=actors, timeout_s=timeout_s)
 

@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ Opd = Callable[..., OpdConfig]
 PRESET = Path(__file__).parents[2] / "examples/configs/opd-benchmark.yaml"
 
 
-def hollow(directory: Path, kind: type = Qwen3Config, **shape: int) -> str:
+def hollow(directory: Path, kind: type = Qwen3Config, **shape: Any) -> str:
     """A checkpoint with true config, names and shapes, and files without contents (sparse)."""
     common = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
     config = kind(**common | {"num_key_value_heads": 8} | shape)

@@ -96,11 +96,14 @@ class Spoilt:
             for sample, score in zip(samples, scores, strict=True)
         ]
 
-    async def load_weights(self, weights: Any, version: int) -> None:
-        await self.engine.load_weights(weights, version)
+    async def load_weights(self, weights: Any, version: int) -> float:
+        return await self.engine.load_weights(weights, version)
 
-    async def health(self) -> None:
-        await self.engine.health()
+    async def health(self) -> int:
+        return await self.engine.health()
+
+    async def queue_length(self) -> int:
+        return await self.engine.queue_length()
 
     async def abort(self) -> int:
         return await self.engine.abort()
@@ -121,7 +124,7 @@ class Parties:
     async def learner_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self.learner.logprobs(rows_D)
 
-    def shake(self, temperature: float = T, **changes: Any) -> CalibrationReport:
+    def shake(self, temperature: Any = T, **changes: Any) -> CalibrationReport:
         arguments: dict[str, Any] = {
             "policies": {"policy": self.policy},
             "teachers": {"teacher": self.teacher},

@@ -475,7 +475,7 @@ class LedgerMachine(RuleBasedStateMachine):
         while len(self.trained) < self.total:
             before, beside = len(self.trained), not beside
             while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
-                for group_id, held in reversed(self.status().leased.items()):
+                for group_id, held in reversed([*self.status().leased.items()]):
                     lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
                     if lease.attempt > len(self.leases.get(group_id, [])):
                         self.note_lease(lease)
@@ -566,7 +566,8 @@ def test_the_fastest_group_waits_for_the_slowest() -> None:
 
 def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> None:
     ledger = new(groups_per_step=1, total_groups=1, most_replaced=1)
-    assert ledger.deliver(*ledger.lease("a", 9))
+    [first] = ledger.lease("a", 9)
+    assert ledger.deliver(first)
     taken = ledger.take()
     assert taken is not None and ledger.lose(taken.group_ids, "its node died") == [0]
     [again] = ledger.lease("a", 9)

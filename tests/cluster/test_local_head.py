@@ -53,7 +53,7 @@ def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> Non
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout and process.stderr
-        raylets = list[psutil.Process]()
+        raylets, started = list[psutil.Process](), list[psutil.Process]()
         while not raylets:  # which it waits for, and which never comes up
             assert process.poll() is None
             started = psutil.Process(process.pid).children()

@@ -48,7 +48,7 @@ def reserve(
     placement.reserve(deadline_s=deadline_s, say=say, poll=poll)
 
 
-def start(placement: Placement, role: str, index: int, **options: object):
+def start(placement: Placement, role: str, index: int, **options: Any) -> Any:
     return ray.remote(Member).options(**placement.options(role, index), **options).remote()
 
 

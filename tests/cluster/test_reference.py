@@ -62,7 +62,8 @@ def test_any_other_reference_is_a_frozen_copy(
     made.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
     run = dpo(tiny_pair.student, tmp_path, **({"reference": theirs} if "other" in case else {}))
     estimate = estimate_memory(theirs, FROZEN)
-    assert estimate is not None and 4 * estimate.bytes == estimate_memory(theirs, TRAINED).bytes
+    trained = estimate_memory(theirs, TRAINED)
+    assert estimate is not None and trained is not None and 4 * estimate.bytes == trained.bytes
     monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes)
     scored = reference_logprobs(run, made, config, resumed=case == "resumed")(ROWS)
     for ours_N, theirs_N in zip(scored, expected, strict=True):

@@ -166,7 +166,8 @@ def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None
     newest = save(directory, config.model.path, 4)
     assert RunDirectory("opd", config).check() == newest
     (newest.path / "manifest.json").unlink()
-    assert RunDirectory("opd", config).check().step == 2
+    found = RunDirectory("opd", config).check()
+    assert found is not None and found.step == 2
 
 
 @pytest.mark.parametrize("name", list(MUST_STAY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import struct
@@ -183,7 +184,7 @@ def all_wandb_records(path: Path) -> list[Any]:
 
 def wandb_records(path: Path) -> list[Any]:
     """W&B's file: a header of 7 bytes, then LevelDB's log format, of blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     data, at, whole, records = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
@@ -197,7 +198,7 @@ def wandb_records(path: Path) -> list[Any]:
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = Record()
+            record = messages.Record()
             record.ParseFromString(whole)
             records.append(record)
             whole = b""

@@ -69,7 +69,7 @@ def test_the_report_names_everyone() -> None:
 def test_who_holds_a_late_group_is_suspected(stage: str, expected: set[str]) -> None:
     assert suspects(status(), workers(stage), {}, 100) == expected
     assert suspects(status(), workers(stage, seconds=5), {}, 100) == set()
-    moving = dict.fromkeys(("policy engine 0", "teacher engine 0"), 3.0)
+    moving: dict[str, float] = {"policy engine 0": 3.0, "teacher engine 0": 3.0}
     assert suspects(status(), workers(stage), moving, 100) == expected - moving.keys()
 
 

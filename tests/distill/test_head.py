@@ -25,13 +25,14 @@ from tests.families import SIZES
 from tests.refusals import refuses
 from tests.tiny import tiny_model_dir
 
+_PHI: dict[str, Any] = SIZES | {"num_key_value_heads": 4}
 HEADS: dict[str, Callable[[], PretrainedConfig]] = {
     "tied": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "its own": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "soft cap": lambda: Gemma2Config(**SIZES, head_dim=32, final_logit_softcapping=2.0),
     "logit scale": lambda: CohereConfig(**SIZES, logit_scale=0.25),
     "scaling": lambda: GraniteConfig(**SIZES, logits_scaling=8.0),
-    "bias": lambda: PhiConfig(**SIZES | {"num_key_value_heads": 4}),
+    "bias": lambda: PhiConfig(**_PHI),
 }
 
 

@@ -69,7 +69,7 @@ def evaluations(out: Path) -> list[dict[str, float]]:
     return [line for line in lines(out) if "time/step" not in line]
 
 
-def lines(out: Path) -> list[dict[str, float]]:
+def lines(out: Path) -> list[dict[str, Any]]:
     """All of metrics.jsonl. Fails for a metric that the table of metrics does not have."""
     path = out / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -71,6 +71,7 @@ def ray_head(
             "RAY_AUTH_MODE": "disabled",
             **(environment or {}),
         }
+        gcs_port = dashboard_port = metrics_port = pid = 0
         for start in range(1, _STARTS + 1):
             ports = _free_ports(8)
             gcs_port, dashboard_port, metrics_port = ports[:3]
@@ -81,6 +82,7 @@ def ray_head(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            pid = process.pid
             stack.callback(_end, process)
             try:
                 wanted = [gcs_port, dashboard_port] if dashboard else [gcs_port]
@@ -94,7 +96,7 @@ def ray_head(
             gcs_port=gcs_port,
             dashboard_port=dashboard_port,
             metrics_port=metrics_port,
-            pid=process.pid,
+            pid=pid,
             log=log,
             environment=complete,
         )

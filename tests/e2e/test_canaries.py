@@ -189,7 +189,8 @@ def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
     def watched(teachers: LocalTeachers, batch: Batch, in_round: Sequence[str]) -> Any:
         passes.append(teachers)
         if len(passes) == 6:
-            model = teachers.models[""].model
+            teacher: Any = teachers.models[""]
+            model = teacher.model
             with torch.no_grad():
                 next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
         return distribution_of(teachers, batch, in_round)

@@ -112,7 +112,8 @@ def test_a_head_that_the_teacher_does_not_serve_is_named(
     """As one of the checkpoint before its weights were quantised, head and all."""
     model = load_causal_lm(tiny_pair.teacher, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        head_VH = model.get_output_embeddings().weight
+        head: Any = model.get_output_embeddings()
+        head_VH = head.weight
         step_V1 = head_VH.abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
         head_VH.copy_((head_VH / step_V1).round() * step_V1)
     served = tmp_path / "served"

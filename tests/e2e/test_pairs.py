@@ -6,6 +6,7 @@ import asyncio
 import json
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ def checkpoint(
     tokenizer.eos_token = end
     tokenizer.chat_template = template
     size = len(tokenizer) + 64  # padded, as published models are
+    eos: Any = tokenizer.convert_tokens_to_ids(end)
     model = tiny_model_dir(
-        root, seed=seed, vocab_size=size, hidden_size=32, layers=1,
-        eos_token_id=tokenizer.convert_tokens_to_ids(end), sharpness=sharpness,
+        root, seed=seed, vocab_size=size, hidden_size=32, layers=1, eos_token_id=eos,
+        sharpness=sharpness,
     )  # fmt: skip
     tokenizer.save_pretrained(model)
     return model
@@ -101,7 +103,7 @@ def test_the_user_s_stop_tokens_are_the_run_s(pair: tuple[TinyPair, str], tmp_pa
 
 def padded(teacher: str, out: Path) -> str:
     """The teacher with more rows of embeddings than its tokenizer has tokens: zeros."""
-    model = AutoModelForCausalLM.from_pretrained(teacher)
+    model: Any = AutoModelForCausalLM.from_pretrained(teacher)
     size = model.config.vocab_size
     model.resize_token_embeddings(size + 32)
     with torch.no_grad():

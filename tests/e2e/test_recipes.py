@@ -179,11 +179,11 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     assert steps[-1]["sft/nll"] < steps[0]["sft/nll"]
     assert all(step["train/updates"] == 2 for step in steps)
     assert "opd/reverse_kl" not in steps[0]
+    bound = config.most_replaced
     for step in steps:  # what has the answer has the format, which pays a twentieth
         assert step["env/format"] == pytest.approx(step["reward/mean"])
         assert step["reward/bonus"] >= 0.05 * step["env/format"] - 1e-6
         # Groups of one reward are replaced, unless they are too many.
-        bound = config.most_replaced
         assert step["groups/replaced"] == bound or step["reward/constant_groups"] == 0
     assert 0 < sum(step["groups/replaced"] for step in steps) < len(steps) * bound
     assert not audit(tmp_path / "run/ledger.jsonl", steps=len(steps)).problems

@@ -289,11 +289,11 @@ def test_samples_and_rows_end_where_recipes_stop(tiny_pair: TinyPair, tmp_path: 
     model = tmp_path / "model"
     shutil.copytree(tiny_pair.student, model)
     tokenizer = load_tokenizer(str(model))
-    own = tokenizer.eos_token_id
+    own: Any = tokenizer.eos_token_id
     tokenizer.eos_token = "4"
     tokenizer.save_pretrained(model)
     with isotherm.Policy(str(model), device="cpu") as policy:
-        four = tokenizer.convert_tokens_to_ids("4")
+        four: Any = tokenizer.convert_tokens_to_ids("4")
         assert set(policy.sampler.stops.ids) == {own, four}
         assert policy.supervised_row("1+1=", "2").tokens_T[-1] == four
         samples = policy.sample("1+1=", temperature=2.0, max_new_tokens=30, num_samples=20)

@@ -97,7 +97,7 @@ class World(GroupsHere):
         self.events: list[str] = []
         self.published: list[tuple[int, dict[str, bytes]]] = []
 
-    def take(self, _trained: TrainedGroups) -> StepGroups:
+    def take(self, trained: TrainedGroups) -> StepGroups:
         taken, self.groups = self.groups[: self.per_step], self.groups[self.per_step :]
         assert len(taken) == self.per_step, "the loop asks for more than a step's groups"
         self.events.append(f"take {[made.group_id for made in taken]}")

@@ -143,7 +143,7 @@ def cut(path: Path) -> None:
 
 
 def write(text: str) -> Callable[[Path], None]:
-    return lambda path: path.write_text(text) and None
+    return lambda path: path.write_text(text)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,12 @@ from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
 
 ROW = training_row(6, 11)
+_EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 
 
 def qwen3(**changes: Any) -> PreTrainedModel:
     # The eager attention multiplies all pairs of tokens by products that the counter sees.
-    return Qwen3ForCausalLM(Qwen3Config(**_shape(), attn_implementation="eager", **changes))
+    return Qwen3ForCausalLM(Qwen3Config(**_shape(), **_EAGER, **changes))
 
 
 def _shape() -> dict[str, Any]:
@@ -49,14 +50,15 @@ def _shape() -> dict[str, Any]:
 def gpt2() -> PreTrainedModel:
     config = GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64,
-        bos_token_id=1, eos_token_id=1, attn_implementation="eager",
+        bos_token_id=1, eos_token_id=1, **_EAGER,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
 def moe(**changes: Any) -> PreTrainedModel:
-    shape = _shape() | {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | changes))
+    sizes = {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2}
+    shape: dict[str, Any] = _shape() | sizes | changes
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
 
 
 def flops_of(model: PreTrainedModel) -> ModelFlops:

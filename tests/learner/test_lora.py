@@ -443,12 +443,12 @@ def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: b
 
 # Mixtures of experts
 
-MIXTURE = {
+MIXTURE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
-QWEN3_NEXT = MIXTURE | {
+QWEN3_NEXT: dict[str, Any] = MIXTURE | {
     "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
