@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from distill.models.attention import visibility_bias
 from distill.models.flex_attention import BLOCK
 from distill.weights.digests import TILE, TILES, sum_by_torch
 
+_UPLOAD = "lift_fresh"  # a tensor of Python numbers, which is then copied to the GPU
 # Operations that return a view, or only allocate.
 _NO_KERNEL = {"view", "slice", "unsqueeze", "select", "detach", "empty"}
 _FUSED = {
@@ -34,13 +36,14 @@ class KernelCount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = 0
+        self.kernels = self.uploads = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
         name = func.name().removeprefix("aten::").partition(".")[0]
-        self.kernels += name not in _NO_KERNEL
+        self.kernels += name not in _NO_KERNEL and name != _UPLOAD
+        self.uploads += name == _UPLOAD
         return func(*args, **(kwargs or {}))
 
 
@@ -74,6 +77,27 @@ def mask_bytes(length: int) -> tuple[int, int]:
     return bias.nbytes, 2 * 4 * blocks * blocks  # indices of partial and of full blocks, int32
 
 
+def decode_kernels(rows: int, top: int = 33) -> tuple[int, int, int]:
+    """What SGLang does for a decode step's likeliest tokens and the two tokens of a stop event.
+
+    Returns:
+        (kernels, copies to the GPU, copies to main memory), of so many requests.
+    """
+    from sglang.srt.layers import logprob_processor  # pyright: ignore[reportMissingImports]
+
+    logprobs_NV = torch.randn(rows, 1000).log_softmax(1)
+    stage = logprob_processor.LogprobStage.DECODE
+    with KernelCount() as counted:
+        tops = logprob_processor.get_top_logprobs_raw(
+            logprobs_NV, [top] * rows, stage, no_copy_to_cpu=True
+        )
+        events, _ = logprob_processor.get_token_ids_logprobs_raw(
+            logprobs_NV, [[0, 1]] * rows, stage, no_copy_to_cpu=True
+        )
+    copies = sum(map(len, (*tops, events)))
+    return counted.kernels, counted.uploads, copies
+
+
 def main() -> None:
     for shape in MODELS[:2]:
         sizes = served_sizes(shape)
@@ -84,6 +108,12 @@ def main() -> None:
         )
     padded, packed = mask_bytes(16_384)
     print(f"mask of a window, a row of 16384 tokens: {padded} bytes padded, {packed} packed")
+    if find_spec("sglang") is not None:
+        kernels, uploads, copies = decode_kernels(256)
+        print(
+            f"likeliest tokens of a decode step of 256 requests: {kernels} kernels, {uploads} "
+            f"copies to the GPU, {copies} to main memory"
+        )
 
 
 if __name__ == "__main__":
