@@ -65,4 +65,4 @@ def add_word_sum(words: Tensor, total: Tensor, constants: Mapping[str, Any]) -> 
     Args:
         constants: those of `add_tiles`.
     """
-    add_tiles[(-(-len(words) // constants["TILE"]),)](words, total, len(words), **constants)
+    add_tiles[(-(-len(words) // constants["TILE"]),)](words, total, len(words), **constants)  # pyright: ignore[reportIndexIssue]

@@ -366,8 +366,8 @@ def read_by_sglang(payload: bytes) -> dict[str, Any]:
     """The bucket as a scheduler reads it: SGLang's names allowed, and its tensors the same."""
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+    from sglang.srt.utils import MultiprocessingSerializer  # pyright: ignore[reportMissingImports]
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata  # pyright: ignore[reportMissingImports]
 
     given = MultiprocessingSerializer.deserialize(base64.b64encode(payload).decode())
     metadata = [FlattenedTensorMetadata(**vars(each)) for each in given["metadata"]]
