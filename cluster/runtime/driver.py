@@ -204,9 +204,15 @@ class Driver:
             forget(task)
 
     def waited_for(self, task: asyncio.Task[Any]) -> bool:
-        """Poll, and wait a short while for a task; True if it has ended."""
+        """Poll, and wait a short while for a task; True if it has ended.
+
+        A death that was noticed meanwhile is raised in place of the error of a task that it failed.
+        """
         self.poll()
-        return self.background.advance(task, _POLL_S)
+        ended = self.background.advance(task, _POLL_S)
+        if ended and not task.cancelled() and task.exception() is not None:
+            self.background.check()
+        return ended
 
     def _overdue(self, began: float, worker: str | None) -> str | None:
         """Reason to stop waiting for a call that began at `began`, or None. See `call`."""

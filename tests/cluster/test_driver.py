@@ -1,4 +1,4 @@
-"""Waiting for actors to start, with a supervisor that is made up."""
+"""Waiting for actors to start and for their answers, with a supervisor that is made up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import cluster.runtime.driver
 from cluster.base.background import Background
-from cluster.base.outcomes import RunFailed
+from cluster.base.outcomes import ActorLost, LearnerLost, RunFailed
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import State
 
@@ -62,3 +62,21 @@ def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     with pytest.raises(RunFailed):
         driver(supervisor, 0.1).until_started(["engine", "worker"], print)
     assert time.monotonic() - began >= 0.5
+
+
+def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
+    """The call of a worker that is buried fails before the driver looks at its supervisor again."""
+    supervisor, buried = Starting(answers=0), asyncio.Event()
+
+    async def watch() -> None:
+        await asyncio.sleep(0.05)
+        buried.set()
+        raise LearnerLost("learner worker 1 died")
+
+    async def answer() -> None:
+        await buried.wait()
+        raise ActorLost("the canaries failed because an actor died")
+
+    supervisor.background.start(watch())
+    with pytest.raises(LearnerLost):
+        driver(supervisor, 60).wait_for(answer())
