@@ -31,11 +31,10 @@ from actors.sglang.weights import Use
 from distill.engine import WeightSource
 from distill.errors import EngineLost
 from distill.handshake.canary import COMPANY, CanaryRows, FirstAnswers
+from distill.sampling import UNSCALED
 
 logger = logging.getLogger(__name__)
 
-# T of the canaries; weights are proven at any.
-_TEMPERATURE = 0.7
 # How often a server that has the turn looks whether others wait for it, seconds.
 _LOOK_S = 0.1
 # Longest turn without a pause while others wait, as a multiple of what a change of turns takes:
@@ -142,7 +141,7 @@ class TurnTakingEngine(HostedSglangEngine):
     async def _answers(self) -> FirstAnswers:
         """Answers of the weights that the server is about to part from."""
         info = await self._info()
-        rows = CanaryRows.of(info, _TEMPERATURE)
+        rows = CanaryRows.of(info, UNSCALED)
         answers = [
             rows.answer(await self._score(rows.with_company(number), Use())) for number in COMPANY
         ]
