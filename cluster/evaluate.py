@@ -117,7 +117,10 @@ class EvaluateConfig(
         self.data.check(self.env)
         self.files()
         if (self.teacher.model is None) != (self.sampling.temperature is None):
-            raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
+            raise ConfigError(
+                "teacher= and temperature= go together: KL(p_T || q_T) needs both",
+                field="teacher.model",
+            )
         self.teacher.require_checkpoint("evaluation")
         if self.sampling.temperature is not None:
             self.train_sampling()

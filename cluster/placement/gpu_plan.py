@@ -78,8 +78,8 @@ class GpuPlan:
         if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
             return []
         return [
-            "         the learner's linear attention would run by reference code, over ten times "
-            f"slower; where the learner runs: {LINEAR_ATTENTION_INSTALL}"
+            "         the learner's linear attention would run by reference code, which is slow; "
+            f"where the learner runs: {LINEAR_ATTENTION_INSTALL}"
         ]
 
     def _server(self, role: str, engine: EngineConfig) -> str:

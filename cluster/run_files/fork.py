@@ -97,7 +97,8 @@ def find_fork(
         raise ConfigError(
             f"fork_from={config.fork_from} is a run of recipe={their.recipe}, and this one of "
             f"recipe={recipe}: only one of them has a reward model's head. "
-            + ("Choose another run" if their.recipe == "reward_model" else remedy)
+            + ("Choose another run" if their.recipe == "reward_model" else remedy),
+            field="fork_from",
         )
     model = config.model.path
     check_fork(checkpoint, title="model", model=model, tokenizer=tokenizer, lora=config.lora)

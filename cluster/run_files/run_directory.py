@@ -167,7 +167,10 @@ class RunDirectory:
         try:
             was = self._record()
         except DataError as error:
-            raise CheckpointError(f"{error}, or choose another out=") from error
+            why = error.__cause__ or "no run wrote it"
+            raise CheckpointError(
+                f"{self.path / 'config.json'} is unreadable ({why}); choose another out="
+            ) from error
         if not (was.recipe and was.run_id and was.settings):
             raise CheckpointError(f"{self.path / 'config.json'} is no run's; choose another out=")
         if was.recipe != self._recipe:

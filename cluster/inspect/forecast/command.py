@@ -181,7 +181,10 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
 
     count = min(config.eval.size, len(inputs.train))
     if count < 2:
-        raise ConfigError(f"prompts={config.data.source} has {count} prompts; give two at least")
+        raise ConfigError(
+            f"prompts={config.data.source} has {count} prompts; give two at least",
+            field="data.source",
+        )
     chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
     engines = [
         config.engine_config(config.model.path, inputs.stops),
