@@ -8,6 +8,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
@@ -197,6 +198,19 @@ def launcher_of(engine: str, out: Path) -> psutil.Process:
     return launcher
 
 
+def output_after_death(engine: str, out: Path, process: subprocess.Popen[str]) -> str:
+    """Kill an engine's server; once three more steps are done, end the run, and return what it
+    printed."""
+    launcher_of(engine, out).kill()
+    wait_until(lambda: bool(events(out, "restart")), process)
+    again = len(metrics(out))
+    wait_until(lambda: len(metrics(out)) >= again + 3, process)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGINT, output
+    return output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pushed", [{}, {"weights": "adapter", "lora.rank": 4}])
 def test_a_policy_server_that_dies_is_started_again(
@@ -210,13 +224,7 @@ def test_a_policy_server_that_dies_is_started_again(
     process = start("cluster.train", "recipe=opd", *arguments, "steps=5000")
     wait_until(lambda: len(metrics(out)) >= 3, process)
     before = len(metrics(out))
-    launcher_of("policy engine 0", out).kill()
-    wait_until(lambda: bool(events(out, "restart")), process)
-    again = len(metrics(out))
-    wait_until(lambda: len(metrics(out)) >= again + 3, process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGINT, output
+    output = output_after_death("policy engine 0", out, process)
     assert "policy engine 0 died" in output and "its handshake agrees to" in output
     steps = metrics(out)
     assert len(steps) > before
@@ -259,13 +267,7 @@ def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 3, process)
     wait_until(lambda: sleeps(out, dies), process)
-    launcher_of(f"{dies} engine 0", out).kill()
-    wait_until(lambda: bool(events(out, "restart")), process)
-    again = len(metrics(out))
-    wait_until(lambda: len(metrics(out)) >= again + 3, process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGINT, output
+    output = output_after_death(f"{dies} engine 0", out, process)
     assert f"{dies} engine 0 died" in output and "has moved" not in output
     assert [event["who"] for event in events(out, "death")] == [f"{dies} engine 0"]
     steps = metrics(out)
