@@ -43,26 +43,50 @@ _ELSEWHERE = {
     "clip_ratio_low": ("clip",),
     "clip_ratio_high": ("clip",),
     "epsilon_high": ("clip",),
+    "eps_clip": ("clip",),
+    "eps_clip_high": ("clip",),
+    "kl_loss_coef": ("reference_kl_coef",),
     "learning_rate": ("lr",),
     "lr_scheduler_type": ("lr_schedule",),
     "max_steps": ("steps",),
     "num_train_epochs": ("epochs", "steps"),
+    "total_epochs": ("epochs", "steps"),
+    "total_training_steps": ("steps",),
+    "num_rollout": ("steps",),
     "num_generations": ("group_size",),
+    "n_samples_per_prompt": ("group_size",),
+    "rollout.n": ("group_size",),
     "num_samples": ("group_size", "samples"),
     "num_prompts": ("eval.size",),
     "limit": ("eval.size",),
     "engine.server_flags": ("policy.server_flags",),
+    "use_vllm": ("engine",),
+    "rollout_temperature": ("temperature",),
     "max_completion_length": ("max_new_tokens",),
+    "max_response_length": ("max_new_tokens",),
+    "rollout_max_response_len": ("max_new_tokens",),
     "per_device_train_batch_size": ("prompts_per_step", "batch_size"),
     "train_batch_size": ("prompts_per_step", "batch_size"),
+    "rollout_batch_size": ("prompts_per_step",),
     "gradient_accumulation_steps": ("token_budget",),
     "bf16": ("learner.dtype",),
     "model_name_or_path": ("student", "model"),
+    "hf_checkpoint": ("student", "model"),
+    "prompt_data": ("prompts", "data"),
+    "train_files": ("prompts", "data"),
+    "val_files": ("eval.source",),
+    "input_key": ("columns.prompt",),
+    "label_key": ("columns.answer",),
     "output_dir": ("out",),
+    "default_local_dir": ("out",),
     "save_steps": ("checkpoint.every",),
+    "save_interval": ("checkpoint.every",),
+    "save_freq": ("checkpoint.every",),
     "save_total_limit": ("checkpoint.keep_last",),
     "load_best_model_at_end": ("checkpoint.keep_best",),
     "eval_steps": ("eval.every",),
+    "eval_interval": ("eval.every",),
+    "test_freq": ("eval.every",),
     "report_to": ("tracking.track",),
     "run_name": ("out",),
     "lora_r": ("lora.rank",),
@@ -205,7 +229,9 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
 
 def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields = fields_of(kind)
-    near = [name for name in _ELSEWHERE.get(key, ()) if meant_by(kind, name)][:1]
+    parts = key.split(".")
+    last = next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in _ELSEWHERE), "")
+    near = [name for name in _ELSEWHERE.get(last, ()) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     if not near:  # search the docs for a name that other libraries use: learning_rate
