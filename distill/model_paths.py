@@ -62,7 +62,9 @@ def check_model_path(path: str) -> None:
             f"cannot read a model config from {path!r}: the link leads to {directory.readlink()}, "
             "which does not exist"
         )
-    elif not directory.exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+    elif directory.exists():
+        raise CheckpointError(f"{path} is a file; give a checkpoint's directory")
+    elif path.count("/") != 1 or path.startswith((".", "/", "~")):
         owner = "" if "/" in path else ", and a name of the hub has an owner: OWNER/NAME"
         raise CheckpointError(
             f"cannot read a model config from {path!r}: there is no such directory{owner}"

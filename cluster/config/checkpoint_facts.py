@@ -1,4 +1,4 @@
-"""Checks of settings against the files of a checkpoint's directory, without a library of tensors.
+"""Checks of a checkpoint's files, and of settings against them, without a library of tensors.
 
 They refuse only what no reading of these files could mean. What they let pass is checked again once
 models and tokenizers are loaded.
@@ -13,13 +13,95 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError, ConfigError
 from distill.lookup import known_names
 
 # Where tokens stand by their texts. Any token of a tokenizer of these files is in one of them.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+# Files of which any tokenizer has one: of its vocabulary, or of a model that makes it.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+    "*.spm",
+    "tekken.json",
+    "vocab*",
+)
+# What Git writes in place of a large file that it has not fetched.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_readable(directory: Path) -> None:
+    """Raises CheckpointError if config.json is no JSON object."""
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}; copy it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds no JSON object; copy it again")
+
+
+def check_weights(directory: Path) -> None:
+    """Check that all weights files are there, by their headers.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    for shard in _shards(directory):
+        if not (directory / shard).is_file():
+            raise CheckpointError(
+                f"{directory} lacks {shard}, which its index names; copy it again"
+            )
+    if not files and not list(directory.glob("pytorch_model*.bin")):
+        raise CheckpointError(f"{directory} holds no weights (no *.safetensors file)")
+    for file in files:
+        _refuse_pointer(file)
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} is corrupt or cut short: {error}") from error
+
+
+def check_vocabulary_files(directory: Path) -> None:
+    """Raises CheckpointError if the checkpoint has no tokenizer."""
+    files = [file for pattern in _VOCABULARIES for file in directory.glob(pattern)]
+    if not files:
+        raise CheckpointError(
+            f"{directory} has no tokenizer (no tokenizer.json, *.model or vocab file); copy the "
+            "tokenizer's files of the model that it was made from"
+        )
+    for file in files:
+        _refuse_pointer(file)
+
+
+def _refuse_pointer(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(
+                f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in "
+                f"{file.parent}"
+            )
+
+
+def _shards(directory: Path) -> list[str]:
+    """Files that a sharded checkpoint's index names; empty without an index.
+
+    Raises:
+        CheckpointError: the index is unreadable.
+    """
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is unreadable: {error}") from error
 
 
 def check_length(directory: Path, max_new_tokens: int) -> None:

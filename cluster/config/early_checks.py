@@ -1,20 +1,28 @@
 """Checks of what settings name, without a library of tensors: made before one is imported.
 
-Fields of settings declare what they name, by metadata: `model_field`, WRITTEN, WRITTEN_DIRECTORY,
-RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
+Fields of settings declare what they name, by metadata: `model_field`, HEAD, WRITTEN,
+WRITTEN_DIRECTORY, RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import chz
 
 from actors.sglang.address import is_url
-from cluster.config.checkpoint_facts import check_length, check_stop_tokens, check_targets
+from cluster.config.checkpoint_facts import (
+    check_length,
+    check_readable,
+    check_stop_tokens,
+    check_targets,
+    check_vocabulary_files,
+    check_weights,
+)
 from cluster.config.job_upload import refuse_upload
 from cluster.config.rows import RowCheck
 from distill.chat.template_choice import template_text
@@ -37,11 +45,13 @@ WRITTEN: Final[dict[str, Any]] = {"path": "written"}
 WRITTEN_DIRECTORY: Final[dict[str, Any]] = {"path": "written directory"}
 RUN: Final[dict[str, Any]] = {"path": "run"}
 _MODEL: Final[dict[str, Any]] = {"path": "model"}
+# A checkpoint of which nothing but a part of the weights is read.
+HEAD: Final[dict[str, Any]] = {"path": "head"}
 
 
 def model_field(*, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
     """A chz field of a model's path; the directory of a run stands for its trained model."""
-    return chz.field(munger=_trained, metadata={**(metadata or {}), **_MODEL}, **field)
+    return chz.field(munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
 
 
 def _trained(_config: Any, path: str | None) -> str | None:
@@ -59,6 +69,8 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     """
     begun = (Path(getattr(config, "out", None) or "") / "config.json").is_file()
     for name, kind, value in _paths(config):
+        if not value:
+            raise ConfigError(f"{name}= is empty; give a value, or leave it out", field=name)
         if not (begun and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
     _check_against_files(config)
@@ -92,13 +104,18 @@ def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
                 yield f"{prefix}{name}", kind, each
 
 
-def _check_model(name: str, path: str) -> None:
+def _check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
     if path == OWN or is_url(path):
         return
     try:
         check_model_path(path)
-        if not Path(path).exists():
-            require_hub(path)
+        directory = Path(path)
+        if not directory.exists():
+            return require_hub(path)
+        check_readable(directory)
+        check_weights(directory)
+        if tokenizer:
+            check_vocabulary_files(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
 
@@ -238,6 +255,7 @@ def _check_written(name: str, path: str) -> None:
 
 _CHECKS: dict[str, Callable[[str, str], None]] = {
     "model": _check_model,
+    "head": partial(_check_model, tokenizer=False),
     "rows": _check_rows,
     "written": _check_written,
     "written directory": refuse_upload,

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.sglang.address import is_url
+from cluster.config.checkpoint_facts import check_weights
 from cluster.config.common import CommonConfig
 from distill.engine import EngineInfo, ScoreRequest
-from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.errors import ConfigError, EngineError
 from distill.libraries import require_library
 from distill.models.loading import (
     context_length,
     ends_of,
     load_config,
     meta_causal_lm,
-    reading,
     vocab_size,
 )
 from distill.sampling import UNSCALED
@@ -182,33 +180,9 @@ def check_model(path: str) -> Any:
         CheckpointError: a weights file is missing or unreadable.
     """
     config = load_config(path)
-    directory = Path(path)
-    if directory.is_dir():
-        files = sorted(directory.glob("*.safetensors"))
-        for shard in _shards(directory):
-            if not (directory / shard).is_file():
-                raise CheckpointError(f"{path} lacks {shard}, which its index names; copy it again")
-        if not files and not list(directory.glob("pytorch_model*.bin")):
-            raise CheckpointError(f"{path} holds no weights (no *.safetensors file)")
-        for file in files:
-            with reading(file), safe_open(file, framework="np") as tensors:
-                tensors.keys()
+    if Path(path).is_dir():
+        check_weights(Path(path))
     return config
-
-
-def _shards(directory: Path) -> list[str]:
-    """Files that a sharded checkpoint's index names; empty without an index.
-
-    Raises:
-        CheckpointError: the index is unreadable.
-    """
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is unreadable: {error}") from error
 
 
 def check_routers(

@@ -13,7 +13,7 @@ from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import LocalServerSettings
-from cluster.config.early_checks import OWN, model_field
+from cluster.config.early_checks import HEAD, OWN, model_field
 from cluster.config.pools import (
     EnginePoolSettings,
     PolicyClusterSettings,
@@ -82,7 +82,7 @@ class TeacherConfig:
     samples_from: str | None = chz.field(
         default=None, doc="teacher.samples_from for the prompts of this teacher"
     )
-    head: str | None = model_field(default=None, doc="teacher.head of this teacher")
+    head: str | None = model_field(default=None, doc="teacher.head of this teacher", metadata=HEAD)
 
 
 def hosted(teachers: Mapping[str, TeacherConfig]) -> list[str]:
@@ -180,6 +180,7 @@ class TeacherSettings(EnginePoolSettings):
         "from its engines, which give a hidden state for each trained token, and the learner loads "
         "this head alone, not the teacher. A running server without isotherm's plugin is started "
         "with --enable-return-hidden-states",
+        metadata=HEAD,
     )
 
     @property

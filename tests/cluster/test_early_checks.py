@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from cluster.command import parse
 from cluster.config.arguments import Arguments
@@ -31,10 +33,17 @@ OTHERS = ["prompts=a/rows", "temperature=0.7", "out=OUT"]
 pytestmark = pytest.mark.usefixtures("hub_cache")
 
 
+def write_checkpoint(directory: Path) -> None:
+    """Files that a checkpoint has, without contents."""
+    directory.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (directory / name).write_text("{}")
+    save_file({}, directory / "model.safetensors")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    (tmp_path / "run" / "final" / "config.json").write_text("{}")
+    write_checkpoint(tmp_path / "run" / "final")
     return tmp_path / "run"
 
 
@@ -69,9 +78,12 @@ def test_the_moving_teacher_is_no_directory(
     )
 
 
+# What Git leaves of a large file that it has not fetched.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 # Values that lead nowhere, by the flag of the settings that take them.
 NOWHERE = {
-    "model": ("/no/where", "nowhere"),
+    "model": ("/no/where", "nowhere", "bad.jsonl", ""),
+    "head": ("/no/where", "nowhere", "bad.jsonl", ""),
     "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl"),
     "written": ("no/where.json", "."),
     "run": ("nowhere", "nowhere:3"),
@@ -94,7 +106,8 @@ def named() -> Iterator[tuple[str, str, str]]:
     for owner in ("opd", "rl", "sft", "dpo", "reward_model", *(kind.__name__ for kind in COMMANDS)):
         for name, field in fields_of(KINDS[owner]).items():
             for value in NOWHERE.get((field.metadata or {}).get("path", ""), ()):
-                if value != "bad.jsonl" or hasattr(KINDS[owner], "row_readers"):
+                is_rows = (field.metadata or {}).get("path") == "rows"
+                if value != "bad.jsonl" or not is_rows or hasattr(KINDS[owner], "row_readers"):
                     yield owner, name, value
 
 
@@ -104,8 +117,7 @@ def test_what_leads_nowhere_is_refused_by_its_setting(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for model in ("m", "s", "t"):
-        Path(model).mkdir()
-        (Path(model) / "config.json").write_text("{}")
+        write_checkpoint(Path(model))
     row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d"}
     fields = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected")}
     fields["reward_model"] = fields["dpo"]
@@ -173,6 +185,48 @@ def test_what_does_not_fit_the_model_is_refused_by_its_files(
         return check_early(config)
     with refuses(ConfigError, field):
         check_early(config)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "teacher.model", "model.reference"])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b'{"model_type": "llama",'),
+        ("config.json", b"[]"),
+        ("tokenizer.json", None),
+        ("tokenizer.json", LFS_POINTER),
+        ("model.safetensors", None),
+        ("model.safetensors", LFS_POINTER),
+        ("model.safetensors", b"cut"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-2.safetensors"}}'),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_part_is_refused_before_libraries_are_loaded(
+    setting: str, file: str, content: bytes | None, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    if content is None:
+        (tmp_path / "broken" / file).unlink()
+    else:
+        (tmp_path / "broken" / file).write_bytes(content)
+    models = {"model.path": "a/b", "teacher.model": "a/c", "model.reference": "a/b"}
+
+    def checked(directory: Path) -> None:
+        given = [f"{name}={path}" for name, path in (models | {setting: directory}).items()]
+        check_early(parse(OpdConfig, [*given, "reference_kl_coef=0.1", *OTHERS]))
+
+    checked(tmp_path / "whole")
+    with pytest.raises(CheckpointError) as refused:
+        checked(tmp_path / "broken")
+    assert str(refused.value).startswith(setting)
+
+
+def test_a_head_needs_no_tokenizer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "head")
+    (tmp_path / "head" / "tokenizer.json").unlink()
+    given = ["student=a/b", "teacher=a/c", f"teacher.head={tmp_path / 'head'}", "estimator=full"]
+    check_early(parse(OpdConfig, [*given, *OTHERS]))
 
 
 def test_servers_and_what_the_cache_has_are_left_to_those_who_ask_them() -> None:
