@@ -2,6 +2,7 @@
 
     check_export(path)                    rejects models that no server could read, before a run
     names = Names.of(model, path)         for the leader's model, before an adapter or sharding
+    plain = plain_weights(model)          the model's own tensors, an adapter merged into them
     Exported(model, names, plain, ...)    one tensor for each tensor of the checkpoint
     carried_over(model, names, path)      other tensors of the checkpoint, for `final/`
 
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
@@ -41,7 +43,8 @@ from distill.models.loading import (
 from distill.models.model_files import checkpoint_config
 from distill.models.reward import score_head
 from distill.weights.model_weights import TensorLayout
-from learner.sharding import LazyTensor, stored
+from learner.lora import ADAPTER, adapted_layers
+from learner.sharding import LazyTensor, stored, whole, whole_in
 
 
 def check_export(
@@ -97,6 +100,77 @@ class Names:
         units = units_of(model, _shapes(model))
         there = tensor_layouts(path) if weight_files(path) else {}
         return cls(units=units, exact=exact_names(model, units, there))
+
+
+class RoundedUpdate:
+    """Share of an adapter's change that is lost when W' is rounded to less than float32.
+
+    With D = W' - W and E = round(W') - round(W), over all adapted weights:
+
+        lost share = 1 - sum(E D) / sum(D D)
+
+    A weight moves in the rounded model only once its change passes half a step of the grid, a few
+    thousandths of its size in bfloat16; so at first next to nothing arrives.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def note(self, name: str, delta: Tensor, weight: Tensor, rounded: Tensor) -> None:
+        """One weight's D, W and round(W'); the newest of each name counts."""
+        arrived = rounded.float().sub_(weight.to(rounded.dtype))
+        self._sums[name] = torch.stack([(arrived * delta).sum(), delta.square().sum()])
+
+    @property
+    def lost_share(self) -> float:
+        """Lost share in the newest merge of every weight; 0 if nothing was rounded or changed."""
+        if not self._sums:
+            return 0.0
+        arrived, all_of_it = torch.stack(list(self._sums.values())).double().sum(0).tolist()
+        return 1 - arrived / all_of_it if all_of_it else 0.0
+
+
+def plain_weights(
+    model: PreTrainedModel, rounded: RoundedUpdate | None = None
+) -> dict[str, LazyTensor]:
+    """Every weight of the model by its name in it; of a model with an adapter, W' in place of W.
+
+    Each tensor once: a tied lm_head is left to its embedding. A weight without an adapter is
+    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end; if to
+    another that was asked for, `rounded` notes what is lost.
+    """
+    layers = adapted_layers(model)
+    made: dict[str, LazyTensor] = {}
+    for name, weight in stored(model):
+        if name.partition(".lora_")[0] in layers:
+            continue
+        module, _, last = name.rpartition(".base_layer.")
+        layer = layers.get(module)
+        plain = name if layer is None else f"{module}.{last}"
+        make = partial(whole_in, weight.detach())
+        if layer is not None and last == "weight":
+            make = _merging(plain, weight, layer, rounded)
+        made[plain] = LazyTensor(layout=TensorLayout.of(plain, weight), make=make)
+    return made
+
+
+def _merging(
+    name: str, weight: Tensor, layer: LoraLayer, rounded: RoundedUpdate | None
+) -> Callable[[torch.dtype | None], Tensor]:
+    a_RI, b_OR = (part.get_parameter(f"{ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
+    scale = layer.scaling[ADAPTER]
+
+    @torch.no_grad()
+    def make(dtype: torch.dtype | None) -> Tensor:
+        delta_OI = scale * (whole(b_OR) @ whole(a_RI))
+        weight_OI = whole(weight)
+        if rounded is None or dtype in (None, weight.dtype):
+            return delta_OI.add_(weight_OI).to(dtype or weight.dtype)
+        made = (delta_OI + weight_OI).to(dtype)
+        rounded.note(name, delta_OI, weight_OI, made)
+        return made
+
+    return make
 
 
 class Exported:

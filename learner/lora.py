@@ -10,7 +10,7 @@ given, so that model remains the one to run. In order:
     lora = add_lora(model, settings)                before anything looks at the model's modules
     Forward(model)                                  the model, not peft's wrapper of it
     with adapter_off(lora): ...                     the base itself: a reference that costs nothing
-    merged_weights(lora)                            W', under the names that the base has
+    plain_weights(model)                            W', under the base's names (`learner.export`)
     served_form(lora)                               or the adapter alone, for servers that can
     save_adapter(path, lora, adapter_tensors(lora)) in peft's own format; `adapter=path` reads it
 """
@@ -20,14 +20,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import (
     LoraConfig,
     PeftModel,
@@ -45,14 +44,13 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import meta_causal_lm, reading, tensor_shapes
 from distill.weights.adapter import AdapterForm
-from distill.weights.model_weights import TensorLayout
 from learner.config import ALL_LINEAR, LoraSettings
-from learner.sharding import LazyTensor, stored, whole, whole_in
+from learner.sharding import whole
 
 logger = logging.getLogger(__name__)
 
 # peft's name for an adapter that was given none. A learner has one.
-_ADAPTER = "default"
+ADAPTER = "default"
 
 # Models whose adapters SGLang was seen to serve exactly (tests/actors/test_sglang_adapters.py), and
 # modules that it fuses, and so knows together. It fills in a k_proj that has no adapter.
@@ -89,7 +87,8 @@ def check_lora(settings: LoraSettings, base: str) -> float:
     total = sum(weight.numel() for weight in model.parameters())
     experts = sum(weight.numel() for weight in model.parameters() if weight.ndim > 2)
     lora = _inject(model, settings)
-    adapted = [layer.get_base_layer().get_parameter("weight") for _, layer in _layers(lora)]
+    layers = adapted_layers(lora.get_base_model()).values()
+    adapted = [layer.get_base_layer().get_parameter("weight") for layer in layers]
     share = sum(weight.numel() for weight in adapted) / total
     if experts / total > 0.5:
         logger.warning(
@@ -111,7 +110,7 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
     """
     saved, _ = _adapter_fields(adapter)
     lora = _inject(meta_causal_lm(base), settings)
-    ours: Any = lora.peft_config[_ADAPTER]
+    ours: Any = lora.peft_config[ADAPTER]
     of = f"lora.adapter={settings.adapter}" if settings.adapter else "this run"
     for setting, field in (("lora.rank", "r"), ("lora.alpha", "lora_alpha")):
         if (there := saved.get(field)) != (here := getattr(ours, field)):
@@ -175,7 +174,7 @@ def served_form(lora: PeftModel) -> AdapterForm:
             f"SGLang was seen to serve adapters of {', '.join(_SERVED_FAMILIES)} exactly, and "
             f"this model is of type {family}"
         )
-    layers = dict(_layers(lora))
+    layers = adapted_layers(model)
     targets = {_last(name) for name in layers}
     for together in _SERVED_TARGETS:
         if some := targets & set(together):
@@ -191,7 +190,7 @@ def served_form(lora: PeftModel) -> AdapterForm:
     for name, module in model.named_modules():
         if _last(name) in targets and isinstance(module, nn.Linear):
             raise ConfigError(f"{name} has no adapter, as other layers' {_last(name)} have")
-    forms = {(layer.r[_ADAPTER], layer.scaling[_ADAPTER]) for layer in layers.values()}
+    forms = {(layer.r[ADAPTER], layer.scaling[ADAPTER]) for layer in layers.values()}
     if len(forms) > 1:
         raise ConfigError("its layers have several ranks or scales, and SGLang knows one of each")
     [(rank, scale)] = forms
@@ -205,56 +204,6 @@ def served_form(lora: PeftModel) -> AdapterForm:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-class RoundedUpdate:
-    """Share of an adapter's change that is lost when W' is rounded to less than float32.
-
-    With D = W' - W and E = round(W') - round(W), over all adapted weights:
-
-        lost share = 1 - sum(E D) / sum(D D)
-
-    A weight moves in the rounded model only once its change passes half a step of the grid, a few
-    thousandths of its size in bfloat16; so at first next to nothing arrives.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def note(self, name: str, delta: Tensor, weight: Tensor, rounded: Tensor) -> None:
-        """One weight's D, W and round(W'); the newest of each name counts."""
-        arrived = rounded.float().sub_(weight.to(rounded.dtype))
-        self._sums[name] = torch.stack([(arrived * delta).sum(), delta.square().sum()])
-
-    @property
-    def lost_share(self) -> float:
-        """Lost share in the newest merge of every weight; 0 if nothing was rounded or changed."""
-        if not self._sums:
-            return 0.0
-        arrived, all_of_it = torch.stack(list(self._sums.values())).double().sum(0).tolist()
-        return 1 - arrived / all_of_it if all_of_it else 0.0
-
-
-def merged_weights(lora: PeftModel, rounded: RoundedUpdate | None = None) -> dict[str, LazyTensor]:
-    """Every weight of the plain model under its plain name, W' in place of W; by that name.
-
-    Each tensor once: a tied lm_head is left to its embedding. A weight without an adapter is
-    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end; if to
-    another that was asked for, `rounded` notes what is lost.
-    """
-    layers = dict(_layers(lora))
-    made: dict[str, LazyTensor] = {}
-    for name, weight in stored(lora.get_base_model()):
-        if name.partition(".lora_")[0] in layers:
-            continue
-        module, found, last = name.rpartition(".base_layer.")
-        layer = layers[module] if found and last == "weight" else None
-        plain = f"{module}.{last}" if found else name
-        make = partial(whole_in, weight.detach())
-        if layer is not None:
-            make = _merging(plain, weight, layer, rounded)
-        made[plain] = LazyTensor(layout=TensorLayout.of(plain, weight), make=make)
-    return made
 
 
 @contextmanager
@@ -277,7 +226,7 @@ def adapter_tensors(lora: PeftModel) -> dict[str, Tensor]:
 
     Where they are sharded this is a collective, and the tensors are whole on every rank.
     """
-    named = get_peft_model_state_dict(lora, adapter_name=_ADAPTER, save_embedding_layers=False)
+    named = get_peft_model_state_dict(lora, adapter_name=ADAPTER, save_embedding_layers=False)
     return {name: whole(tensor.detach()) for name, tensor in named.items()}
 
 
@@ -289,37 +238,17 @@ def save_adapter(path: str | Path, lora: PeftModel, tensors: Mapping[str, Tensor
     Path(path).mkdir(parents=True, exist_ok=True)
     on_cpu = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(on_cpu, Path(path) / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-    config: Any = copy(lora.peft_config[_ADAPTER])
+    config: Any = copy(lora.peft_config[ADAPTER])
     config.inference_mode = True  # who loads it has it frozen, unless told otherwise
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(path))
 
 
-def _merging(
-    name: str, weight: Tensor, layer: LoraLayer, rounded: RoundedUpdate | None
-) -> Callable[[torch.dtype | None], Tensor]:
-    a_RI, b_OR = (part.get_parameter(f"{_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
-    scale = layer.scaling[_ADAPTER]
-
-    @torch.no_grad()
-    def make(dtype: torch.dtype | None) -> Tensor:
-        delta_OI = scale * (whole(b_OR) @ whole(a_RI))
-        weight_OI = whole(weight)
-        if rounded is None or dtype in (None, weight.dtype):
-            return delta_OI.add_(weight_OI).to(dtype or weight.dtype)
-        made = (delta_OI + weight_OI).to(dtype)
-        rounded.note(name, delta_OI, weight_OI, made)
-        return made
-
-    return make
-
-
-def _layers(lora: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
-    """The adapted layers, by the names that their Linears have in the plain model."""
-    for name, module in lora.get_base_model().named_modules():
-        if isinstance(module, LoraLayer):
-            yield name, module
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Layers of a model with an adapter, by the names that their Linears have without it."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, LoraLayer)}
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
@@ -333,7 +262,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     try:
         config = LoraConfig(lora_dropout=0.0, task_type="CAUSAL_LM", **fields)
         lora = get_peft_model(
-            model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
+            model, config, adapter_name=ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
         )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         hint = f" It was made for {made_for!r}" if made_for else ""
@@ -341,7 +270,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
             f"{source} does not fit {model.name_or_path!r}: {error}.{hint}", field="lora.targets"
         ) from error
     owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
-    for name, layer in _layers(lora):
+    for name, layer in adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
                 f"{source} names what peft takes for the experts of {name}, whose weights are no "

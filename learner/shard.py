@@ -25,10 +25,17 @@ from distill.pace import Progress
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.model_weights import first_non_finite
 from learner.config import LearnerConfig, ShadowRule
-from learner.export import Exported, Names, StoredWeights, carried_over
+from learner.export import (
+    Exported,
+    Names,
+    RoundedUpdate,
+    StoredWeights,
+    carried_over,
+    plain_weights,
+)
 from learner.forward import Forward
 from learner.initial_weights import InitialWeights
-from learner.lora import RoundedUpdate, adapter_tensors, add_lora, merged_weights
+from learner.lora import adapter_tensors, add_lora
 from learner.memory import (
     check_fits,
     check_offload_fits,
@@ -60,7 +67,6 @@ from learner.sharding import (
     Root,
     compile_layers,
     local,
-    plain_weights,
     reshard,
     shard,
     shard_fingerprints,
@@ -134,11 +140,7 @@ class ModelShard:
             self._forward, self._shadow, device=self.device, reshard=self._reshard_root
         )
         self.rounded = RoundedUpdate()
-        plain = (
-            plain_weights(self.model)
-            if self.lora is None
-            else merged_weights(self.lora, self.rounded)
-        )
+        plain = plain_weights(self.model, self.rounded)
         self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
         self.weights = self._exported.weights
         self._lender = BucketLender(self.device)

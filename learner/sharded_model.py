@@ -137,7 +137,7 @@ class ShardedModel:
     @property
     def lost_share(self) -> float | None:
         """Fraction of an adapter's change that was lost to rounding in the last gathered weights
-        (`learner.lora.RoundedUpdate`); None without an adapter."""
+        (`learner.export.RoundedUpdate`); None without an adapter."""
         return None if self.worker.lora is None else self.worker.rounded.lost_share
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

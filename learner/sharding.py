@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -233,16 +232,6 @@ def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if id(weight) not in seen:
             seen.add(id(weight))
             yield name, weight
-
-
-def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
-    """Every stored tensor, by name."""
-    return {
-        name: LazyTensor(
-            layout=TensorLayout.of(name, weight), make=partial(whole_in, weight.detach())
-        )
-        for name, weight in stored(model)
-    }
 
 
 def shard_fingerprints(model: nn.Module, rank: int) -> Fingerprints:

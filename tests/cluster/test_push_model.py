@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from benchmarks.push_model import MODELS, Shape, layouts, push_plan, rows
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
-from learner.export import Exported, Names
-from learner.sharding import plain_weights
+from learner.export import Exported, Names, plain_weights
 
 DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights.md"
 

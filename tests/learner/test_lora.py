@@ -37,14 +37,13 @@ from distill.objective.batching import TrainingRow, collate
 from distill.objective.settings import ObjectiveConfig
 from distill.weights.model_weights import TensorLayout
 from learner.config import LoraSettings
+from learner.export import RoundedUpdate, plain_weights
 from learner.forward import Forward
 from learner.lora import (
-    RoundedUpdate,
     adapter_off,
     adapter_tensors,
     add_lora,
     check_lora,
-    merged_weights,
     save_adapter,
 )
 from tests.conftest import TinyPair
@@ -115,7 +114,7 @@ def logprobs(model: PreTrainedModel, rows: list[TrainingRow] = SHARED) -> Tensor
 def merged_model(lora: PeftModel, base: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' own model of the merged weights."""
     model = load(base, dtype)
-    tensors = {name: lazy.make(None).clone() for name, lazy in merged_weights(lora).items()}
+    tensors = {name: lazy.make(None).clone() for name, lazy in plain_weights(plain(lora)).items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected, "only the tied head is left out"
     return model
@@ -214,7 +213,7 @@ def test_merging_is_put_off_and_leaves_the_base_alone(lora: PeftModel, base: str
         name: TensorLayout.of(name, tensor) for name, tensor in load(base).state_dict().items()
     }
     del expected["lm_head.weight"]
-    made = merged_weights(lora)
+    made = plain_weights(plain(lora))
     assert {name: lazy.layout for name, lazy in made.items()} == expected
     norm = made["model.norm.weight"].make(None)
     assert norm.data_ptr() == plain(lora).get_parameter("model.norm.weight").data_ptr()
@@ -239,7 +238,7 @@ def test_a_base_of_less_precision_has_a_float32_adapter_and_merges_in_its_own(ba
     with torch.no_grad():
         up = layer.get_parameter("lora_B.default.weight").normal_()
         delta = 7 / 3 * up @ layer.get_parameter("lora_A.default.weight")
-    made = merged_weights(lora)["model.layers.0.mlp.up_proj.weight"]
+    made = plain_weights(plain(lora))["model.layers.0.mlp.up_proj.weight"]
     assert made.layout == TensorLayout.of(made.layout.name, weight.bfloat16())
     assert torch.equal(made.make(None), (weight + delta).bfloat16())
 
@@ -415,7 +414,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize("off_first", [False, True])
 def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: bool) -> None:
     """And gradients arrive, even where the first pass of all was without the adapter."""
-    expected = {name: lazy.make(None).clone() for name, lazy in merged_weights(lora).items()}
+    expected = {name: lazy.make(None).clone() for name, lazy in plain_weights(plain(lora)).items()}
     adapter = {name: tensor.clone() for name, tensor in adapter_tensors(lora).items()}
     gradients = adapter_gradients(trained_lora(base))
     mesh = init_device_mesh("cpu", (1,))
@@ -428,7 +427,7 @@ def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: b
     if off_first:
         with torch.no_grad(), adapter_off(lora):
             plain(lora)(input_ids=tokens_BT)
-    made = merged_weights(lora)
+    made = plain_weights(plain(lora))
     assert made.keys() == expected.keys()
     for name, lazy in made.items():
         tensor = lazy.make(None)
@@ -513,7 +512,7 @@ def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, s
         for name, parameter in lora.named_parameters():
             if ".lora_B." in name:
                 parameter.mul_(std / 0.05)
-    made = merged_weights(lora, rounded)
+    made = plain_weights(plain(lora), rounded)
     for _ in range(2):  # a repeated push counts once
         for lazy in made.values():
             lazy.make(torch.bfloat16)
