@@ -53,6 +53,9 @@ _LEFT_OUT = {
     # CPU kernels beside a GPU; servers on a CPU are given it.
     "SGLANG_USE_CPU_ENGINE",
 }
+# After a process of its own has died, SGLang would wait 65 s for py-spy and for CUDA's coredumps.
+_NO_DIAGNOSTICS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_DEAD_PART = re.compile(r"Subprocess (\w+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
 _TAKEN = ("address already in use", "port is already in use")
@@ -123,7 +126,12 @@ class SglangServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=[] if self.turn is None else [self.turn.file],
-            env={**_inherited(), **self._environment, "PYTHONPATH": python_path()},
+            env={
+                **_NO_DIAGNOSTICS,
+                **_inherited(),
+                **self._environment,
+                "PYTHONPATH": python_path(),
+            },
         )
         order = {
             "flags": flags,
@@ -197,9 +205,7 @@ class SglangServer:
         if code is None:
             return "still runs"
         if code == -signal.SIGKILL:
-            if error := scheduler_error(self._log_end()):
-                return f"ended after an error of its own, {error}"
-            return "was killed (by the kernel, out of memory?)"
+            return cause_of_kill(self._log_end())
         return f"ended with code {code}"
 
     def _last_words(self) -> str:
@@ -233,14 +239,18 @@ def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
 
 
-def scheduler_error(log: str) -> str | None:
-    """Last exception of a scheduler; SGLang's processes kill themselves and one another after it.
-
-    None if the log names none.
-    """
+def cause_of_kill(log: str) -> str:
+    """How a killed server ended, by its log: after an error its processes kill one another."""
     _, found, trace = log.rpartition("hit an exception: ")
     errors = [line for line in trace.splitlines() if _EXCEPTION_LINE.match(line)]
-    return errors[-1] if found and errors else None
+    if found and errors:
+        return f"ended after an error of its own, {errors[-1]}"
+    killed = "was killed (by the kernel, out of memory?)"
+    if dead := _DEAD_PART.search(log):
+        part, code = dead.groups()
+        how = killed if int(code) == -signal.SIGKILL else f"ended with code {code}"
+        return f"ended because its {part} {how}"
+    return killed
 
 
 def claim_port(host: str, port: int = 0) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ from actors.sglang import server as sglang_server
 from actors.sglang.flags import parse_flags, server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
-from actors.sglang.server import SglangServer, scheduler_error
+from actors.sglang.server import SglangServer, cause_of_kill
 from actors.sglang.start import cpus_of_ranks
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
@@ -178,19 +177,16 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
             assert server.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
             assert stat.S_IMODE(log.stat().st_mode) == 0o600, "the log may hold prompts"
             family = psutil.Process(server.pid).children(recursive=True)
-            [scheduler, *_] = [
-                child
-                for child in family
-                if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline())
-            ]
+            [part] = [child for child in family if "detokenizer" in " ".join(child.cmdline())]
             directory = private_directory_of([psutil.Process(server.pid), *family])
-            scheduler.kill()
+            part.kill()
             deadline = time.monotonic() + 120
             while server.running:
-                assert time.monotonic() < deadline, "the server lives on without its scheduler"
+                assert time.monotonic() < deadline, "the server lives on without its detokenizer"
                 time.sleep(0.2)
-            assert re.match("the SGLang server (ended|was killed)", server.obituary())
+            assert "its detokenizer was killed" in server.obituary()
             assert str(log) in server.obituary()
+            assert "coredumps before exiting" not in log.read_text(), "it waited for diagnostics"
             assert not gone(lambda: named_after(directory))
         finally:
             server.stop()
@@ -249,9 +245,13 @@ def test_an_error_of_the_scheduler_is_told_from_a_kill() -> None:
         '"model.py", line 2, in load\n'
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     )
-    said = scheduler_error(f"starting\n{trace}\n[2026-11-25] SIGQUIT received.\nKilled\n")
-    assert said == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert scheduler_error("ValueError: of a request, long ago\nKilled\n") is None
+    said = cause_of_kill(f"starting\n{trace}\n[2026-11-25] SIGQUIT received.\nKilled\n")
+    assert said.endswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    killed = "was killed (by the kernel, out of memory?)"
+    assert cause_of_kill("ValueError: of a request, long ago\nKilled\n") == killed
+    crashed = "Subprocess scheduler_0 (pid=7) crashed with exit code"
+    assert cause_of_kill(f"{crashed} -9. Triggering").endswith(f"its scheduler_0 {killed}")
+    assert cause_of_kill(f"{crashed} -6. Triggering").endswith("its scheduler_0 ended with code -6")
 
 
 @needs_sglang
