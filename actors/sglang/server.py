@@ -240,7 +240,7 @@ def _inherited() -> dict[str, str]:
 
 
 def cause_of_kill(log: str) -> str:
-    """How a killed server ended, by its log: after an error its processes kill one another."""
+    """The end of a killed server, by its log: after an error its processes kill one another."""
     _, found, trace = log.rpartition("hit an exception: ")
     errors = [line for line in trace.splitlines() if _EXCEPTION_LINE.match(line)]
     if found and errors:

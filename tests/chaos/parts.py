@@ -137,7 +137,8 @@ def corrupted(out: Path, seed: int) -> Monkey | str:
 
 def raylet(out: Path, seed: int, strikes: int = 3) -> Monkey:
     """Whole nodes die, with everyone on them; the autoscaler brings others."""
-    arguments = settings(out / "pair") | {"rollout_workers": 2, "rollout_cpus": 1}
+    own = {"rollout_workers": 2, "rollout_cpus": 1, "device": "cpu"}
+    arguments = settings(out / "pair") | own
     types = {"worker": WorkerType(resources={"CPU": 1}, maximum=4)}
     with scaling_cluster(types, head_cpus=3) as cluster:
         environment = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
