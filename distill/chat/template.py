@@ -149,7 +149,7 @@ def chat_text(
     if not tokenizer.chat_template:
         raise DataError(
             "there are chat messages but the tokenizer has no chat template; give plain strings "
-            "in `prompt`, or a tokenizer with a template",
+            "in `prompt`, or chat_template=FILE",
             field="model.chat_template",
         )
     template = str(tokenizer.chat_template)
