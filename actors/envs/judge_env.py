@@ -37,6 +37,7 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of
 from distill.errors import ConfigError
+from distill.model_paths import trained_model
 from distill.rewards.model_reward import conversation, scores_of
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.rules import needs, one_of, setting
@@ -153,6 +154,7 @@ class Judged(ChatEnvConfig):
     )
     reward_model: str | None = chz.field(
         default=None,
+        munger=lambda _, path: path and trained_model(path),
         doc="instead of judge_url, judge_model and rubric: a checkpoint of recipe=reward_model, "
         "which the run hosts",
     )

@@ -16,7 +16,6 @@ from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.lookup import known_names, resolve
-from distill.model_paths import trained_model
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
     DEFAULT_REWARD,
@@ -153,8 +152,7 @@ class EnvSettings:
     def reward_model(self) -> str | None:
         """Checkpoint of the reward model that the run hosts, if it needs one."""
         reward = self.reward.load()
-        path = reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
-        return None if path is None else trained_model(path)
+        return reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
 
     @property
     def judge(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 from distill.chat.template import Message
 from distill.data.prompts import Prompt
 from distill.errors import ConfigError
+from distill.model_paths import trained_model
 
 # Of `reward=`, before the checkpoint.
 PREFIX = "model:"
@@ -84,7 +85,7 @@ class ModelReward:
         """The reward of that name, if it is a model's.
 
         Raises:
-            ConfigError: it names no checkpoint.
+            ConfigError: it names no checkpoint, or one that its run does not keep.
         """
         if not name.startswith(PREFIX):
             return None
@@ -93,4 +94,4 @@ class ModelReward:
             raise ConfigError(
                 f"reward={name} names no checkpoint; write reward={PREFIX}DIR", field="reward"
             )
-        return cls(path=path)
+        return cls(path=trained_model(path))

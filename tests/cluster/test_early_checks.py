@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from actors.envs.judge_env import Judged
 from cluster.command import parse
 from cluster.config.arguments import Arguments
 from cluster.config.early_checks import check_early
@@ -23,6 +24,7 @@ from cluster.run_files.out_directory import wait_for_other_job
 from cluster.run_files.run_lock import RunLock
 from cluster.train import run_recipe
 from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
+from distill.rewards.model_reward import ModelReward
 from distill.settings import fields_of, path_of, setting_of
 from tests.cluster.test_rules import COMMANDS, GIVEN, KINDS, build
 from tests.conftest import TinyPair
@@ -63,6 +65,10 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
     assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher.model == final
     evaluated = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], f"reward=model:{run}"])
     assert (evaluated.model.path, evaluated.reward_model) == (final, final)
+    assert evaluated.reward.load() == ModelReward(path=final)
+    judged = ["env=actors.envs.judge_env:Judged", f"env.reward_model={run}"]
+    problems = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], *judged]).env
+    assert isinstance(problems, Judged) and problems.reward_model == final
     dpo = parse(DpoConfig, [f"model={run}", f"reference={run}", "data=a/rows", "out=OUT"])
     assert (dpo.model.path, dpo.model.reference) == (final, final)
 
