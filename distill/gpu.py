@@ -1,4 +1,7 @@
-"""A GPU's memory, without touching the GPU: what there is, and what any process takes of it."""
+"""A GPU's memory, without touching the GPU: what there is, and what any process takes of it.
+
+Also how sizes of any memory are written.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +83,9 @@ def visible_gpus() -> list[str]:
 def gib(size: float) -> str:
     """Bytes in GiB, to one digit."""
     return f"{size / GIB:.1f}"
+
+
+def readable(size: int) -> str:
+    """Bytes to three digits: in MiB below one GiB, else in GiB."""
+    amount, unit = (size / (1 << 20), "MiB") if size < GIB else (size / GIB, "GiB")
+    return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"

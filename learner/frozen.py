@@ -33,7 +33,7 @@ from distill.states import joined
 from distill.types import FloatArray, TokenArray
 from learner.forward import Forward
 from learner.initial_weights import InitialWeights
-from learner.memory import Holding, check_fits
+from learner.memory import check_fits, frozen_in
 from learner.process_group import WorkerGroup
 from learner.sharding import Root, reshard, shard
 
@@ -137,8 +137,7 @@ class FrozenModel(Teacher):
             CheckpointError: the checkpoint cannot be loaded.
             ConfigError: the worker's share does not fit into memory.
         """
-        holding = Holding(f"a frozen model's weights in {dtype}", dtype.itemsize)
-        check_fits(path, device, holding, group.share_here(device))
+        check_fits(path, device, frozen_in(dtype), group.sharers(device) / group.size)
         self.path, self.event, self._device = path, event, device
         self._root: Root | None = None
         shares = None

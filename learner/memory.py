@@ -1,7 +1,7 @@
 """Memory estimate of a learner before its model is loaded: an error in place of an OOM kill.
 
 Weights, gradients and moments are computed from the checkpoint's headers (`estimate_memory`);
-passes from its config (`learner.pass_memory`).
+passes from its config (`learner.pass_memory`). `learner.memory_plan` adds them up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, gib, gpu_bytes, headroom, part_bytes
+from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom, part_bytes, readable
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import (
     load_config,
@@ -87,9 +87,14 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
     return MemoryEstimate(parameters=sum(map(prod, shapes.values())), holding=holding)
 
 
+def frozen_in(dtype: torch.dtype) -> Holding:
+    """Bytes per parameter of a model that is not trained (`learner.frozen`)."""
+    return Holding(f"a frozen model's weights in {dtype}", dtype.itemsize)
+
+
 def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
-    """Bytes of the weights of frozen models (`learner.frozen`); None if a size is unknown."""
-    holding = Holding(f"a frozen model's weights in {dtype}", DTYPE_BYTES[dtype])
+    """Bytes of the weights of models that are not trained; None if a size is unknown."""
+    holding = frozen_in(getattr(torch, dtype))
     estimates = [estimate_memory(model, holding) for model in models]
     known = [estimate.bytes for estimate in estimates if estimate is not None]
     return sum(known) if len(known) == len(estimates) else None
@@ -158,10 +163,10 @@ def check_fits(
         )
 
 
-def check_offload_fits(model: str, workers: int, workers_here: int) -> None:
+def check_offload_fits(model: str, holding: Holding, workers: int, workers_here: int) -> None:
     """Raise ConfigError if main memory is too small for the moments of this host's workers."""
     if (estimate := estimate_memory(model)) is not None:
-        moments = TRAINED.moments * estimate.parameters * workers_here // workers
+        moments = holding.moments * estimate.parameters * workers_here // workers
         require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
 
 
@@ -196,20 +201,24 @@ class WorkerMemory:
         )
 
     @property
+    def held(self) -> int:
+        """Bytes of all tensors of the worker, on the GPU and in main memory."""
+        return self.weights + self.frozen + self.gradients + self.moments
+
+    @property
     def resting(self) -> int:
         """Bytes between two steps: weights, and moments that are not in main memory."""
-        moments = 0 if self.offloads else self.moments
-        return CONTEXT_BYTES + self.weights + self.frozen + moments
+        return self.beside_passes - self.gradients
 
     @property
     def beside_passes(self) -> int:
         """Bytes while a pass runs, without the pass itself."""
-        return self.resting + self.gradients
+        return self.updating - (self.moments if self.offloads else 0)
 
     @property
     def updating(self) -> int:
         """Bytes during the optimizer's step."""
-        return CONTEXT_BYTES + self.weights + self.frozen + self.gradients + self.moments
+        return CONTEXT_BYTES + self.held
 
     def require_room(self, room: int, what: str) -> None:
         """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
@@ -244,8 +253,3 @@ def free_bytes(device: str) -> int:
         torch.cuda.empty_cache()  # of blocks that this process has freed
         return torch.cuda.mem_get_info(device)[0]
     return free_main_memory()
-
-
-def readable(size: int) -> str:
-    """The size in MiB below one GiB, else in GiB."""
-    return f"{size / (1 << 20):.3g} MiB" if size < 1 << 30 else f"{size / (1 << 30):.3g} GiB"

@@ -1,39 +1,29 @@
-"""Memory of forward and backward passes, and the passes that fit beside a learner's model.
+"""Memory of forward and backward passes, and the passes that fit into a given room.
 
 What a pass takes follows from the config, the precision and the tokens that run together
-(`PassMemory`). Where it does not fit, `LearnerMemory.plan` has layers recomputed, or runs fewer
-tokens at a time. A row that is longer than the token budget runs whole, so the longest one has to
-fit in any case.
+(`PassMemory`). Where it does not fit, layers are recomputed, or fewer tokens run at a time
+(`fit_pass`). A row that is longer than the token budget runs whole, so the longest one has to fit
+in any case.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from distill.errors import ConfigError
+from distill.gpu import readable
 from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.linear_stats import positions_per_trained_chunk, positions_together
-from distill.models.loading import exact_attention, load_config, vocab_size
+from distill.models.loading import exact_attention, vocab_size
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
-from learner.memory import (
-    TRAINED,
-    Holding,
-    WorkerMemory,
-    estimate_memory,
-    known_shapes,
-    readable,
-)
 
 # Of a pass's bytes: gradients of activations, and what an allocator cannot use.
 _PASS_MARGIN = 1.1
 # Smallest micro-batches that `fit_pass` chooses by itself.
-_SMALLEST_BUDGET = 1024
+SMALLEST_BUDGET = 1024
 # Of some logits: divided by T, their log-softmax, which becomes its gradient, a divergence's
 # gradient, and their own.
 _STATISTICS = 4
@@ -212,7 +202,7 @@ def fit_pass(memory: PassMemory, room: int, asked: PassRequest, *, device: str) 
     None if nothing fits.
     """
     budgets = [asked.token_budget or TOKEN_BUDGET[device.partition(":")[0]]]
-    while asked.token_budget is None and budgets[-1] // 2 >= _SMALLEST_BUDGET:
+    while asked.token_budget is None and budgets[-1] // 2 >= SMALLEST_BUDGET:
         budgets.append(budgets[-1] // 2)
     way = asked.gradient_checkpointing
     for budget in budgets:
@@ -221,171 +211,3 @@ def fit_pass(memory: PassMemory, room: int, asked: PassRequest, *, device: str) 
             if memory.bytes(tokens, checkpointing=checkpointing, row=row) <= room:
                 return PassPlan(budget, checkpointing)
     return None
-
-
-# A refusal looks for what fits among so many times the workers, and lengths in such steps.
-_MORE_WORKERS = (2, 4, 8)
-_LENGTH_STEP = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerMemory:
-    """Memory of a model's learner, on any number of workers.
-
-    Attributes:
-        parameters: number of the model's.
-        query_norm: attention normalises queries and keys.
-        holding: bytes per parameter, without passes.
-        frozen: bytes of the frozen models that the workers share.
-    """
-
-    config: Any
-    parameters: int
-    query_norm: bool
-    dtype: Precision
-    device: str
-    holding: Holding = TRAINED
-    frozen: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        *,
-        dtype: Precision,
-        device: str,
-        holding: Holding = TRAINED,
-        frozen: int = 0,
-    ) -> LearnerMemory | None:
-        """Memory of a model's learner, from config and shapes; None where those are not known."""
-        estimate, shapes = estimate_memory(model), known_shapes(model)
-        if estimate is None or shapes is None:
-            return None
-        return cls(
-            config=load_config(model),
-            parameters=estimate.parameters,
-            query_norm=any("q_norm." in name for name in shapes),
-            dtype=dtype,
-            device=device,
-            holding=holding,
-            frozen=frozen,
-        )
-
-    @property
-    def whole_gradients(self) -> int:
-        """Bytes of a worker's gradients before they are summed over the workers."""
-        return self.parameters * self.holding.gradients
-
-    def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
-        """Memory of a worker besides passes."""
-        return WorkerMemory.of(
-            self.parameters,
-            self.holding,
-            workers=workers,
-            offloads=offloads,
-            frozen=self.frozen,
-        )
-
-    def passes(self, workers: int) -> PassMemory | None:
-        """Memory of a worker's passes; None if the config lacks a field."""
-        try:
-            return PassMemory.of(
-                self.config,
-                dtype=self.dtype,
-                device=self.device,
-                parameters=self.parameters,
-                workers=workers,
-                query_norm=self.query_norm,
-            )
-        except AttributeError:  # not attention and an MLP: a config of other names
-            return None
-
-    def plan(
-        self, room: int, asked: PassRequest, *, workers: int, offloads: bool
-    ) -> PassPlan | None:
-        """Plan of a worker whose context, states and passes share `room` bytes.
-
-        What the passes leave free may hold whole gradients (`PassPlan.reduces_once`): no pass is
-        made smaller for them. None if the config does not say what a pass takes.
-
-        Raises:
-            ConfigError: nothing fits; it names the settings that would.
-        """
-        passes = self.passes(workers)
-        if passes is None:
-            return None
-        left = room - self.states(workers, offloads=offloads).beside_passes
-        plan = fit_pass(passes, left, asked, device=self.device)
-        if plan is None:
-            remedies = list(self._remedies(room, asked, workers, offloads))
-            raise _refusal(passes, left, asked, self.device, remedies)
-        fits = passes.of_plan(plan, asked.longest_rows) + self.whole_gradients <= left
-        return plan._replace(reduces_once=workers > 1 and fits)
-
-    def _fits(self, room: int, asked: PassRequest, workers: int, *, offloads: bool) -> bool:
-        states, passes = self.states(workers, offloads=offloads), self.passes(workers)
-        assert passes is not None
-        left = room - states.beside_passes
-        return (
-            states.updating <= room
-            and fit_pass(passes, left, asked, device=self.device) is not None
-        )
-
-    def _remedies(
-        self, room: int, asked: PassRequest, workers: int, offloads: bool
-    ) -> Iterator[str]:
-        """Changes of other settings than lengths, each of which makes the pass fit."""
-        if asked.gradient_checkpointing is False:
-            asked = asked._replace(gradient_checkpointing=None)
-            if self._fits(room, asked, workers, offloads=offloads):
-                yield "gradient_checkpointing=True"
-        if not self.device.startswith("cuda"):
-            return  # workers of one machine share its memory
-        may_offload = not offloads and self.holding.moments > 0
-        if may_offload and self._fits(room, asked, workers, offloads=True):
-            yield "offload_optimizer=True"
-            may_offload = False
-        for many in (workers * times for times in _MORE_WORKERS):
-            for offload in [False, True] if may_offload else [False]:
-                if self._fits(room, asked, many, offloads=offloads or offload):
-                    yield f"learner.workers={many}{' offload_optimizer=True' * offload}"
-                    return
-
-
-def _refusal(
-    passes: PassMemory, left: int, asked: PassRequest, device: str, remedies: list[str]
-) -> ConfigError:
-    """Error of a pass that does not fit into `left` bytes."""
-    recomputed, rows = asked.gradient_checkpointing is not False, asked.longest_rows
-    budget = asked.token_budget or _SMALLEST_BUDGET
-
-    def needed(tokens: int) -> int:
-        row = min(rows, tokens) or None
-        if rows >= budget:  # shorter rows run together, up to the budget
-            tokens = max(tokens, budget)
-        return passes.bytes(tokens, checkpointing=recomputed, row=row)
-
-    lengths = range(_LENGTH_STEP, max(budget, rows), _LENGTH_STEP)
-    shorter = bisect_right(lengths, left, key=needed) * _LENGTH_STEP
-    if rows >= budget:
-        field, what = (
-            "sampling.max_new_tokens",
-            f"max_new_tokens (or max_length): rows of {rows} tokens need",
-        )
-        remedies += [f"rows of at most {shorter} tokens"] if shorter else []
-    else:
-        field, what = "learner.token_budget", f"token_budget={budget} needs"
-        remedies += [f"token_budget={shorter}"] if shorter and asked.token_budget else []
-    use = f"Use {', or '.join(remedies)}" if remedies else "Use GPUs with more memory"
-    return ConfigError(
-        f"{what} {readable(needed(max(budget, rows)))} for a pass (activations, logits"
-        f"{', attention scores' * bool(passes.scores)}) and {device} has "
-        f"{readable(max(left, 0))} left beside the model. {use}",
-        field=field,
-    )
-
-
-def estimate_pass(model: str, *, dtype: Precision, device: str, workers: int) -> PassMemory | None:
-    """Pass memory of a model; None if its size is not known, or its config lacks a field."""
-    memory = LearnerMemory.of(model, dtype=dtype, device=device)
-    return memory and memory.passes(workers)

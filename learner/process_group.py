@@ -124,12 +124,12 @@ class WorkerGroup:
             dist.broadcast_object_list(agreed, src=0, group=self.collectives)
         return agreed[0]
 
-    def share_here(self, device: str) -> float:
-        """Fraction of a sharded model in one memory: a GPU's, or a host's for all of its workers.
+    def sharers(self, device: str) -> int:
+        """Number of workers with one memory: one on a GPU, else all of this host.
 
         Collective on a CPU.
         """
-        return (1 if device.startswith("cuda") else self.workers_here()) / self.size
+        return 1 if device.startswith("cuda") else self.workers_here()
 
     def workers_here(self) -> int:
         """Number of workers on this host."""

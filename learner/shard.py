@@ -36,13 +36,8 @@ from learner.export import (
 from learner.forward import Forward
 from learner.initial_weights import InitialWeights
 from learner.lora import adapter_tensors, add_lora
-from learner.memory import (
-    check_fits,
-    check_offload_fits,
-    free_bytes,
-    holding_of,
-    room_bytes,
-)
+from learner.memory import free_bytes
+from learner.memory_plan import plan_memory
 from learner.optimizer import (
     UpdateCheck,
     assert_optimizes,
@@ -55,7 +50,6 @@ from learner.optimizer import (
     put_away,
 )
 from learner.own_teacher import OwnTeacher, Shadow
-from learner.pass_plan import plan_passes
 from learner.plan import (
     LentPortion,
     Portion,
@@ -91,13 +85,7 @@ class ModelShard:
         self.progress = Progress()  # counts forward passes, backward passes and calls
         self.device = resolve_device(config.device)
         self._config, self._group = config, group
-        holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
-        share = group.share_here(self.device)
-        room = room_bytes(self.device, config.gpu_part, config.gpu_taken)
-        check_fits(config.model, self.device, holding, share, room)
-        if config.learner.offload_optimizer and self.device.startswith("cuda"):
-            check_offload_fits(config.model, group.size, group.workers_here())
-        self.passes = plan_passes(config, self.device, group)
+        self.passes = plan_memory(config, self.device, group)
         initial = None
         if group.size > 1:
             initial = InitialWeights(config.model, group, reward_padding=config.reward_padding)

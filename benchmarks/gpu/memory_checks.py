@@ -6,8 +6,7 @@ from benchmarks.gpu.learner_checks import LOSS, new_learner
 from benchmarks.gpu.measure import held_bytes, let_go, peak_bytes
 from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
 from distill.gpu import GIB, gpu_bytes
-from learner.memory import WorkerMemory, estimate_memory
-from learner.pass_memory import estimate_pass
+from learner.memory_plan import LearnerMemory
 from learner.plan import Part
 
 # Of these the last recomputes its layers.
@@ -37,12 +36,11 @@ def planned_memory(setting: Setting) -> Numbers:
 def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
     """Bytes of a pass of so many tokens, and of the worker with it."""
     model = setting.model(shape)
-    states = estimate_memory(model)
-    memory = estimate_pass(model, dtype=setting.dtype, device=setting.device, workers=1)
-    assert states is not None and memory is not None
-    worker = WorkerMemory.of(states.parameters, states.holding, workers=1, offloads=False)
-    passes = memory.bytes(tokens, checkpointing=recomputes)
-    return passes, worker.beside_passes + passes
+    memory = LearnerMemory.of(model, dtype=setting.dtype, device=setting.device)
+    of_passes = memory and memory.passes(1)
+    assert memory is not None and of_passes is not None
+    passes = of_passes.bytes(tokens, checkpointing=recomputes)
+    return passes, memory.states(1, offloads=False).beside_passes + passes
 
 
 def _measured(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:

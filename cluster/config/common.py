@@ -44,6 +44,7 @@ from learner.config import (
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
     from learner.memory import Holding
+    from learner.memory_plan import LearnerMemory
 
 
 @chz.chz
@@ -286,6 +287,23 @@ class CommonConfig(
         None if the size of one is unknown.
         """
         return 0
+
+    def learner_memory(self, device: str) -> LearnerMemory | None:
+        """Memory of the learner with its copies of teachers; None if a size is unknown."""
+        from learner.memory_plan import LearnerMemory  # imports torch
+
+        frozen = self.frozen_in_learner(device)
+        return (
+            None
+            if frozen is None
+            else LearnerMemory.of(
+                self.model.path,
+                dtype=choose_dtype(self.learner.dtype, device),
+                device=device,
+                holding=self.learner_holding,
+                frozen=frozen,
+            )
+        )
 
     def learner_config(
         self,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from cluster.config.common import CommonConfig
 from distill.errors import ConfigError
-from learner.memory import FROZEN, estimate_memory, holding_of, readable
+from distill.gpu import readable
+from learner.memory import FROZEN, estimate_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,7 @@ class DiskPlan:
         estimate = estimate_memory(config.model.path)
         if estimate is None or config.only_keeps:
             return None
-        held = holding_of(
-            adapter=config.lora.trains_adapter, followed=config.teacher_rule is not None
-        )
-        kept = config.checkpoint
+        held, kept = config.learner_holding, config.checkpoint
         apart = config.steps // kept.keep_every if kept.keep_every else 0
         written = 1  # the newest is complete before the oldest goes
         return DiskPlan(

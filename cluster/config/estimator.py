@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from actors.config import choose_dtype
 from actors.sglang.address import is_url
 from cluster.config.files import at_path
 from cluster.config.model_checks import ask_server
@@ -14,13 +14,12 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.run_record import RunRecord
 from cluster.config.teachers import teacher_setting
 from distill.errors import ConfigError, DataError
-from distill.gpu import DTYPE_BYTES
+from distill.gpu import DTYPE_BYTES, GIB, readable
 from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
 from distill.settings import changed
 from learner.config import TOKEN_BUDGET
-from learner.memory import estimate_memory, free_bytes, frozen_bytes, readable
-from learner.pass_memory import estimate_pass
+from learner.memory import free_bytes, frozen_bytes
 
 # Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
 _SHARE = 0.7
@@ -102,23 +101,18 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
     device = resolve_device(config.cluster.device)
     dtype = config.engine.dtype_on(device)
-    student = estimate_memory(config.model.path, config.learner_holding)
-    copied = frozen_bytes(teachers, dtype)
-    passes = estimate_pass(
-        config.model.path,
-        dtype=choose_dtype(config.learner.dtype, device),
-        device=device,
-        workers=config.learner.workers,
-    )
+    workers, copied = config.learner.workers, frozen_bytes(teachers, dtype)
+    student = config.learner_memory(device)
+    passes = student and student.passes(workers)
     if student is None or passes is None or copied is None:
         return "the size of a model is not known before it is loaded"
     budget = config.learner.token_budget or TOKEN_BUDGET[device]
-    needed = (student.bytes + copied) // config.learner.workers
+    needed = replace(student, frozen=copied).states(workers, offloads=False).held
     needed += passes.bytes(budget, checkpointing=config.learner.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
         teacher_engines = config.teacher.size.smallest
         policy_engines = config.policy.size.smallest
-        needed = needed * config.learner.workers + teacher_engines * copied
+        needed = needed * workers + teacher_engines * copied
         needed += policy_engines * student.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
         return "no GPU answers here (gpu_memory_gib= says what one has)"
@@ -136,5 +130,5 @@ def _memory(config: OpdConfig, device: str) -> int | None:
     if device == "cpu":
         return free_bytes(device)
     if config.cluster.gpu_memory_gib is not None:
-        return int(config.cluster.gpu_memory_gib * (1 << 30))
+        return int(config.cluster.gpu_memory_gib * GIB)
     return free_bytes(device) if torch.cuda.is_available() else None

@@ -33,10 +33,10 @@ from actors.sglang.installed import python_path, sglang_installed
 from cluster.command import run_command
 from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError, IsothermError
+from distill.gpu import GIB, readable
 from distill.libraries import LINEAR_ATTENTION_INSTALL
 from distill.sandbox.sandbox import require_sandbox
 
-_GIB = 1 << 30
 # Ray's object store takes 30 % of memory, and moves to a disk where /dev/shm is smaller.
 _STORE_SHARE = 0.3
 # Ray refuses to write objects to a disk that is fuller than this share.
@@ -103,7 +103,8 @@ def examine(*, sglang: bool, env_python: str | None = None) -> Iterator[CheckRes
     yield cpp(compiler)
     memory = psutil.virtual_memory()
     yield CheckResult(
-        "memory", f"{_gib(memory.available)} of {_gib(memory.total)} free, {os.cpu_count()} cores"
+        "memory",
+        f"{readable(memory.available)} of {readable(memory.total)} free, {os.cpu_count()} cores",
     )
     if Path("/dev/shm").is_dir():
         yield shared_memory(psutil.disk_usage("/dev/shm").free, memory.total)
@@ -171,7 +172,7 @@ def _gpus(torch: Any) -> list[str]:
         torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
     ]
     return [
-        f"{each.name}, {_gib(each.total_memory)}, compute capability {each.major}.{each.minor}"
+        f"{each.name}, {readable(each.total_memory)}, compute capability {each.major}.{each.minor}"
         for each in properties
     ]
 
@@ -280,12 +281,12 @@ def shared_memory(free: int, memory: int) -> CheckResult:
     """
     wanted = int(_STORE_SHARE * memory)
     if free >= wanted:
-        return CheckResult("/dev/shm", f"{_gib(free)} free")
+        return CheckResult("/dev/shm", f"{readable(free)} free")
     remedy = (
         "Ray keeps its objects on a disk instead, and weights=shared_memory needs the model's "
-        f"bytes: docker run --shm-size={wanted // _GIB + 1}g, or an emptyDir of medium Memory"
+        f"bytes: docker run --shm-size={wanted // GIB + 1}g, or an emptyDir of medium Memory"
     )
-    return CheckResult("/dev/shm", f"{_gib(free)} free", CheckState.NOTE, remedy)
+    return CheckResult("/dev/shm", f"{readable(free)} free", CheckState.NOTE, remedy)
 
 
 def open_files(soft: int, hard: int) -> CheckResult:
@@ -345,7 +346,7 @@ def disk(directory: str, used: float, free: int) -> CheckResult:
         used: share of the disk, 0 to 1.
         free: bytes.
     """
-    shown = f"{_gib(free)} free at {directory}, {used:.0%} used"
+    shown = f"{readable(free)} free at {directory}, {used:.0%} used"
     if used < _FULL:
         return CheckResult("disk", shown)
     remedy = f"Ray writes no objects to a disk that is {_FULL:.0%} full: RAY_TMPDIR=DIR on another"
@@ -377,10 +378,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"
 
 
 _STYLES = {CheckState.FINE: "green", CheckState.NOTE: "yellow", CheckState.PROBLEM: "bold red"}

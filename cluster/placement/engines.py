@@ -133,21 +133,12 @@ def lent_bytes(config: RolloutConfig, device: str) -> int:
 
 def _learner_resting(config: RolloutConfig, device: str) -> int:
     """Bytes that a learner worker holds on its GPU while engines generate."""
-    from learner.memory import WorkerMemory, estimate_memory  # imports torch
-
-    estimate, frozen = estimate_memory(config.model.path), config.frozen_in_learner(device)
-    if estimate is None or frozen is None:
-        missing = config.model.path if estimate is None else "a teacher's copy in the learner"
+    if (memory := config.learner_memory(device)) is None:
+        unknown = config.frozen_in_learner(device) is None
+        missing = "a teacher's copy in the learner" if unknown else config.model.path
         raise ConfigError(
             f"{missing} with colocate={config.cluster.colocate}: its files are not on this "
             "machine, so it cannot be worked out what the engines leave to the learner; give a "
             "directory"
         )
-    memory = WorkerMemory.of(
-        estimate.parameters,
-        config.learner_holding,
-        workers=config.learner.workers,
-        offloads=True,
-        frozen=frozen,
-    )
-    return memory.resting
+    return memory.states(config.learner.workers, offloads=True).resting

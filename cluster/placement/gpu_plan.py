@@ -1,12 +1,13 @@
 """Memory plan of a run's GPUs, role by role, and whether it fits: `dry_run=True` prints it.
 
 Nothing here looks at a GPU. Sizes follow from configs and checkpoints' headers, by the functions
-that engines and learner workers use when they start (actors/sglang/memory.py, learner/memory.py).
+that engines and learner workers use when they start (actors/sglang/memory.py and
+learner/memory_plan.py).
 """
 
 from __future__ import annotations
 
-from actors.config import EngineConfig, choose_dtype
+from actors.config import EngineConfig
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
@@ -15,7 +16,7 @@ from distill.errors import CheckpointError
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
 from distill.libraries import LINEAR_ATTENTION_INSTALL, has_linear_attention_kernels
 from distill.models.loading import context_length, load_config, weight_files
-from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest
+from learner.pass_memory import PassMemory, PassPlan, PassRequest
 
 _UNKNOWN = "sizes unknown: its files are not on this machine"
 
@@ -106,30 +107,22 @@ class GpuPlan:
         )
 
     def _learner(self) -> str:
-        config, model = self._config, self._config.model.path
-        frozen = config.frozen_in_learner(self._device)
-        memory = LearnerMemory.of(
-            model,
-            dtype=choose_dtype(config.learner.dtype, self._device),
-            device=self._device,
-            holding=config.learner_holding,
-            frozen=frozen or 0,
-        )
-        if memory is None or frozen is None:
+        config, memory = self._config, self._config.learner_memory(self._device)
+        if memory is None:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         offloads = config.learner.offload_optimizer or sleeps
         states = memory.states(config.learner.workers, offloads=offloads)
         line = (
             f"weights {gib(states.weights)} + "
-            f"{f'copies of teachers {gib(states.frozen)} + ' if frozen else ''}"
+            f"{f'copies of teachers {gib(states.frozen)} + ' if states.frozen else ''}"
             f"gradients {gib(states.gradients)} + moments "
             f"{gib(states.moments)}{' (in main memory but for their step)' * offloads}"
         )
         if self._total is None:
             return f"{line} + passes"
         room = self._learner_room(self._total)
-        states.require_room(room, model)
+        states.require_room(room, config.model.path)
         plan = memory.plan(
             room,
             PassRequest.of(config.learner, self._longest_rows),

@@ -9,9 +9,8 @@ from __future__ import annotations
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.placement.engines import lends_weights, lent_bytes
-from cluster.placement.resource_plan import push_line
 from distill.errors import ConfigError
-from distill.gpu import gib
+from distill.gpu import DTYPE_BYTES, gib, readable
 from learner.lora import served_adapter
 from learner.memory import estimate_memory
 
@@ -28,6 +27,23 @@ def describe_push(config: RolloutConfig, device: str) -> str:
         parameters = None if estimate is None else estimate.parameters
         way = _way(config, device)
     return f"{push_line(parameters, dtype, engines)}; {way}{_to_teacher(config)}"
+
+
+def push_line(parameters: int | None, dtype: str, engines: int) -> str:
+    """Size of a weight push: so many parameters (None: all of a model whose size is not known), in
+    the engines' precision, to each engine."""
+    to = f"to {_engines(engines)} after each step"
+    if parameters is None:
+        return f"every parameter in {dtype} {to}; size unknown"
+    size = parameters * DTYPE_BYTES[dtype]
+    return (
+        f"{readable(size)} ({parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
+        f"{readable(size * engines)}"
+    )
+
+
+def _engines(count: int) -> str:
+    return f"{count} policy engine{'s' * (count != 1)}"
 
 
 def _to_teacher(config: RolloutConfig) -> str:

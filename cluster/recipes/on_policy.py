@@ -32,12 +32,12 @@ from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
+from distill.gpu import readable
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
-from learner.memory import readable
 
 
 @contextmanager

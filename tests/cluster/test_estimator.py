@@ -19,8 +19,8 @@ from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from distill.engine import EngineInfo
 from distill.errors import ConfigError
+from distill.gpu import readable
 from distill.models.loading import load_config
-from learner.memory import readable
 from tests.conftest import TinyPair
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir

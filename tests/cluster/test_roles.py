@@ -20,7 +20,8 @@ from cluster.placement.roles import (
     teacher_roles,
 )
 from distill.errors import ConfigError
-from learner.memory import estimate_memory, readable
+from distill.gpu import readable
+from learner.memory import estimate_memory
 from tests.refusals import refuses
 from tests.tiny import TinyPair
 

@@ -21,15 +21,16 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, GIB, headroom
+from distill.gpu import CONTEXT_BYTES, GIB, headroom, readable
 from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from distill.settings import changed
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner
-from learner.memory import TRAINED, WorkerMemory, estimate_memory, room_bytes
-from learner.pass_memory import LearnerMemory, PassMemory, PassPlan, PassRequest, estimate_pass
+from learner.memory import FROZEN, TRAINED, WorkerMemory, room_bytes
+from learner.memory_plan import LearnerMemory
+from learner.pass_memory import PassMemory, PassPlan, PassRequest
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
@@ -310,11 +311,11 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     plenty = Learner(config, str(tmp_path))
     passes = plenty.worker.passes
     assert passes == PassPlan(4096, gradient_checkpointing=False)
-    memory = estimate_pass(tiny_pair.teacher, dtype="float32", device="cpu", workers=1)
-    states = estimate_memory(tiny_pair.teacher)
-    assert memory is not None and states is not None
-    room = memory.bytes(2048, checkpointing=True)
-    monkeypatch.setattr("learner.memory.free_bytes", lambda device: states.bytes + room)
+    memory = LearnerMemory.of(tiny_pair.teacher, dtype="float32", device="cpu")
+    one_pass = memory and memory.passes(1)
+    assert memory is not None and one_pass is not None
+    room = memory.states(1, offloads=False).held + one_pass.bytes(2048, checkpointing=True)
+    monkeypatch.setattr("learner.memory.free_bytes", lambda device: room)
     short = Learner(config, str(tmp_path))
     assert short.worker.passes == PassPlan(2048, gradient_checkpointing=True)
     assert any(getattr(m, "gradient_checkpointing", False) for m in short.model.modules())
@@ -324,6 +325,28 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
     with refuses(ConfigError, "learner.token_budget"):
         Learner(changed(config, token_budget=4096), str(tmp_path))
+
+
+def test_workers_share_what_a_model_and_copies_of_teachers_take() -> None:
+    quarter = WorkerMemory.of(8 << 30, TRAINED, workers=4, offloads=True)
+    assert quarter.held == 32 * GIB, "16 bytes a parameter, a quarter of them"
+    assert quarter.updating == 33 * GIB and quarter.beside_passes == 17 * GIB
+    assert quarter.resting == 9 * GIB
+    third = WorkerMemory.of(9, FROZEN, workers=3, offloads=False, frozen=5)
+    assert third.held == 12 + 2, "rounded up"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (3 << 19, "1.5 MiB"),
+        (GIB - (1 << 20), "1023 MiB"),
+        (int(15.26 * GIB), "15.3 GiB"),
+        (1536 * GIB, "1536 GiB"),
+    ],
+)
+def test_sizes_have_three_digits_and_no_exponent(size: int, text: str) -> None:
+    assert readable(size) == text
 
 
 def test_a_shared_gpu_is_shared_before_the_others_have_started(

@@ -46,7 +46,7 @@ from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, Precision, ShadowRule
 from learner.forward import LossFunction
 from learner.learner import Learner
-from learner.pass_memory import LearnerMemory
+from learner.memory_plan import LearnerMemory
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.process_group import WorkerGroup

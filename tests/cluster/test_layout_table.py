@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.placement.resource_plan import (
-    Layout,
-    RolePlan,
-    engine_memory,
-    learner_memory,
-    push_line,
-    render,
-)
-from learner.memory import FROZEN, TRAINED, MemoryEstimate
-
-EIGHT_B = MemoryEstimate(parameters=8 << 30, holding=TRAINED)
+from cluster.placement.layout import Layout, RolePlan, render
+from cluster.placement.push_plan import push_line
 
 
 def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
@@ -49,20 +40,9 @@ def test_a_plan_for_more_cpus_than_this_machine_has_says_so() -> None:
     assert more[:-1] == fits and "3 cores" in more[-1]
 
 
-def test_memory_of_one_member() -> None:
-    assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
-    assert engine_memory(EIGHT_B, "float32") == 32 << 30
-    assert learner_memory(EIGHT_B, 0, 4) == 32 << 30  # 16 bytes a parameter, a quarter of them
-    frozen = MemoryEstimate(parameters=10, holding=FROZEN)
-    assert learner_memory(frozen, 0, 3) == 14, "40 bytes over three, rounded up"
-    assert learner_memory(frozen, 5, 3) == 15, "with a copy of a teacher that takes 5"
-    assert learner_memory(frozen, None, 3) is None
-    assert engine_memory(None, "float32") is None and learner_memory(None, 0, 2) is None
-
-
 def test_a_push_goes_to_every_engine() -> None:
-    assert push_line(EIGHT_B.parameters, "bfloat16", 3) == (
+    assert push_line(8 << 30, "bfloat16", 3) == (
         "16 GiB (8589.9 M parameters in bfloat16) to 3 policy engines after each step: 48 GiB"
     )
-    assert "to 1 policy engine after" in push_line(EIGHT_B.parameters, "float32", 1)
+    assert "to 1 policy engine after" in push_line(8 << 30, "float32", 1)
     assert push_line(None, "float32", 2).endswith("size unknown")

@@ -1,0 +1,232 @@
+"""Memory of a learner's worker, model and passes together, and the plan of its passes by it.
+
+`dry_run=True` prints the plan for a GPU's size; a worker makes it for the memory that is free.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from distill.errors import ConfigError
+from distill.gpu import CONTEXT_BYTES, readable
+from distill.models.loading import load_config
+from learner.config import TOKEN_BUDGET, LearnerConfig, Precision
+from learner.memory import (
+    TRAINED,
+    Holding,
+    WorkerMemory,
+    check_fits,
+    check_offload_fits,
+    estimate_memory,
+    holding_of,
+    known_shapes,
+    room_bytes,
+)
+from learner.pass_memory import SMALLEST_BUDGET, PassMemory, PassPlan, PassRequest, fit_pass
+from learner.process_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+# A refusal looks for what fits among so many times the workers, and lengths in such steps.
+_MORE_WORKERS = (2, 4, 8)
+_LENGTH_STEP = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """Memory of a model's learner, on any number of workers.
+
+    Attributes:
+        parameters: number of the model's.
+        query_norm: attention normalises queries and keys.
+        holding: bytes per parameter, without passes.
+        frozen: bytes of the frozen models that the workers share.
+    """
+
+    config: Any
+    parameters: int
+    query_norm: bool
+    dtype: Precision
+    device: str
+    holding: Holding = TRAINED
+    frozen: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        *,
+        dtype: Precision,
+        device: str,
+        holding: Holding = TRAINED,
+        frozen: int = 0,
+    ) -> LearnerMemory | None:
+        """Memory of a model's learner, from config and shapes; None where those are not known."""
+        estimate, shapes = estimate_memory(model), known_shapes(model)
+        if estimate is None or shapes is None:
+            return None
+        return cls(
+            config=load_config(model),
+            parameters=estimate.parameters,
+            query_norm=any("q_norm." in name for name in shapes),
+            dtype=dtype,
+            device=device,
+            holding=holding,
+            frozen=frozen,
+        )
+
+    @property
+    def whole_gradients(self) -> int:
+        """Bytes of a worker's gradients before they are summed over the workers."""
+        return self.parameters * self.holding.gradients
+
+    def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
+        """Memory of a worker besides passes."""
+        return WorkerMemory.of(
+            self.parameters,
+            self.holding,
+            workers=workers,
+            offloads=offloads,
+            frozen=self.frozen,
+        )
+
+    def passes(self, workers: int) -> PassMemory | None:
+        """Memory of a worker's passes; None if the config lacks a field."""
+        try:
+            return PassMemory.of(
+                self.config,
+                dtype=self.dtype,
+                device=self.device,
+                parameters=self.parameters,
+                workers=workers,
+                query_norm=self.query_norm,
+            )
+        except AttributeError:  # not attention and an MLP: a config of other names
+            return None
+
+    def plan(
+        self, room: int, asked: PassRequest, *, workers: int, offloads: bool
+    ) -> PassPlan | None:
+        """Plan of a worker whose context, states and passes share `room` bytes.
+
+        What the passes leave free may hold whole gradients (`PassPlan.reduces_once`): no pass is
+        made smaller for them. None if the config does not say what a pass takes.
+
+        Raises:
+            ConfigError: nothing fits; it names the settings that would.
+        """
+        passes = self.passes(workers)
+        if passes is None:
+            return None
+        left = room - self.states(workers, offloads=offloads).beside_passes
+        plan = fit_pass(passes, left, asked, device=self.device)
+        if plan is None:
+            remedies = list(self._remedies(room, asked, workers, offloads))
+            raise _refusal(passes, left, asked, self.device, remedies)
+        fits = passes.of_plan(plan, asked.longest_rows) + self.whole_gradients <= left
+        return plan._replace(reduces_once=workers > 1 and fits)
+
+    def _fits(self, room: int, asked: PassRequest, workers: int, *, offloads: bool) -> bool:
+        states, passes = self.states(workers, offloads=offloads), self.passes(workers)
+        assert passes is not None
+        left = room - states.beside_passes
+        return (
+            states.updating <= room
+            and fit_pass(passes, left, asked, device=self.device) is not None
+        )
+
+    def _remedies(
+        self, room: int, asked: PassRequest, workers: int, offloads: bool
+    ) -> Iterator[str]:
+        """Changes of other settings than lengths, each of which makes the pass fit."""
+        if asked.gradient_checkpointing is False:
+            asked = asked._replace(gradient_checkpointing=None)
+            if self._fits(room, asked, workers, offloads=offloads):
+                yield "gradient_checkpointing=True"
+        if not self.device.startswith("cuda"):
+            return  # workers of one machine share its memory
+        may_offload = not offloads and self.holding.moments > 0
+        if may_offload and self._fits(room, asked, workers, offloads=True):
+            yield "offload_optimizer=True"
+            may_offload = False
+        for many in (workers * times for times in _MORE_WORKERS):
+            for offload in [False, True] if may_offload else [False]:
+                if self._fits(room, asked, many, offloads=offloads or offload):
+                    yield f"learner.workers={many}{' offload_optimizer=True' * offload}"
+                    return
+
+
+def _refusal(
+    passes: PassMemory, left: int, asked: PassRequest, device: str, remedies: list[str]
+) -> ConfigError:
+    """Error of a pass that does not fit into `left` bytes."""
+    recomputed, rows = asked.gradient_checkpointing is not False, asked.longest_rows
+    budget = asked.token_budget or SMALLEST_BUDGET
+
+    def needed(tokens: int) -> int:
+        row = min(rows, tokens) or None
+        if rows >= budget:  # shorter rows run together, up to the budget
+            tokens = max(tokens, budget)
+        return passes.bytes(tokens, checkpointing=recomputed, row=row)
+
+    lengths = range(_LENGTH_STEP, max(budget, rows), _LENGTH_STEP)
+    shorter = bisect_right(lengths, left, key=needed) * _LENGTH_STEP
+    if rows >= budget:
+        field, what = (
+            "sampling.max_new_tokens",
+            f"max_new_tokens (or max_length): rows of {rows} tokens need",
+        )
+        remedies += [f"rows of at most {shorter} tokens"] if shorter else []
+    else:
+        field, what = "learner.token_budget", f"token_budget={budget} needs"
+        remedies += [f"token_budget={shorter}"] if shorter and asked.token_budget else []
+    use = f"Use {', or '.join(remedies)}" if remedies else "Use GPUs with more memory"
+    return ConfigError(
+        f"{what} {readable(needed(max(budget, rows)))} for a pass (activations, logits"
+        f"{', attention scores' * bool(passes.scores)}) and {device} has "
+        f"{readable(max(left, 0))} left beside the model. {use}",
+        field=field,
+    )
+
+
+def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassPlan:
+    """Plan of the passes for the memory that the model leaves; alike on all workers. Collective.
+
+    Raises:
+        ConfigError: the model does not fit, or no pass beside it.
+    """
+    settings, offloads = config.learner, config.learner.offload_optimizer
+    holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
+    sharers = group.sharers(device)
+    room = room_bytes(device, config.gpu_part, config.gpu_taken)
+    check_fits(config.model, device, holding, sharers / group.size, room)
+    if offloads and device.startswith("cuda"):
+        check_offload_fits(config.model, holding, group.size, group.workers_here())
+    asked = PassPlan(
+        settings.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
+        bool(settings.gradient_checkpointing),
+    )
+    memory = LearnerMemory.of(config.model, dtype=config.dtype, device=device, holding=holding)
+    plan = None
+    if memory is not None:
+        request = PassRequest.of(settings, config.longest_rows)
+        # This process has its context already: it is not in what is free.
+        room = room // sharers + CONTEXT_BYTES
+        plan = memory.plan(room, request, workers=group.size, offloads=offloads)
+    plan = plan or asked
+    if group.total(float(plan.gradient_checkpointing)):
+        plan = plan._replace(gradient_checkpointing=True)
+    if group.total(float(not plan.reduces_once)):
+        plan = plan._replace(reduces_once=False)
+    if plan[:2] != asked[:2]:
+        logger.warning(
+            "memory is short on %s: gradient_checkpointing=%s, token_budget=%d",
+            device,
+            plan.gradient_checkpointing,
+            plan.token_budget,
+        )
+    return plan
