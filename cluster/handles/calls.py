@@ -83,16 +83,9 @@ def shared(value: Any, actors: Sequence[Any]) -> Any:
     return put(value) if actors and not isinstance(actors[0], LocalActor) else value
 
 
-def uses_ray() -> bool:
-    """True if this process is part of a Ray cluster."""
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
-
-
 def in_store(value: Any) -> bool:
     """True if `value` is a reference to an object in Ray's store."""
-    ray = sys.modules.get("ray")
-    return ray is not None and isinstance(value, ray.ObjectRef)
+    return isinstance(value, getattr(sys.modules.get("ray"), "ObjectRef", ()))
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:

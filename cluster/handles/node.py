@@ -9,9 +9,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 def _connected_ray() -> Any:
-    """The module `ray` if this process is connected to a cluster; else None. Imports nothing."""
-    ray = sys.modules.get("ray")
-    return ray if ray is not None and ray.is_initialized() else None
+    """The module `ray` if this process is connected to a cluster; else None. Imports nothing.
+
+    While another thread imports it (an error of a call needs its classes), it lacks names.
+    """
+    ray: Any = sys.modules.get("ray")
+    return ray if hasattr(ray, "is_initialized") and ray.is_initialized() else None
 
 
 def is_connected() -> bool:

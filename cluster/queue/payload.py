@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
+from cluster.handles.node import is_connected
 from distill.columns import GroupColumns, joined, pack
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
@@ -137,7 +138,7 @@ def restored(lease: Lease, group: TrajectoryGroup) -> Delivery:
     """Delivery of a group that was read from disk; this process owns its parts."""
     columns = pack(group.trajectories_G)
     parts = columns.parts(PART_BYTES)
-    stored = [calls.put(part) for part in parts] if calls.uses_ray() else parts
+    stored = [calls.put(part) for part in parts] if is_connected() else parts
     payload = Payload(firsts=_firsts(parts), parts=tuple(stored), nbytes=columns.nbytes)
     return Delivery(lease=lease, meta=meta_of(group, columns), payload=payload)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from cluster.config.arguments import Arguments
 from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
+from cluster.handles.node import is_connected, node_id, nodes_alive
 from cluster.run_files.metric_table import described
 from cluster.train import run_recipe
 from distill.errors import ConfigError, EngineError
@@ -182,6 +184,13 @@ def test_ray_answers_the_same_calls() -> None:
     calls.kill(counter)
     with pytest.raises(errors.RayError):
         calls.get(counter.add.remote(1), DEADLINE_S)
+
+
+def test_a_thread_that_imports_ray_disturbs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in one process imports it at its first error, while its other actors go on."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # as it is at first
+    assert not is_connected() and not calls.in_store(b"")
+    assert (nodes_alive(), node_id()) == (1, "this process")
 
 
 SCRIPT = """
