@@ -41,8 +41,7 @@ from learner.forward import Forward
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.rollout_share import Foresee, Foresight
-from learner.rollouts import Rollouts, StepPlan
+from learner.rollouts import Foresee, Foresight, Rollouts, StepPlan
 from learner.sharding import Fingerprints
 from learner.supervised import RowStream
 from learner.trace import NO_TRACE, Stages, Tracing

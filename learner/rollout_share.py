@@ -15,11 +15,10 @@ ahead counts where it is what is held then, to the very object; the rest is let 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +38,11 @@ from distill.objective.rows import (
 from distill.objective.settings import ObjectiveConfig
 from distill.records import (
     RowPlace,
-    TrainedGroups,
-    TrajectoryGroupMeta,
     TrajectoryId,
     TrajectorySource,
 )
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 # Returns log p_T of each row's trained tokens. Collective: each worker calls it with its own rows.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
@@ -336,55 +331,3 @@ class RolloutShare:
 
     def _segment(self, place: RowPlace) -> Segment:
         return self._trajectories[place.trajectory].segments[place.segment]
-
-
-# Groups that the step after weights would take as things are: waits a moment for some besides those
-# that are known by id, and, if asked to, for the whole step. None: it was taken, or never will be.
-Foresee: TypeAlias = Callable[
-    [TrainedGroups, Collection[int], bool], Sequence[TrajectoryGroupMeta] | None
-]
-
-
-class Foresight:
-    """Has workers fetch ahead, in a thread from `begin` to `end`."""
-
-    def __init__(
-        self,
-        foresee: Foresee,
-        fetch: Callable[[Sequence[TrajectoryGroupMeta], int], None],
-        *,
-        whole: bool,
-    ) -> None:
-        """
-        Args:
-            fetch: `Rollouts.fetch_ahead`.
-            whole: only once the step may be taken; else groups as they come.
-        """
-        self._foresee, self._fetch, self._whole = foresee, fetch, whole
-        self._over = threading.Event()
-        self._telling = threading.Lock()
-
-    def begin(self, trained: TrainedGroups, turn: int) -> None:
-        """Begins with the step after weights that account for `trained`; `turn` is of the one that
-        is held."""
-        self._over = threading.Event()
-        arguments = (trained, turn, self._over)
-        threading.Thread(target=self._run, args=arguments, name="ahead", daemon=True).start()
-
-    def end(self) -> None:
-        """That step is about to be taken."""
-        self._over.set()
-
-    def _run(self, trained: TrainedGroups, turn: int, over: threading.Event) -> None:
-        known: set[int] = set()
-        try:
-            while not over.is_set() and not (self._whole and known):
-                groups_P = self._foresee(trained, known, self._whole)
-                if groups_P is None:
-                    return
-                known |= {group.group_id for group in groups_P}
-                with self._telling:  # one that has ended may not be done yet
-                    if groups_P and not over.is_set():
-                        self._fetch(groups_P, turn)
-        except Exception as error:  # whatever it is, `hold` meets it again, and raises
-            logger.warning("the next step's rollouts are not fetched ahead: %s", error)

@@ -2,6 +2,7 @@
 
     plan           the rows of each update, by their metadata, dealt to the workers
     hold           each worker fetches the trajectories of its rows: `learner.rollout_share`
+    Foresight      they are fetched before, for the next step
     build          it makes them
     before_update  rows of one sequence hear of each other, wherever they are
     kept           what people will look at comes back
@@ -12,11 +13,13 @@ trains itself.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,12 +27,14 @@ from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable
 from distill.objective.objectives import advantages_of, teacher_coef
 from distill.objective.rows import RowMeta, advantage_metrics, joins_tokens, row_metas
-from distill.records import TrajectoryGroupMeta, TrajectoryId, TrajectorySource
+from distill.records import TrainedGroups, TrajectoryGroupMeta, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
+
+logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -201,6 +206,61 @@ class Rollouts:
                 rows_D += [each.row for each in found]
                 groups_P.append(group.group_of_segments(each.segment for each in found))
         return KeptRollouts(groups_P=groups_P, rows_D=rows_D, tables=tables)
+
+
+# Returns groups that the step after these weights would take if it were taken now. Waits briefly
+# for groups besides those of the given ids; if True, for the whole step. None: the step was taken,
+# or never will be.
+Foresee: TypeAlias = Callable[
+    [TrainedGroups, Collection[int], bool], Sequence[TrajectoryGroupMeta] | None
+]
+
+
+class Foresight:
+    """Makes workers prefetch the next step's rollouts, in a thread, from `begin` to `end`."""
+
+    def __init__(
+        self,
+        foresee: Foresee,
+        fetch: Callable[[Sequence[TrajectoryGroupMeta], int], None],
+        *,
+        whole: bool,
+    ) -> None:
+        """
+        Args:
+            fetch: `Rollouts.fetch_ahead`.
+            whole: prefetch only once the step may be taken; else groups as they come.
+        """
+        self._foresee, self._fetch, self._whole = foresee, fetch, whole
+        self._over = threading.Event()
+        self._telling = threading.Lock()
+
+    def begin(self, trained: TrainedGroups, turn: int) -> None:
+        """Start prefetching the step after weights that account for `trained`.
+
+        `turn` is that of the step that is held.
+        """
+        self._over = threading.Event()
+        arguments = (trained, turn, self._over)
+        threading.Thread(target=self._run, args=arguments, name="ahead", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop prefetching, because the step is about to be taken."""
+        self._over.set()
+
+    def _run(self, trained: TrainedGroups, turn: int, over: threading.Event) -> None:
+        known: set[int] = set()
+        try:
+            while not over.is_set() and not (self._whole and known):
+                groups_P = self._foresee(trained, known, self._whole)
+                if groups_P is None:
+                    return
+                known |= {group.group_id for group in groups_P}
+                with self._telling:  # an earlier thread may still run
+                    if groups_P and not over.is_set():
+                        self._fetch(groups_P, turn)
+        except Exception as error:  # whatever it is, `hold` meets it again, and raises
+            logger.warning("the next step's rollouts are not fetched ahead: %s", error)
 
 
 def _united(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:
