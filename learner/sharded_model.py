@@ -209,7 +209,7 @@ class ShardedModel:
     def load_trainer_state(self, path: Path) -> None:
         """Restore the state that `save` wrote to `path`, except for the weights.
 
-        A checkpoint that `learner.fork` wrote contains only the moments.
+        The first checkpoint of a forked run contains only the moments.
 
         Raises:
             CheckpointError: it cannot be read, or was written for another model.

@@ -1,11 +1,13 @@
 """`fork_from=RUN[:STEP]`: a run that starts from a checkpoint of another.
 
 The new run counts its own steps from 0. Its first checkpoint, step 0, holds the other's weights
-(`learner.fork`), so resuming it, or restarting its learner, does not need the other run.
+(`write_start`), so resuming it, or restarting its learner, does not need the other run. No schedule
+and no random numbers are taken over.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +20,18 @@ from cluster.config.common import CommonConfig
 from cluster.config.files import at_path
 from cluster.config.run_record import RunRecord
 from distill.errors import ConfigError, DataError
-from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.fork import check_fork, has_moments, write_start
+from distill.models.loading import load_config
+from distill.tokenizer import first_difference, load_tokenizer
+from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
+from learner.config import LoraSettings
+from learner.lora import check_goes_on
+from learner.state import TrainerState, write_trainer
+
+# Of a model's config: what says nothing of how it computes, and what a run itself sets.
+_PASSED_OVER = (
+    *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
+    *("eos_token_id", "bos_token_id", "pad_token_id", "num_labels", "id2label", "label2id"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +113,7 @@ def find_fork(
             field="fork_from",
         )
     model = config.model.path
-    check_fork(checkpoint, title="model", model=model, tokenizer=tokenizer, lora=config.lora)
+    check_fork(checkpoint, model=model, tokenizer=tokenizer, lora=config.lora)
     if config.lora.trains_adapter:
         _check_base(their.settings, config.fork_from, model)
     moments = recipe == their.recipe and has_moments(checkpoint)
@@ -183,3 +195,78 @@ def _check_base(settings: Mapping[str, Any], fork_from: str, model: str) -> None
             f"give model={theirs}",
             field="model.path",
         )
+
+
+def check_fork(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    lora: LoraSettings,
+) -> None:
+    """Check that a model, its tokenizer and its adapter are those that the checkpoint was made of.
+
+    Raises:
+        ConfigError: they are others; with the field, both values, and the remedy.
+        CheckpointError: one of them cannot be read.
+    """
+    saved = checkpoint.model_dir
+    ours, theirs = _shape(model), _shape(saved)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"model={model} is another model than the one in {checkpoint.path}: its {name} "
+                f"is {ours.get(name)!r}, and {theirs.get(name)!r} there. Give the model= that "
+                "run had",
+                field="model.path",
+            )
+    if difference := first_difference(tokenizer, load_tokenizer(saved), "here", "there"):
+        raise ConfigError(
+            f"model={model} has another tokenizer than the model in {checkpoint.path}: "
+            f"{difference}. Give the model= that run had",
+            field="model.path",
+        )
+    adapter = Path(checkpoint.adapter_dir)
+    if lora.trains_adapter and not adapter.is_dir():
+        raise ConfigError(
+            f"{checkpoint.path} holds a model of which all weights were trained, and "
+            f"lora.rank={lora.rank} would train an adapter on model={model}, without them. "
+            f"Leave out the adapter, or give model={saved} in place of fork_from=",
+            field="lora.rank",
+        )
+    if adapter.is_dir() and not lora.trains_adapter:
+        raise ConfigError(
+            f"{checkpoint.path} holds an adapter, and no lora.rank= is given: give that run's, or, "
+            f"to train all weights, model={saved} (the adapter merged) in place of fork_from=",
+            field="lora.rank",
+        )
+    if lora.trains_adapter:
+        check_goes_on(lora, model, str(adapter))
+
+
+def _shape(model: str) -> dict[str, Any]:
+    config = load_config(model).to_dict()
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in _PASSED_OVER and not name.startswith("_")
+    }
+
+
+def has_moments(checkpoint: Checkpoint) -> bool:
+    """False for the first checkpoint of a run that took over no moments."""
+    return (checkpoint.path / "optimizer").is_dir()
+
+
+def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:
+    """Write the checkpoint of step 0: another's model, adapter and, if asked, AdamW's moments.
+
+    Files are linked where both places are on one file system, and copied elsewhere.
+
+    Raises:
+        OSError: it could not be written, or the other is gone.
+    """
+    for name in ("model", "adapter", *(["optimizer"] if moments else [])):
+        if (checkpoint / name).is_dir() or name == "model":
+            shutil.copytree(checkpoint / name, path / name, copy_function=link_or_copy)
+    write_trainer(path, TrainerState(moments=moments))

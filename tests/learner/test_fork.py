@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from cluster.run_files.fork import check_fork, write_start
 from distill.errors import ConfigError
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LoraSettings
-from learner.fork import check_fork, write_start
 from learner.plan import Part
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
@@ -44,9 +44,7 @@ def trained(new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_pat
 @pytest.fixture
 def checked(tiny_pair: TinyPair, tokenizer: PreTrainedTokenizerBase):
     def check(checkpoint: Checkpoint, model: str = tiny_pair.student, **lora: Any) -> None:
-        check_fork(
-            checkpoint, title="student", model=model, tokenizer=tokenizer, lora=LoraSettings(**lora)
-        )
+        check_fork(checkpoint, model=model, tokenizer=tokenizer, lora=LoraSettings(**lora))
 
     return check
 
@@ -82,13 +80,12 @@ def test_another_model_or_tokenizer_is_refused(
 ) -> None:
     checkpoint = trained()
     checked(checkpoint)
-    with refuses(ConfigError, "student"):
+    with refuses(ConfigError, "model.path"):
         checked(checkpoint, tiny_pair.teacher)
     save_tokenizer(tmp_path / "other", alphabet="abc")
-    with refuses(ConfigError, "student"):
+    with refuses(ConfigError, "model.path"):
         check_fork(
             checkpoint,
-            title="student",
             model=tiny_pair.student,
             tokenizer=load_tokenizer(str(tmp_path / "other")),
             lora=FULL,

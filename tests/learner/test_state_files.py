@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from cluster.run_files.fork import check_fork
 from learner.checkpoint import CheckpointStore
 from learner.config import LoraSettings, ShadowRule
-from learner.fork import check_fork
 from learner.plan import Part
 from learner.state import (
     TrainerState,
@@ -113,8 +113,6 @@ def test_a_pickle_among_the_files_is_not_run(
         (path / name).write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
 
     theirs = store.save(step=1, write=write, delivery={})
-    check_fork(
-        theirs, title="student", model=tiny_pair.student, tokenizer=tokenizer, lora=LoraSettings()
-    )
+    check_fork(theirs, model=tiny_pair.student, tokenizer=tokenizer, lora=LoraSettings())
     new_learner().load_trainer_state(theirs.path)
     assert not (tmp_path / "ran").exists()
