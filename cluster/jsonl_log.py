@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from distill.durable_files import disk_remedy, whole_write
 from distill.errors import ConfigError, DataError
-from distill.whole_write import whole_write
-from learner.digests import disk_remedy
 
 logger = logging.getLogger(__name__)
 

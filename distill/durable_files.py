@@ -1,11 +1,26 @@
-"""Files and directories that appear whole or not at all, whoever dies while they are written."""
+"""Files that appear whole or not at all, survive a power failure, and are known by their digests.
+
+whole_write       a file or a directory, whoever dies while it is written
+sync_tree         the contents of a directory, with the digests of its files
+sync_directory    the names in a directory
+disk_remedy       what to do about a file that could not be written
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+# Reading and hashing leave the interpreter's lock; more threads than this wait for the disk.
+_THREADS = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 @contextmanager
@@ -36,3 +51,62 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of one file, of any size, as `sha256sum` prints it."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of these files below `root`, several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: digest(root / name), names), strict=True))
+
+
+def sync_tree(root: Path) -> dict[str, str]:
+    """Sync all of `root` to disk, directories included; return the digests of its files."""
+
+    def sync(name: str) -> str:
+        with (root / name).open("rb") as file:
+            os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = sorted(root.rglob("*"))
+    names = [str(path.relative_to(root)) for path in paths if path.is_file()]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        made = dict(zip(names, pool.map(sync, names), strict=True))
+    for directory in [*(path for path in paths if path.is_dir()), root]:
+        sync_directory(directory)
+    return made
+
+
+def sync_directory(path: Path) -> None:
+    """Make names that were added to a directory survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_remedy(error: BaseException | str) -> str:
+    """Remedy for a file that could not be written."""
+    if isinstance(error, OSError) and error.errno in _MAY_NOT:
+        return "Give permission to write there"
+    return "Free some space" if is_full(error) else "Remove this cause"
+
+
+def is_full(error: BaseException | str) -> bool:
+    """True if the error, or one that caused it, says that a disk or a quota is full.
+
+    Errors of safetensors and torch carry the system's message and no errno.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    if any(os.strerror(number).lower() in str(error).lower() for number in _FULL):
+        return True
+    cause = error.__cause__ if isinstance(error, BaseException) else None
+    return cause is not None and is_full(cause)

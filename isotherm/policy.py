@@ -22,6 +22,7 @@ from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import supervised_row
+from distill.durable_files import disk_remedy, whole_write
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.models.loading import context_length, vocab_size
 from distill.models.model_files import check_model_files
@@ -30,12 +31,10 @@ from distill.objective.rows import row_to_score
 from distill.records import TrainedGroups
 from distill.sampling import UNSCALED, Sampling
 from distill.types import FloatArray, TokenArray
-from distill.whole_write import whole_write
 from isotherm.losses import Loss, LossUnit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
-from learner.digests import disk_remedy
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part

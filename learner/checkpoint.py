@@ -29,9 +29,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.durable_files import (
+    digests,
+    disk_remedy,
+    is_full,
+    sync_directory,
+    sync_tree,
+    whole_write,
+)
 from distill.errors import CheckpointError
-from distill.whole_write import whole_write
-from learner.digests import digests, disk_remedy, is_full, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
 from distill.data.order import MixedPart, MixedStream
+from distill.durable_files import whole_write
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.types import FloatArray
-from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.forward import LossFunction

@@ -21,6 +21,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import drop_groups_after, write_step
 from cluster.run_files.rollouts import RolloutLog
 from cluster.supervision.supervise import WorkDone
+from distill.durable_files import disk_remedy
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import group_metrics, token_table
@@ -30,7 +31,6 @@ from distill.objective.whole_groups import opened
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.digests import disk_remedy
 
 
 class Keeper:

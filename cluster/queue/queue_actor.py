@@ -32,9 +32,9 @@ from cluster.queue.payload import (
 )
 from cluster.store.group_format import GroupRow
 from cluster.store.group_store import GROUPS, GroupStore
+from distill.durable_files import disk_remedy
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 from distill.types import TrajectoryGroup
-from learner.digests import disk_remedy
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from cluster.base.outcomes import RunFailed
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
+from distill.durable_files import is_full
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
-from learner.digests import is_full
 
 # A checkpoint that cannot be written is tried again between steps: so often, and later and later.
 # On a full disk training then pauses, and the tries go on, for so long since the first of them.

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from cluster.run_files.out_directory import KEPT
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from cluster.store.group_store import GROUPS
+from distill.durable_files import whole_write
 from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
-from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:

@@ -35,12 +35,11 @@ from cluster.queue.journal import replay
 from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from cluster.store.group_store import GROUPS
+from distill.durable_files import digests, disk_remedy, sync_directory, sync_tree, whole_write
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, fields_of, flagged, identity_of
 from distill.stops import StopTokens
-from distill.whole_write import whole_write
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 
 if TYPE_CHECKING:
     from actors.rollout.evaluator import EvaluatedResponse

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
+from distill.durable_files import sync_directory, whole_write
 from distill.errors import DataError
 from distill.records import TrajectoryGroupMeta
 from distill.types import StopReason, TopLogprobs, TrajectoryGroup
-from distill.whole_write import whole_write
-from learner.digests import sync_directory
 
 if TYPE_CHECKING:
     import pyarrow

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.store.group_format import UNREADABLE, GroupRow, batch_of, groups_of, schema
+from distill.durable_files import sync_directory
 from distill.records import Lease
 from distill.types import TrajectoryGroup
-from learner.digests import sync_directory
 
 if TYPE_CHECKING:
     import pyarrow

@@ -29,6 +29,7 @@ from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.ipc import IpcTransport
 from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.ways import Place, plan_ways
+from distill.durable_files import whole_write
 from distill.engine import CheckpointDirectory
 from distill.errors import EngineError
 from distill.gpu import visible_gpus
@@ -38,7 +39,6 @@ from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, save_weights
 from distill.weights.shared_memory import SharedBlock
-from distill.whole_write import whole_write
 
 
 class SharedMemoryTransport(Transport):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.whole_write import whole_write
+from distill.durable_files import whole_write
 
 
 def write(path: Path, text: str, *, directory: bool) -> None:

@@ -15,11 +15,11 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.modeling_utils import PreTrainedModel
 
 import isotherm
+from distill.durable_files import is_full
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import load_causal_lm, meta_causal_lm, stop_token_ids
 from distill.models.model_files import check_model_files, generation_settings
 from distill.models.twins import save_twin
-from learner.digests import is_full
 from learner.export import check_export
 from tests.families import SIZES
 from tests.tiny import TinyPair, save_tokenizer

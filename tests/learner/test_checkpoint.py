@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.durable_files import digest
 from distill.errors import CheckpointError
 from distill.objective.batching import Batch
 from distill.objective.losses import Metrics, StepCounts
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.digests import digest
 from learner.forward import Forward, LossFunction
 from learner.learner import Learner
 from learner.optimizer import build_optimizer, build_schedule
