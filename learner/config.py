@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -253,6 +254,11 @@ class LearnerConfig:
         default=1.0,
         doc="its part of a GPU, whatever others hold at the moment: they may not have started yet; "
         "1, and nothing taken: all that is free",
+    )
+    gpu_turns: Sequence[str] = chz.field(
+        default=(),
+        doc="by rank: file of the turn on the worker's GPU, where engines have turns, too; workers "
+        "with the same file have one turn",
     )
     shadow: ShadowRule | None = chz.field(
         default=None,

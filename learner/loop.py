@@ -3,7 +3,8 @@
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
     hold      waits for: their trajectories     unblocked by: the object stores (immediately, if
                                                 they were prefetched)
-    sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release
+    sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release, or the
+                                                end of an engine's turn (distill/gpu_turn.py)
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
 The loop takes a source of groups and a `publish` callable, and is independent of queue and engines.
@@ -143,7 +144,8 @@ class PolicyLoop:
         """
         Args:
             sleep: makes engines that share the learner's GPUs, and hold this version, release their
-                memory until the next `publish`, before which the learner releases its own.
+                memory until the next `publish`, before which the learner releases its own; or
+                waits until they have released it in their turns.
             push_dtype: dtype that pushed weights are rounded to; None: not rounded.
             pushes_adapter: the policy's engines hold the base, and get the adapter alone.
             teach: pushes the learner's EMA or lagged teacher to its engines, if it has any.

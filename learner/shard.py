@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
+from distill.gpu_turn import GpuTurn
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import load_causal_lm, resolve_device
 from distill.models.model_files import ModelFiles, checkpoint_config, generation_settings
@@ -85,6 +87,7 @@ class ModelShard:
         self.progress = Progress()  # counts forward passes, backward passes and calls
         self.device = resolve_device(config.device)
         self._config, self._group = config, group
+        self.turn = _turn_of(config.gpu_turns[: group.rank + 1])
         self.passes = plan_memory(config, self.device, group)
         initial = None
         if group.size > 1:
@@ -173,6 +176,15 @@ class ModelShard:
         self.zero_grad(None)
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+    def take_turn(self, within_s: float) -> bool:
+        """Wait for the turn on this worker's GPU; False if it did not come in time."""
+        return self.turn is None or self.turn.take(within_s)
+
+    def give_turn(self, _: None) -> None:
+        """Give up the turn, or the place in the line for it."""
+        if self.turn is not None:
+            self.turn.give()
 
     def _update(self) -> None:
         """Update with gradients that are finite on every worker."""
@@ -330,6 +342,13 @@ class ModelShard:
         self.schedule.load_state_dict(dict(state))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
+
+
+def _turn_of(files: Sequence[str]) -> GpuTurn | None:
+    """Turn of the last of these workers, by their files; None if an earlier one has the same."""
+    if not files or files[-1] in files[:-1]:
+        return None
+    return GpuTurn(Path(files[-1]))
 
 
 # Not its fused cross-entropy: that is at temperature 1, and `distill.models.logprobs` has ours.

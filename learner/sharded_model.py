@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.errors import EngineError
 from distill.pace import Progress
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
@@ -38,6 +40,9 @@ from learner.state import (
     write_trainer,
 )
 from learner.worker import LearnerWorker
+
+# Longest call in which a worker waits for its turn, seconds: each counts as progress.
+_TURN_CALL_S = 1.0
 
 
 class ShardedModel:
@@ -78,8 +83,26 @@ class ShardedModel:
         self.on_all("skip_update")
 
     def rest(self) -> None:
-        """Release the memory of gradients and of cached blocks until the next pass."""
+        """Release the memory of gradients and of cached blocks until the next pass, and then the
+        turn on the GPUs."""
         self.on_all("rest")
+        if self.worker.turn is not None:  # a server's GPUs may be those of several workers
+            self.on_all("give_turn")
+
+    def take_turn(self, within_s: float) -> None:
+        """Wait for the turn on the GPUs of all workers, until `rest` (distill/gpu_turn.py).
+
+        Raises:
+            EngineError: it did not come within so many seconds.
+        """
+        end = time.monotonic() + within_s
+        while not all(self.on_all("take_turn", _TURN_CALL_S)):
+            if time.monotonic() >= end:
+                self.on_all("give_turn")
+                raise EngineError(
+                    f"the learner waited {within_s:.0f} s for its turn on the GPUs that it shares "
+                    "with engines"
+                )
 
     def on_each(self, method: str, arguments: Sequence[Any], lane: Lane = "main") -> list[Any]:
         """Call a method on every worker, each with its own argument; return the results by rank.

@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.installed import python_path, require_sglang
 from distill.errors import EngineLost
+from distill.gpu_turn import GpuTurn
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from actors.sglang.cuda_tools import cuda_home, find_cuda_tools
 from actors.sglang.flags import server_flags
-from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.installed import require_sglang
 from actors.sglang.nodes import MeetingPoint
 from actors.sglang.parallelism import Parallelism, parallelism
 from actors.sglang.server import SglangServer
 from distill.errors import ConfigError
 from distill.gpu import gpu_bytes, part_bytes
+from distill.gpu_turn import GpuTurn
 from distill.nccl import nccl_settings
 
 if TYPE_CHECKING:

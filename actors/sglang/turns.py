@@ -24,12 +24,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import Use
 from distill.engine import WeightSource
 from distill.errors import EngineLost
+from distill.gpu_turn import GpuTurn
 from distill.handshake.canary import COMPANY, CanaryRows, FirstAnswers
 from distill.sampling import UNSCALED
 

@@ -389,6 +389,11 @@ class RolloutConfig(
         """True if policy engines release their memory while the learner computes."""
         return self.cluster.colocate == "sleep" and not self.only_keeps
 
+    @property
+    def learner_takes_turns(self) -> bool:
+        """True if the learner takes turns with the engines of policy and teachers on its GPUs."""
+        return self.engines_sleep and self.policy_takes_turns
+
     def shares_gpus(self, device: str) -> bool:
         """True if policy engines are on the GPUs of the learner's workers."""
         return self.cluster.shares_gpus(device) and not self.only_keeps
@@ -417,6 +422,8 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         self.teacher.check_place(self.cluster)
         self.teacher.check_turns(self.teacher_models(), self.engine, self.cluster)
         self.teacher.check_policy_turns(self.policy, self.weights, self.cluster)
+        if self.policy_takes_turns and not self.only_keeps:
+            self.teacher.check_learner_turns(self.policy, self.cluster, self.learner.workers)
         self.teacher.check(
             self.teacher_models(),
             self.objective,

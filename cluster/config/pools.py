@@ -31,7 +31,8 @@ class PolicyClusterSettings(ClusterSettings):
         default="no",
         doc="place learner worker i and policy engine i together: they share memory, and with "
         "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
-        "theirs while the learner computes a step (--enable-memory-saver)",
+        "theirs while the learner computes a step (--enable-memory-saver); with "
+        "teacher.gpus=policy the teachers' engines, too, all by turns",
         metadata=MAY_CHANGE,
     )
 

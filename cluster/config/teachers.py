@@ -110,7 +110,8 @@ class TeacherSettings(EnginePoolSettings):
         default="own",
         doc="GPUs of the teachers' engines. own: of each; shared: one set for several teachers, "
         "which take turns there: all but one sleep, as SGLang servers with their weights in main "
-        "memory; policy: those of the policy's engines, by turns with them",
+        "memory; policy: those of the policy's engines, by turns with them, and with the learner "
+        "where colocate=sleep puts it there",
         metadata=MAY_CHANGE,
     )
     lag: int = setting(
@@ -294,12 +295,6 @@ class TeacherSettings(EnginePoolSettings):
                 f"with servers of {gpus} GPUs for the policy and {needed} for a teacher: they are "
                 f"on the same GPUs; use --tp-size {needed} in policy.server_flags, too"
             )
-        elif cluster.colocate != "no":
-            setting = "cluster.colocate"
-            why = (
-                f"with colocate={cluster.colocate}: turns are taken by engines, and the learner "
-                "has GPUs of its own; leave colocate out"
-            )
         elif weights.transport == "adapter":
             setting = "weights.transport"
             why = (
@@ -307,6 +302,33 @@ class TeacherSettings(EnginePoolSettings):
             )
         if why:
             raise ConfigError(f"teacher.gpus=policy {why}", field=setting)
+
+    def check_learner_turns(
+        self, policy: PolicyPoolSettings, cluster: PolicyClusterSettings, workers: int
+    ) -> None:
+        """Raises ConfigError for a learner that cannot take turns with policy and teachers."""
+        if cluster.colocate == "no":
+            return
+        setting, why = "cluster.colocate", ""
+        engines, rest = divmod(workers, gpus := parallelism(policy.server_flags).gpus)
+        if cluster.colocate == "share":
+            why = "engines that take turns have whole GPUs; use colocate=sleep, or leave it out"
+        elif cluster.device == "cuda" and cluster.gpus_per_actor != 0.5:
+            setting = "cluster.gpus_per_actor"
+            why = (
+                f"gpus_per_actor={cluster.gpus_per_actor:g}: learner and engines have whole GPUs "
+                "by turns; use gpus_per_actor=0.5"
+            )
+        elif rest or policy.size.smallest != engines:
+            setting = "policy.engines"
+            remedy = f"policy.engines={engines} teacher.engines={engines}"
+            why = (
+                f"learner.workers={workers} policy.engines={policy.engines}: each engine is on the "
+                f"GPUs of {gpus} workers; use {f'a multiple of {gpus} workers' if rest else remedy}"
+            )
+        if why:
+            how = f"teacher.gpus=policy colocate={cluster.colocate}"
+            raise ConfigError(f"{how}: {why}", field=setting)
 
     def template(self, correct_threshold: float) -> FeedbackTemplate | None:
         """Template of the prompts that the teacher sees; None to use those of the rows."""

@@ -362,7 +362,13 @@ class RolloutCast:
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:
-            learner_config = by_turns(learner_config, config.cluster.pair_share)
+            learner_config = by_turns(learner_config, config)
+        if config.learner_takes_turns:
+            gpus = parallelism(config.policy.server_flags).gpus
+            turns = [
+                str(self._directory.turn(rank // gpus)) for rank in range(config.learner.workers)
+            ]
+            learner_config = chz.replace(learner_config, gpu_turns=turns)
         return policy_learners(
             config,
             learner_config,

@@ -36,6 +36,7 @@ from learner.loop import (
     GroupSource,
     Keep,
     PolicyLoop,
+    Publish,
     Record,
     SupervisedMix,
     mixed_loss,
@@ -54,6 +55,9 @@ from learner.trace import NO_TRACE, Tracing
 # Supervised rows that are trained together with rollouts: how many an update has, and the default
 # of `sft.coef`.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
+# Longest wait for the turn on GPUs, as a multiple of no_progress_s. An engine that has the turn and
+# makes no progress is ended after one; the calls of one that works may take longer.
+_TURN_WAITS = 10
 
 # Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
 Publishers = Callable[[Learner], tuple[Publisher, Publisher | None]]
@@ -266,9 +270,6 @@ def policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft.coef or SFT_COEF)
     loss = policy_loss_of(losses)
     publisher, teacher_publisher = publishers(learner) if publishers else (push_nowhere, None)
-    sleep = None  # set only if engines sleep while the learner computes
-    if isinstance(publisher, Publisher) and config.engines_sleep:
-        sleep = publisher.sleep
     foresee = None  # with max_staleness=0 the next step's groups start only after this step
     if isinstance(source, GroupQueue) and config.queue.max_staleness:
         foresee = source.foresee
@@ -277,7 +278,7 @@ def policy_loop(
         tokenizer=inputs.tokenizer,
         source=source,
         publish=publisher,
-        sleep=sleep,
+        sleep=_gpus_taken(config, learner, publisher),
         store=store,
         loss=loss,
         teacher_weights=teacher_weights(config),
@@ -293,6 +294,18 @@ def policy_loop(
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
     )
+
+
+def _gpus_taken(
+    config: RolloutConfig, learner: Learner, publisher: Publish
+) -> Callable[[int], None] | None:
+    """Call by which the learner gets its GPUs for a step; None if no engine sleeps on them."""
+    if not (isinstance(publisher, Publisher) and config.engines_sleep):
+        return None
+    if not config.learner_takes_turns:
+        return publisher.sleep
+    within_s = _TURN_WAITS * config.cluster.no_progress_s
+    return lambda _version: learner.take_turn(within_s)
 
 
 def teacher_weights(config: RolloutConfig) -> dict[str, float]:

@@ -34,19 +34,24 @@ class RunEngines:
         return self._engine(model, log_path, self.config.policy.server_flags)
 
     def teacher(self, model: str, log_path: str) -> EngineConfig:
-        """Settings of a teacher's engine, which may be asleep while those of others are awake."""
+        """Settings of a teacher's engine, which may be asleep while those of others are awake.
+
+        Raises: as `policy`.
+        """
         engine = self._engine(model, log_path, self.config.teacher_flags)
         taken = self.config.teachers_by_turns and not engine.external
         return self._by_turns(engine) if taken else engine
 
     def _by_turns(self, engine: EngineConfig) -> EngineConfig:
-        """The engine on whole GPUs, but for what others that are asleep there keep."""
+        """The engine on whole GPUs, but for what others keep there that do not have the turn."""
         beside, config = 0, self.config
         if self.device.startswith("cuda"):
             from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
             others = len(config.teachers_by_turns) - (not config.policy_takes_turns)
             beside = others * ASLEEP_BYTES
+            if config.learner_takes_turns:
+                beside += _learner_beside(config, self.device)
         return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
@@ -67,8 +72,7 @@ class RunEngines:
             return engine
         beside = 0
         if device.startswith("cuda"):
-            lent = lent_bytes(config, device) if lends_weights(config, device) else 0
-            beside = _learner_resting(config, device) + lent
+            beside = _learner_beside(config, device)
         share = config.cluster.pair_share
         return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
 
@@ -102,12 +106,18 @@ class RunEngines:
         )
 
 
-def by_turns(learner: LearnerConfig, share: float) -> LearnerConfig:
-    """The learner's settings where it has a `share` of each GPU by turns with sleeping engines."""
+def by_turns(learner: LearnerConfig, config: RolloutConfig) -> LearnerConfig:
+    """The learner's settings where it has its part of each GPU by turns with engines that sleep."""
+    settings = chz.replace(learner.learner, offload_optimizer=True)
+    share = config.cluster.pair_share
+    return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=asleep_bytes(config))
+
+
+def asleep_bytes(config: RolloutConfig) -> int:
+    """Bytes that engines asleep on a GPU keep while a learner worker computes there."""
     from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
-    settings = chz.replace(learner.learner, offload_optimizer=True)
-    return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=ASLEEP_BYTES)
+    return ASLEEP_BYTES * (1 + config.learner_takes_turns * len(config.teachers_by_turns))
 
 
 def lends_weights(config: RolloutConfig, device: str) -> bool:
@@ -131,8 +141,18 @@ def lent_bytes(config: RolloutConfig, device: str) -> int:
     return largest_bucket(config.model.path, getattr(torch, config.engine.dtype_on(device)))
 
 
-def _learner_resting(config: RolloutConfig, device: str) -> int:
-    """Bytes that a learner worker holds on its GPU while engines generate."""
+def _learner_beside(config: RolloutConfig, device: str) -> int:
+    """Bytes that a learner worker takes of its GPU, at most, while engines are awake there."""
+    lent = lent_bytes(config, device) if lends_weights(config, device) else 0
+    return learner_resting(config, device) + lent
+
+
+def learner_resting(config: RolloutConfig, device: str) -> int:
+    """Bytes that a learner worker holds on its GPU while engines generate.
+
+    Raises:
+        ConfigError: the size of its model, or of a teacher's copy, is unknown.
+    """
     if (memory := config.learner_memory(device)) is None:
         unknown = config.frozen_in_learner(device) is None
         missing = "a teacher's copy in the learner" if unknown else config.model.path

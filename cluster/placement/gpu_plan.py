@@ -11,6 +11,7 @@ from actors.config import EngineConfig
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.placement.engines import asleep_bytes, learner_resting
 from cluster.placement.roles import turn_roles
 from distill.errors import CheckpointError
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
@@ -134,12 +135,14 @@ class GpuPlan:
             line += f" + passes {self._described(passes, plan)}"
             if plan.reduces_once:
                 line += f" + whole gradients {gib(memory.whole_gradients)} (summed once a step)"
+        if isinstance(config, RolloutConfig) and config.learner_takes_turns:
+            return f"{line} of {gib(room)}; {gib(learner_resting(config, self._device))} at rest"
         return f"{line} of {gib(room)}"
 
     def _learner_room(self, total: int) -> int:
         config = self._config
         if isinstance(config, RolloutConfig) and config.engines_sleep:
-            return part_bytes(total, config.cluster.pair_share, ASLEEP_BYTES)
+            return part_bytes(total, config.cluster.pair_share, asleep_bytes(config))
         return part_bytes(total, min(1.0, config.cluster.gpus_per_actor), 0)
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:

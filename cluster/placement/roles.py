@@ -55,23 +55,22 @@ def worker_title(index: int) -> str:
 
 def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     """Resource demands of every role of the run, at its smallest size."""
-    compute = _compute(config, device)
-    roles = [ResourceDemand(name=LEARNER, count=config.learner.workers, resources=compute)]
+    compute, turns = _compute(config, device), turn_roles(config)
+    by_turns = {"CPU": 1.0, "GPU": 1 / len(turns)} if turns and device == "cuda" else {"CPU": 1.0}
+    resources = by_turns if LEARNER in turns else compute
+    roles = [ResourceDemand(name=LEARNER, count=config.learner.workers, resources=resources)]
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return roles
     if config.only_keeps:
         roles = []  # no learner; the actor that keeps groups reserves no resources
     bounds = pool_bounds(config)
-    turns = turn_roles(config)
     for role, engine in engines_of(config, device).items():
         count = bounds[role][0] if role in bounds else 1
         span = _workers_shared(config, engine) if role == POLICY else 1
         resources = compute if span > 1 else _engine_resources(config, engine)
         if role in turns:
-            resources = {"CPU": 1.0}
-            if device == "cuda":
-                resources["GPU"] = 1 / len(turns)
-                span = parallelism(engine.server_flags).gpus
+            resources = by_turns
+            span = parallelism(engine.server_flags).gpus if device == "cuda" else 1
         roles.append(
             ResourceDemand(
                 name=role, count=count, resources=resources, nodes=engine.nodes, span=span
@@ -100,19 +99,22 @@ def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 
 def turn_roles(config: CommonConfig) -> tuple[str, ...]:
-    """Roles whose engines take turns on the same GPUs; empty if none do."""
-    if not isinstance(config, RolloutConfig):
+    """Roles that take turns on the same GPUs; empty if none do."""
+    if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return ()
-    teachers = tuple(teacher_role(name) for name in config.teachers_by_turns)
-    return (POLICY, *teachers) if config.policy_takes_turns else teachers
+    turns = tuple(teacher_role(name) for name in config.teachers_by_turns)
+    if config.policy_takes_turns:
+        turns = (POLICY, *turns)
+    return (LEARNER, *turns) if config.learner_takes_turns else turns
 
 
 def colocated(config: CommonConfig) -> list[tuple[str, ...]]:
     """Roles whose actors are placed together: the i-th of one beside the i-th of the others."""
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return []
-    pair = config.cluster.colocate != "no" and not config.only_keeps
-    return [*([(LEARNER, POLICY)] if pair else []), *filter(None, [turn_roles(config)])]
+    turns = turn_roles(config)
+    pair = config.cluster.colocate != "no" and not (config.only_keeps or LEARNER in turns)
+    return [*([(LEARNER, POLICY)] if pair else []), *filter(None, [turns])]
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:

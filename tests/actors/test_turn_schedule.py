@@ -1,7 +1,7 @@
 """Whose turn it is on shared GPUs, over hours on a clock that jumps.
 
 Engines, their clients' retries and deadlines, and the locks are the real ones; the servers are made
-up, and take seconds to give memory up and to take it back.
+up, and take seconds to give memory up and to take it back. So is what a learner computes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import pytest
 
 from actors.sglang import hosted
 from actors.sglang.client import SglangClient
-from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.turns import TurnTakingEngine
 from distill.engine import GenerateRequest, ScoreRequest
+from distill.gpu_turn import GpuTurn
 from distill.sampling import TrainSampling
 from tests.simulation import SimulatedLoop, simulated_time
 from tests.tiny import TinyPair
 
-RELEASE_S, RESUME_S, SCORE_S, TOKEN_S = 2.0, 3.0, 1.0, 3.0
+RELEASE_S, RESUME_S, SCORE_S, TOKEN_S, LEARN_S = 2.0, 3.0, 1.0, 3.0, 40.0
 
 
 class Gpus:
@@ -197,3 +197,72 @@ def test_a_step_of_policy_and_two_teachers_is_a_turn_of_each(
     before = gpus.changes
     loop.run_until_complete(all_of_it())
     assert gpus.changes - before <= 3 * steps
+
+
+async def learn(turn: GpuTurn, gpus: Gpus, loop: SimulatedLoop) -> float:
+    """A learner's computation in its turn; returns the seconds that it waited for that."""
+    asked = loop.now
+    await turn.taken()
+    waited = loop.now - asked
+    for _ in range(int(LEARN_S)):
+        assert not gpus.awake, "a server is on the learner's GPUs"
+        await asyncio.sleep(1)
+    turn.give()
+    return waited
+
+
+def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
+    loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """The learner trains on what is sampled and scored, and the next samples are of its weights."""
+    steps, turn = 5, GpuTurn(tmp_path / "gpus.turn")
+
+    async def group(number: int) -> None:
+        await asyncio.sleep(number)
+        policy, teacher = engines
+        await policy.generate(ASK)
+        await teacher.score([ROW])
+
+    async def all_of_it() -> float:
+        waited = 0.0
+        for _ in range(steps):
+            await asyncio.gather(*map(group, range(16)))
+            waited = max(waited, await learn(turn, gpus, loop))
+        return waited
+
+    engines = loop.run_until_complete(engines_on(gpus, 2, tiny_pair, tmp_path))
+    loop.run_until_complete(all_of_it())  # a first change tells what one costs
+    before = gpus.changes
+    waited = loop.run_until_complete(all_of_it())
+    assert gpus.changes - before == 2 * steps
+    assert waited < 3 * (RELEASE_S + RESUME_S), "a teacher without calls kept its turn"
+
+
+def test_a_learner_has_its_turn_among_samples_and_scores_that_never_pause(
+    loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """As with max_staleness above 0, where later groups are under way when a step is complete."""
+    turn, lasts_s, answered = GpuTurn(tmp_path / "gpus.turn"), 20_000.0, Counter[str]()
+
+    async def client(number: int) -> None:
+        policy, teacher = engines
+        while loop.now < end:
+            await policy.generate(ASK)
+            await teacher.score([ROW])
+            answered["engines"] += 1
+
+    async def learner() -> float:
+        waited = 0.0
+        while loop.now < end:
+            waited = max(waited, await learn(turn, gpus, loop))
+            answered["learner"] += 1
+        return waited
+
+    async def all_of_it() -> float:
+        waited, *_ = await asyncio.gather(learner(), *map(client, range(8)))
+        return waited
+
+    engines = loop.run_until_complete(engines_on(gpus, 2, tiny_pair, tmp_path))
+    end = loop.now + lasts_s
+    waited = loop.run_until_complete(all_of_it())
+    assert waited < 0.1 * lasts_s and min(answered.values()) > 10

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from actors.embedded.engine import EmbeddedEngine
-from actors.sglang.gpu_turn import GpuTurn
 from actors.sglang.installed import sglang_installed
 from actors.sglang.turns import TurnTakingEngine
 from distill.engine import CheckpointDirectory, ScoreRequest
 from distill.errors import EngineError, EngineLost
+from distill.gpu_turn import GpuTurn
 from tests.tiny import TinyPair, tiny_model_dir
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
@@ -30,7 +30,7 @@ needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from actors.sglang.gpu_turn import GpuTurn
+from distill.gpu_turn import GpuTurn
 
 turn = GpuTurn(Path(sys.argv[1]))
 turn.take()

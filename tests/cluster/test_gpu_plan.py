@@ -159,6 +159,30 @@ def test_policy_and_teacher_may_take_turns_on_whole_gpus(eight: Opd) -> None:
     assert "needs    12 CPU, 8 GPU" in described
 
 
+def test_learner_policy_and_teacher_may_take_turns_on_the_same_eight_gpus(eight: Opd) -> None:
+    two = {"policy_server_flags": "--tp-size 2", "teacher_server_flags": "--tp-size 2"}
+    config = eight(policy_engines=4, **two, **{"teacher.engines": 4, "teacher.gpus": "policy"})
+    checked, _ = with_device(changed(config, dry_run=True))
+    assert checked.cluster.device == "cuda"
+    learner = line(config, "learner")
+    # Of 79 GiB, 4 stay free, and two engines that sleep keep 3 each.
+    assert " of 69.0; " in learner and learner.endswith(" at rest")
+    [resting] = numbers(learner.split(";")[1], "")
+    for role, weights in (("policy", 7.6), ("teacher", 30.5)):
+        planned = line(config, role)
+        assert numbers(planned, "weights") == [weights]
+        [room] = numbers(planned.split("=")[1], "of")
+        # One engine is asleep, and the learner rests: it may lend a bucket of 1.2 GiB besides.
+        assert room == pytest.approx(79 - 4 - 3 - resting - 1.2, abs=0.11)
+    described = describe_layout(config).splitlines()
+    assert "placed   learner and policy and teacher on the same GPUs, by turns" in described
+    assert "needs    24 CPU, 8 GPU" in described
+    worker = by_turns(config.policy_learner("cuda", None, StopTokens(ids=(1,))), config)
+    assert part_bytes(79 * GIB, worker.gpu_part, worker.gpu_taken) == 69 * GIB
+    with pytest.raises(ConfigError):
+        describe_layout(changed(config, gpu_memory_gib=40.0))
+
+
 def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     config = eight()
     learner, policy = line(config, "learner"), line(config, "policy")
@@ -179,7 +203,7 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
     assert not RunEngines(config, "cuda").evaluation(config.model.path, "").sleeps
     alone = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
-    worker = by_turns(alone, config.cluster.pair_share)
+    worker = by_turns(alone, config)
     assert worker.learner.offload_optimizer
     assert part_bytes(79 * GIB, worker.gpu_part, worker.gpu_taken) == 72 * GIB
 

@@ -21,6 +21,7 @@ from cluster.placement.roles import (
 )
 from distill.errors import ConfigError
 from distill.gpu import readable
+from distill.settings import changed
 from learner.memory import estimate_memory
 from tests.refusals import refuses
 from tests.tiny import TinyPair
@@ -107,6 +108,13 @@ def test_policy_and_teacher_are_on_the_same_gpus_where_they_take_turns(opd: Opd)
         "policy": (2, {"CPU": 1, "GPU": 0.5}),
         "teacher": (2, {"CPU": 1, "GPU": 0.5}),
     }
+    with_learner = changed(config, colocate="sleep")
+    assert colocated(with_learner) == [("learner", "policy", "teacher")]
+    third = (2, {"CPU": 1, "GPU": pytest.approx(1 / 3)})
+    together = taken(with_learner, "cuda")
+    assert together == dict.fromkeys(("learner", "policy", "teacher"), third)
+    kept = changed(with_learner, train_from="runs/kept")
+    assert colocated(kept) == [] and taken(kept, "cuda") == {"learner": (2, {"CPU": 1, "GPU": 1})}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,9 @@ def test_policy_and_teacher_are_on_the_same_gpus_where_they_take_turns(opd: Opd)
         ({"teacher": "policy", "teacher.lag": 2}, "teacher.gpus"),
         ({"policy.engines": 2}, "teacher.engines"),
         ({"policy.server_flags": "--tp-size 2"}, "policy.server_flags"),
-        ({"colocate": "sleep"}, "cluster.colocate"),
+        ({"colocate": "share"}, "cluster.colocate"),
+        ({"colocate": "sleep", "learner.workers": 2}, "policy.engines"),
+        ({"colocate": "sleep", "device": "cuda", "gpus_per_actor": 0.4}, "cluster.gpus_per_actor"),
         ({"weights": "adapter", "lora.rank": 4}, "weights.transport"),
         ({"on_weight_update": "in_place"}, "engine.on_weight_update"),
     ],

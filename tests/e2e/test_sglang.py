@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -234,9 +235,9 @@ def test_a_policy_server_that_dies_is_started_again(
     assert audit(out / "ledger.jsonl").problems == []
 
 
-def sleeps(out: Path, role: str) -> bool:
+def sleeps(out: Path, role: str, index: int = 0) -> bool:
     """True if the server was told last to release its memory, by its own log."""
-    log = (out / f"logs/{role.replace(' ', '-')}-0.log").read_text()
+    log = (out / f"logs/{role.replace(' ', '-')}-{index}.log").read_text()
     asked = re.findall(r'"POST /(\w+)[^"]*" 200', log)
     turns = [path for path in asked if path in {"release_memory_occupation", _WAKE[-1]}]
     return turns[-1:] == ["release_memory_occupation"]
@@ -274,6 +275,74 @@ def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
     assert trained_groups(out) == list(range(len(steps) * 4))
     assert all(step["opd/reverse_kl"] > 0.1 for step in steps)
     assert all(step["train/logprob_gap"] < 1e-3 for step in steps), "an awakening's weights"
+    assert {step["push/proven"] for step in steps if "push/proven" in step} == {1.0}
+    assert audit(out / "ledger.jsonl").problems == []
+
+
+def has_turn(pid: int, out: Path, index: int) -> bool:
+    """True if the process has the turn on this set of GPUs, by the kernel's list of its locks."""
+    turn = str(out / f"logs/gpus-{index}.turn")
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if str(file.readlink()) == turn:
+                locks = Path(f"/proc/{pid}/fdinfo/{file.name}").read_text()
+                if re.search(r"^lock:.* WRITE .* 0 0$", locks, re.MULTILINE):
+                    return True
+    return False
+
+
+def killed_in_its_turn(who: str, out: Path, index: int, process: subprocess.Popen[str]) -> None:
+    """Kill an actor that has the turn on a set of GPUs; returns once three more steps are done."""
+    victim = psutil.Process(process_of(who, out))
+
+    def stopped() -> bool:
+        if has_turn(victim.pid, out, index):
+            victim.suspend()
+            if has_turn(victim.pid, out, index):
+                return True
+            victim.resume()
+        return False
+
+    wait_until(stopped, process)
+    if "learner" in who:
+        assert all(sleeps(out, role, index) for role in ("policy", "teacher"))
+    restarts = len(events(out, "restart"))
+    victim.kill()
+    wait_until(lambda: len(events(out, "restart")) > restarts, process)
+    again = metrics(out)[-1]["step"]
+    wait_until(lambda: metrics(out)[-1]["step"] >= again + 3, process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
+    tiny_pair: TinyPair, tmp_path: Path, max_staleness: int
+) -> None:
+    """Two learner workers, each with a policy server and a teacher's on its GPU."""
+    out, log = tmp_path / "run", "--log-level-http info"
+    arguments = opd_arguments(
+        tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=max_staleness,
+        checkpoint_every=2, steps=5000, verify_every=2,
+        **{
+            "teacher.gpus": "policy", "learner.workers": 2, "policy.engines": 2,
+            "teacher.engines": 2, "teacher.server_flags": log, "policy.server_flags": log,
+        },
+    )  # fmt: skip
+    process = start("cluster.train", "recipe=opd", *arguments)
+    wait_until(lambda: len(metrics(out)) >= 3, process)
+    engines = ["policy engine 1", "teacher engine 1"]
+    for who in ["learner worker 1", *engines]:
+        killed_in_its_turn(who, out, 1, process)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGINT, output
+    assert [event["who"] for event in events(out, "death")] == ["learner", *engines], output
+    assert "because learner worker 1 died" in output and "has moved" not in output
+    steps = metrics(out)
+    assert trained_groups(out) == list(range(len(steps) * 4))
+    assert all(step["time/sleep"] > 0 and step["opd/reverse_kl"] > 0.1 for step in steps)
+    fresh = [step for step in steps if step["staleness/max"] == 0]
+    assert fresh and all(step["train/logprob_gap"] < 1e-3 for step in fresh)
     assert {step["push/proven"] for step in steps if "push/proven" in step} == {1.0}
     assert audit(out / "ledger.jsonl").problems == []
 

@@ -26,6 +26,7 @@ from cluster.weights.transport import PushSettings
 from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.gpu import CONTEXT_BYTES
+from distill.gpu_turn import GpuTurn
 from distill.objective.batching import (
     BatchShape,
     OtherRows,
@@ -454,3 +455,28 @@ def test_batches_are_dealt_once_and_evenly(rows: list[TrainingRow], workers: int
     ]
     assert workers == 1 or all(min(now) >= max(later) for now, later in pairwise(rounds))
     assert tokens_in_step(batches, workers) == sum(map(max, rounds))
+
+
+def turns_story(learner: Learner, given: dict[str, Any]) -> None:
+    """An engine has the turn on the last worker's GPU, and gives it up after the first wait."""
+    first, last = (GpuTurn(Path(path)) for path in given["turns"])
+    assert last.take(0)
+    with pytest.raises(EngineError):
+        learner.take_turn(0.1)
+    assert first.take(0), "the learner kept a turn that it does not use"
+    first.give()
+    last.give()
+    learner.take_turn(60)
+    assert not first.take(0) and not last.take(0)
+    first.give(), last.give()
+    train(learner, STEPS[:1])
+    learner.rest()
+    assert first.take(0) and last.take(0)
+
+
+def test_a_learner_takes_the_turns_of_all_its_workers_and_workers_on_one_server_have_one(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    first, last = (str(tmp_path / f"gpus-{i}.turn") for i in range(2))
+    learner = config(tiny_pair.student, gpu_turns=[first, first, last])
+    tell(turns_story, learner, tmp_path, LOSSES, {"turns": (first, last)}, workers=3)
