@@ -255,5 +255,12 @@ CHECKS = {
         deadline_s=400.0,
         needs=_RAY_AND_SGLANG,
     ),
+    "turns_run": Check(
+        part="run",
+        question="the same where learner, policy and teacher take turns?",
+        passes="the same, 5 steps",
+        deadline_s=400.0,
+        needs=_RAY_AND_SGLANG,
+    ),
 }
 PARTS = tuple(dict.fromkeys(check.part for check in CHECKS.values()))

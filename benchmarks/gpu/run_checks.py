@@ -34,8 +34,13 @@ def sleeping_run(setting: Setting) -> Numbers:
     return _run(setting, "sleeping", estimator="sampled", colocate="sleep")
 
 
+def turns_run(setting: Setting) -> Numbers:
+    """Learner, policy and teacher have the whole GPU by turns."""
+    turns: dict[str, Any] = {"colocate": "sleep", "gpus_per_actor": 0.5, "teacher.gpus": "policy"}
+    return _run(setting, "turns", estimator="sampled", **turns)
+
+
 def _run(setting: Setting, name: str, steps: int = 5, **settings: Any) -> Numbers:
-    shares = {"gpus_per_actor": _SHARE} if setting.cuda else {}
-    return pair_run(
-        setting, name, steps=steps, deadline_s=_DEADLINE_S, engine="sglang", **shares, **settings
-    )
+    if setting.cuda:
+        settings = {"gpus_per_actor": _SHARE} | settings
+    return pair_run(setting, name, steps=steps, deadline_s=_DEADLINE_S, engine="sglang", **settings)
