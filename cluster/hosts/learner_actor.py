@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from cluster.config.rollout_checks import LearnerInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import ReplayLog, push_nowhere
+from cluster.run_files.replay_log import push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import WorkDone
@@ -27,14 +27,13 @@ from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.canaries import CopyAnswer, CopyQuestion
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.checkpoint_writer import CheckpointWriter, Written
+from learner.checkpoint_writer import Written
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.loop import (
     GroupSource,
-    Keep,
     PolicyLoop,
     Publish,
     Record,
@@ -61,19 +60,7 @@ _TURN_WAITS = 10
 
 # Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
 Publishers = Callable[[Learner], tuple[Publisher, Publisher | None]]
-
-
-class TrainingLoop(Protocol):
-    """Protocol of the training loop that the learner's actor hosts."""
-
-    learner: Learner
-    writer: CheckpointWriter
-
-    def step(self, waited_s: float) -> dict[str, float]: ...
-
-    def save(self) -> Checkpoint: ...
-
-    def begin_save(self) -> Checkpoint | None: ...
+TrainingLoop = PolicyLoop | SupervisedLoop
 
 
 class LearnerActor:
@@ -100,56 +87,47 @@ class LearnerActor:
 
     def publish(self) -> str:
         """Push the weights; returns a description of the transport to each engine."""
-        publisher = self._publisher()
-        assert isinstance(self._loop, PolicyLoop)
-        self._loop.publish()
-        publisher.wait()
-        return publisher.describe()
+        self._policy.publish()
+        self._publisher.wait()
+        return self._publisher.describe()
 
     def pushed(self, wait: bool) -> None:
         """Raise the error of the last push if it failed. `wait`: wait for its end first."""
-        publisher = self._publisher()
-        publisher.wait() if wait else publisher.check()
+        self._publisher.wait() if wait else self._publisher.check()
 
     def admit(self, engines: Mapping[str, Any]) -> None:
         """Push the current weights, and every later version, to policy engines that join."""
-        publisher = self._publisher()
-        assert isinstance(self._loop, PolicyLoop)
-        publisher.admit(engines, *self._loop.weights())
+        self._publisher.admit(engines, *self._policy.weights())
 
     def admit_teachers(self, engines: Mapping[str, Any]) -> None:
         """Push the weights of the lagged or EMA teacher to engines of it that join."""
-        assert isinstance(self._loop, PolicyLoop)
-        publisher = self._loop.teacher_publisher
-        assert isinstance(publisher, Publisher)
+        _, publisher = self._publishers
         with self._loop.learner.as_teacher():
-            publisher.admit(engines, *self._loop.teacher_weights())
+            publisher.admit(engines, *self._policy.teacher_weights())
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
         """Admit policy engines concurrently with other calls; call it in `JOIN_GROUP`.
 
         Returns the weight version; None if there is no copy of it, so `admit` is required.
         """
-        return self._publisher().join(engines)
+        return self._publisher.join(engines)
 
     def lend(self, engines: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
         """Push the current weights, but no later ones, to evaluation engines.
 
         Returns the version, and the reason for each engine that did not load it.
         """
-        publisher = self._publisher()
-        assert isinstance(self._loop, PolicyLoop)
-        weights, version = self._loop.weights()
-        return version, publisher.lend(engines, weights, version)
+        weights, version = self._policy.weights()
+        return version, self._publisher.lend(engines, weights, version)
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Remove engines: they receive no more weights."""
-        for publisher in self._publishers():
+        for publisher in self._publishers:
             publisher.dismiss(names)
 
     def settle(self) -> float | None:
         """Finish the checks of the last pushes; returns the gap of the policy's log-probs, nats."""
-        gap, *_ = [publisher.settle() for publisher in self._publishers()]
+        gap, *_ = [publisher.settle() for publisher in self._publishers]
         return gap
 
     def evaluate(self) -> dict[str, float]:
@@ -157,16 +135,20 @@ class LearnerActor:
         assert isinstance(self._loop, SupervisedLoop)
         return self._loop.evaluate()
 
-    def _publisher(self) -> Publisher:
+    @property
+    def _policy(self) -> PolicyLoop:
         assert isinstance(self._loop, PolicyLoop)
-        assert isinstance(self._loop.publisher, Publisher)
-        return self._loop.publisher
+        return self._loop
 
+    @property
     def _publishers(self) -> list[Publisher]:
         """That of the policy engines, and that of a lagged or EMA teacher's if there is one."""
-        assert isinstance(self._loop, PolicyLoop)
-        teacher = self._loop.teacher_publisher
-        return [self._publisher(), *([teacher] if isinstance(teacher, Publisher) else [])]
+        both = self._policy.publisher, self._policy.teacher_publisher
+        return [publisher for publisher in both if isinstance(publisher, Publisher)]
+
+    @property
+    def _publisher(self) -> Publisher:
+        return self._publishers[0]
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self._loop.learner.logprobs(rows_D)
@@ -179,37 +161,6 @@ class LearnerActor:
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
         """Canary answers of the frozen models of every worker, by rank."""
         return self._loop.learner.canary(question)
-
-
-def build_policy_loop(
-    *,
-    config: RolloutConfig,
-    learner_config: LearnerConfig,
-    inputs: LearnerInputs,
-    source: GroupSource,
-    publishers: Publishers | None,
-    directory: RunDirectory,
-    resume_from: Checkpoint | None,
-    rollouts: RolloutLog,
-    record: ReplayLog | None,
-    membership: Membership | None,
-) -> PolicyLoop:
-    """Builds, in the learner's actor, the loop of an opd or rl run."""
-    rollouts.rewind(resume_from.step if resume_from else 0)
-    return policy_loop(
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        source=source,
-        publishers=publishers,
-        store=directory.store,
-        resume_from=resume_from,
-        dump_dir=str(directory.path / "failed"),
-        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
-        keep=rollouts,
-        record=record,
-        membership=membership,
-    )
 
 
 def publishers_to(
@@ -249,16 +200,19 @@ def policy_loop(
     dump_dir: str,
     publishers: Publishers | None = None,
     trace: Tracing = NO_TRACE,
-    keep: Keep | None = None,
+    keep: RolloutLog | None = None,
     record: Record | None = None,
     membership: Membership | None = None,
 ) -> PolicyLoop:
-    """Build the loop of an opd or rl run, for any source of groups.
+    """Build the loop of an opd or rl run, for any source of groups, where it will run.
 
     Args:
         publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
             is pushed.
+        keep: goes back to the step that is resumed from.
     """
+    if keep is not None:
+        keep.rewind(resume_from.step if resume_from else 0)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
     losses = policy_losses(config, learner_config.device, inputs.stops, group)
     learner = Learner(learner_config, dump_dir, losses=losses, group=group)

@@ -23,8 +23,8 @@ from cluster.hosts.learner_actor import (
     LearnerActor,
     Publishers,
     TrainingLoop,
-    build_policy_loop,
     build_supervised_loop,
+    policy_loop,
     policy_losses,
     supervised_losses,
 )
@@ -47,6 +47,7 @@ from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.loop import GroupSource
 from learner.process_group import Membership, WorkerGroup, open_store
+from learner.trace import Tracing
 
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
@@ -108,16 +109,18 @@ def policy_learners(
     """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
     learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
     build = partial(
-        build_policy_loop,
+        policy_loop,
         config=config,
         learner_config=learner_config,
         inputs=inputs.of_learner,
         source=source,
         publishers=publishers,
-        directory=directory,
-        resume_from=resume_from,
-        rollouts=rollout_log(config, directory),
+        store=directory.store,
+        dump_dir=str(directory.path / "failed"),
+        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
+        keep=rollout_log(config, directory),
         record=replay_log(config, directory),
+        resume_from=resume_from,
     )
     losses = partial(policy_losses, config, learner_config.device, inputs.stops)
     return make_learners(
