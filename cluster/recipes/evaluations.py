@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from actors.rollout.evaluator import EvaluatedResponse
+from actors.rollout.evaluator import Evaluation
 from cluster.base.background import forget
 from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import RolloutConfig
@@ -30,14 +29,6 @@ from distill.rewards.model_reward import REWARD_MODEL
 
 # Problems of an evaluation whose responses are kept with keep=sample.
 _SAMPLED_PROBLEMS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Metrics of an evaluation, and the responses that are kept."""
-
-    metrics: dict[str, float]
-    responses: list[EvaluatedResponse]
 
 
 class EvaluationSchedule:
@@ -99,7 +90,7 @@ class Evaluations(NoEvaluations):
         self._config, self._context, self._fleet = config, context, fleet
         self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
-        self._running: asyncio.Task[Measured] | None = None  # during steps
+        self._running: asyncio.Task[Evaluation] | None = None  # during steps
         self._pinned: Mapping[str, Any] = {}  # its engines
         self._began_now = False
         self._learner_lost = False
@@ -305,7 +296,7 @@ class Evaluations(NoEvaluations):
         self._note(when, step, measured)
         return measured.metrics
 
-    def _answered(self, evaluation: asyncio.Task[Measured]) -> Measured:
+    def _answered(self, evaluation: asyncio.Task[Evaluation]) -> Evaluation:
         """Value of an evaluation that the run waits for; it admits engines that start meanwhile."""
         try:
             while not self._fleet.driver.waited_for(evaluation):
@@ -314,12 +305,12 @@ class Evaluations(NoEvaluations):
         finally:
             forget(evaluation)
 
-    def _begun(self, evaluation: Coroutine[Any, Any, Measured]) -> asyncio.Task[Measured]:
+    def _begun(self, evaluation: Coroutine[Any, Any, Evaluation]) -> asyncio.Task[Evaluation]:
         return self._fleet.driver.background.beside(evaluation)
 
     async def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None
-    ) -> Measured:
+    ) -> Evaluation:
         """Measure the held-out prompts: accuracy with the serving decoder, and KL(p_T || q_T).
 
         The KL is measured only if there is a teacher.
@@ -343,17 +334,16 @@ class Evaluations(NoEvaluations):
         metrics["time/eval"] = time.perf_counter() - started
         if version is not None:
             metrics["eval/version"] = version
-        return Measured(metrics, decoded.responses)
+        return decoded
 
-    async def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Measured:
+    async def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Evaluation:
         """Metrics of the engines' responses, and the responses that are kept."""
         sampling = self._config.eval.sampling(self._config.sampling.max_new_tokens)
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
-        evaluation = await self._fleet.evaluator_calls.ask(
+        return await self._fleet.evaluator_calls.ask(
             f"evaluation, {when}",
             lambda evaluator: evaluator.evaluate.remote(engines(), sampling, self._models(), keep),
         )
-        return Measured(evaluation.metrics, evaluation.responses)
 
     def _models(self) -> dict[str, EnginePool]:
         """Models that environments may call in an evaluation, besides the policy."""
@@ -369,7 +359,7 @@ class Evaluations(NoEvaluations):
         """Seconds that a pool waits for an engine that is restarted."""
         return self._fleet.supervisor.hang_after_s
 
-    def _note(self, when: str, step: int, measured: Measured) -> None:
+    def _note(self, when: str, step: int, measured: Evaluation) -> None:
         """Record an evaluation everywhere except in metrics.jsonl."""
         metrics, directory = measured.metrics, self._context.directory
         if measured.responses:
