@@ -40,8 +40,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distill.errors import ConfigError
-
 PoolName = Literal["policy", "teacher", "rollout"]
 
 # Supply below this share of demand counts as this: ratios stay finite.
@@ -64,23 +62,14 @@ _STARVED_HIGH = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The least and the most members of a pool.
-
-    Raises:
-        ConfigError: they are not 0 <= minimum <= maximum.
-    """
+    """The least and the most members of a pool."""
 
     name: PoolName
     minimum: int
     maximum: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.minimum <= self.maximum:
-            raise ConfigError(
-                f"pool {self.name}: minimum={self.minimum} and maximum={self.maximum} must be "
-                "0 <= minimum <= maximum",
-                field="minimum",
-            )
+        assert 0 <= self.minimum <= self.maximum, self
 
     def clamp(self, size: int) -> int:
         return max(self.minimum, min(size, self.maximum))
@@ -197,9 +186,6 @@ class Autoscaler:
         memory_s: how long a size that was too small is not tried again.
         settling_windows: after a change of members so many windows say nothing: groups that the
             members of before had begun are in them.
-
-    Raises:
-        ConfigError: a time is negative, or `down_after_s` is the shorter.
     """
 
     def __init__(
@@ -212,17 +198,8 @@ class Autoscaler:
         memory_s: float,
         settling_windows: int = 0,
     ) -> None:
-        if not 0 <= up_after_s <= down_after_s:
-            raise ConfigError(
-                f"up_after_s={up_after_s:g} and down_after_s={down_after_s:g} must be "
-                "0 <= up_after_s <= down_after_s: growing is the more urgent of the two",
-                field="up_after_s",
-            )
-        if min(cooldown_s, memory_s) < 0:
-            raise ConfigError(
-                f"cooldown_s={cooldown_s:g} and memory_s={memory_s:g} must be at least 0",
-                field="cooldown_s",
-            )
+        assert 0 <= up_after_s <= down_after_s, "growing is the more urgent of the two"
+        assert min(cooldown_s, memory_s) >= 0
         self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
         self._cooldown_s = cooldown_s
         self._memory_s = memory_s

@@ -257,17 +257,13 @@ class Driver:
 
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
-        task = self.background.beside(coroutine)
-        deadline = time.monotonic() + self._deadline_s
         try:
-            while not self.waited_for(task):
-                if time.monotonic() > deadline:
-                    raise CallFailed(f"{what} did not end within {self._deadline_s:.0f} s")
-            return task.result()
+            return self.wait_for(asyncio.wait_for(coroutine, self._deadline_s))
         except errors.RayError as error:
             raise self._explained(what, error, ActorLost) from error
-        finally:
-            forget(task)
+        except TimeoutError as error:
+            late = f"{what} did not end within {self._deadline_s:.0f} s"
+            raise CallFailed(late) from error
 
     def value(
         self,
