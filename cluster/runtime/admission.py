@@ -22,7 +22,7 @@ from cluster.handles.failures import reason_of
 from cluster.handshake.handshake import EnginesSilent
 from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import JOIN_GROUP, Member, State, Supervisor
+from cluster.supervision.supervise import JOIN_GROUP, Member, State
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
 from distill.lookup import listed
@@ -59,7 +59,6 @@ class Admission:
         join: gets the first canary answers of scorers that passed the handshake; returns the
             reasons of refusals, by name.
         require_handshake: False admits engines whose handshake fails.
-        deadline_s: longest that a handshake during a step may take.
 
     Attributes:
         joining: engines that are joining beside a step.
@@ -67,23 +66,19 @@ class Admission:
 
     def __init__(
         self,
-        supervisor: Supervisor,
         driver: Driver,
         *,
         roles: Sequence[str],
         learner: Callable[[], Any],
         examine: Examine,
         require_handshake: bool,
-        say: Callable[[str], None],
-        deadline_s: float,
         following: str | None = None,
         join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
-        self._supervisor, self._driver, self._roles = supervisor, driver, roles
-        self._learner, self._examine, self._say = learner, examine, say
+        self._supervisor, self._driver, self._roles = driver.supervisor, driver, roles
+        self._learner, self._examine = learner, examine
         self._require_handshake, self._join = require_handshake, join
         self._following = following
-        self._deadline_s = deadline_s
         self.joining: Sequence[Member] = ()
         self._join_task: asyncio.Task[None] | None = None
 
@@ -128,7 +123,7 @@ class Admission:
         compared = self._compared(
             EnginePool(POLICY, handles).each(), EnginePool(POLICY, {name: engine})
         )
-        report = await asyncio.wait_for(compared, self._deadline_s)
+        report = await asyncio.wait_for(compared, self._driver.deadline_s)
         if report is None:
             return "pushes fell into their handshake"
         if not self._agree(report):
@@ -257,7 +252,9 @@ class Admission:
             self._supervisor.admit(member)
         names = listed([member.name for member in members])
         verb, whose = ("joins", "its") if len(members) == 1 else ("join", "their")
-        self._say(f"{names} {verb}: {whose} handshake agrees to {report.largest_gap:.1e} nats")
+        self._supervisor.say(
+            f"{names} {verb}: {whose} handshake agrees to {report.largest_gap:.1e} nats"
+        )
 
     def _examined(self, members: Sequence[Member]) -> CalibrationReport:
         """Handshake of the members. Policy engines get the learner's current weights first.

@@ -31,7 +31,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
-from cluster.supervision.supervise import Member, State, Supervisor
+from cluster.supervision.supervise import Member, State
 from distill.errors import CalibrationError, EngineError
 from distill.handshake.canary import COMPANY
 from learner.canaries import CopyQuestion
@@ -98,18 +98,16 @@ class Canaries:
 
     def __init__(
         self,
-        supervisor: Supervisor,
         driver: Driver,
         queue: GroupQueue,
         setup: CanarySetup,
         *,
         learner: Callable[[], Any],
-        say: Callable[[str], None],
         found: Callable[[Finding], None],
         trusted: Callable[[int], None],
     ) -> None:
-        self._supervisor, self._driver, self._queue = supervisor, driver, queue
-        self._setup, self._say, self._found, self._trusted = setup, say, found, trusted
+        self._supervisor, self._driver, self._queue = driver.supervisor, driver, queue
+        self._setup, self._found, self._trusted = setup, found, trusted
         self._learner = learner
         self._engines = Engines(setup.temperature, setup.listed, setup.headed)
         self._numbers: dict[Watched, int] = {}  # of the lives in the journal
@@ -149,7 +147,7 @@ class Canaries:
         refused = self._engines.inconsistent(engines)
         if refused and not self._setup.require:
             for name, why in refused.items():
-                self._say(f"WARNING: {name} serves although {why}")
+                self._supervisor.say(f"WARNING: {name} serves although {why}")
             refused = {}
         for engine in engines:
             if engine.who not in refused:

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -127,19 +127,19 @@ class Driver:
         signals: Signals,
         deadline_s: float,
     ) -> None:
-        self._supervisor, self._signals = supervisor, signals
-        self._deadline_s = deadline_s
+        self.supervisor, self._signals = supervisor, signals
+        self.deadline_s = deadline_s
         self.background = supervisor.background
 
     @contextmanager
     def ending(self, deadline_s: float) -> Iterator[None]:
         """Context of calls after the first signal, each of which may take `deadline_s` at most."""
-        usual, self._deadline_s = self._deadline_s, min(self._deadline_s, deadline_s)
+        usual, self.deadline_s = self.deadline_s, min(self.deadline_s, deadline_s)
         try:
             with self._signals.ending():
                 yield
         finally:
-            self._deadline_s = usual
+            self.deadline_s = usual
 
     def poll(self) -> None:
         """Raise what a signal, or a coroutine in the background that failed, has to say."""
@@ -217,15 +217,15 @@ class Driver:
     def _overdue(self, began: float, worker: str | None) -> str | None:
         """Reason to stop waiting for a call that began at `began`, or None. See `call`."""
         seconds = time.monotonic() - began
-        if seconds <= self._deadline_s:
+        if seconds <= self.deadline_s:
             return None
         if worker is None:
-            return f"did not end within {self._deadline_s:.0f} s"
-        if time.monotonic() - self._supervisor.got_on(worker) <= self._deadline_s:
+            return f"did not end within {self.deadline_s:.0f} s"
+        if time.monotonic() - self.supervisor.got_on(worker) <= self.deadline_s:
             return None
-        return f"has not got on for {self._deadline_s:.0f} s"
+        return f"has not got on for {self.deadline_s:.0f} s"
 
-    def until_started(self, roles: Sequence[str], say: Callable[[str], None]) -> None:
+    def until_started(self, roles: Sequence[str]) -> None:
         """Wait until every actor of the roles has answered; report missing ones periodically.
 
         Raises:
@@ -236,20 +236,20 @@ class Driver:
         pause = SAY_FIRST_S
         while missing := self._members(roles, State.STARTING):
             now = time.monotonic()
-            if now - since > max([self._deadline_s, *(m.spec.start_deadline_s for m in missing)]):
+            if now - since > max([self.deadline_s, *(m.spec.start_deadline_s for m in missing)]):
                 names = listed([member.name for member in missing])
                 raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
             if now - said >= pause:
                 said, pause = now, min(2 * pause, _SAY_AT_MOST_S)
                 everyone = len(self._members(roles))
-                say(
+                self.supervisor.say(
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
                     f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
                 )
             self.pause(_PAUSE_S)
 
     def _members(self, roles: Sequence[str], *states: State) -> list[Member]:
-        return [m for role in roles for m in self._supervisor.members(role, *states)]
+        return [m for role in roles for m in self.supervisor.members(role, *states)]
 
     def pause(self, seconds: float) -> None:
         """Sleep while polling; raises as `call` does."""
@@ -258,11 +258,11 @@ class Driver:
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
         try:
-            return self.wait_for(asyncio.wait_for(coroutine, self._deadline_s))
+            return self.wait_for(asyncio.wait_for(coroutine, self.deadline_s))
         except errors.RayError as error:
             raise self._explained(what, error, ActorLost) from error
         except TimeoutError as error:
-            late = f"{what} did not end within {self._deadline_s:.0f} s"
+            late = f"{what} did not end within {self.deadline_s:.0f} s"
             raise CallFailed(late) from error
 
     def value(
@@ -290,7 +290,7 @@ class Driver:
         if isinstance(cause, NonFiniteError):
             return Diverged(f"{what} failed: {cause}")
         # A connection error is explained by the death of the actor at the other end.
-        if dead := dead_among(self._supervisor.critical()):
+        if dead := dead_among(self.supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")

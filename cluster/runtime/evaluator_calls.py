@@ -19,7 +19,7 @@ from cluster.base.outcomes import ActorHung, ActorLost, RunFailed
 from cluster.handles.failures import dead_among
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import Member, State, Supervisor
+from cluster.supervision.supervise import Member, State
 
 _TRIES = 5
 # Tries if the evaluator ended in user code: once may be chance.
@@ -30,20 +30,11 @@ _PAUSE_S = 1.0
 class EvaluatorCalls:
     """Calls the evaluator that currently serves, with retries.
 
-    Args:
-        deadline_s: longest wait for a serving evaluator; the driver limits the time of a call.
+    The driver's deadline is also the longest wait for a serving evaluator.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        driver: Driver,
-        *,
-        say: Callable[[str], None],
-        deadline_s: float,
-    ) -> None:
-        self._supervisor, self._driver = supervisor, driver
-        self._say, self._deadline_s = say, deadline_s
+    def __init__(self, driver: Driver) -> None:
+        self._supervisor, self._driver = driver.supervisor, driver
         self._last_words: list[str] = []  # of evaluators that ended in somebody's code
 
     def buried(self, member: Member) -> None:
@@ -68,14 +59,14 @@ class EvaluatorCalls:
                     raise RunFailed(self._explain(what, ends)) from lost
                 if not left:
                     raise RunFailed(str(lost)) from lost
-                self._say(f"{lost}; trying again")
+                self._supervisor.say(f"{lost}; trying again")
             await asyncio.sleep(_PAUSE_S)
 
     async def _serving(self, what: str) -> Member:
-        deadline = time.monotonic() + self._deadline_s
+        began, deadline_s = time.monotonic(), self._driver.deadline_s
         while not (members := self._supervisor.members(EVALUATOR, State.SERVING)):
-            if time.monotonic() > deadline:
-                raise RunFailed(f"waited {self._deadline_s:.0f} s for the evaluator, for {what}")
+            if time.monotonic() - began > deadline_s:
+                raise RunFailed(f"waited {deadline_s:.0f} s for the evaluator, for {what}")
             await asyncio.sleep(_PAUSE_S)
         return members[0]
 
@@ -90,6 +81,6 @@ class EvaluatorCalls:
         return (
             f"{what} failed: its actor died or hung {len(ends)} times{ends[-1]}. Make "
             "that code end, and raise instead of ending or holding up its process, or take the "
-            f"problem out; deadline_s={self._deadline_s:g} is the longest that an evaluation may "
-            "not get on"
+            f"problem out; deadline_s={self._driver.deadline_s:g} is the longest that an "
+            "evaluation may not get on"
         )

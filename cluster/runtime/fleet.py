@@ -108,12 +108,7 @@ class Fleet(LearnerAlone):
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
         self._step = 0
         self._committed: Any = None
-        self.evaluator_calls = EvaluatorCalls(
-            self.supervisor,
-            self.driver,
-            say=say,
-            deadline_s=config.cluster.no_progress_s,
-        )
+        self.evaluator_calls = EvaluatorCalls(self.driver)
         self.queue: GroupQueue = cast.queue(trained)
         self.workers = Workers(self.supervisor, self.driver, self._dismiss)
         self._status: QueueStatus | None = None  # the queue's last
@@ -127,24 +122,19 @@ class Fleet(LearnerAlone):
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
-            self.supervisor,
             self.driver,
             self.queue,
             canary_setup(config, self.frozen),
             learner=lambda: self.learner,
-            say=say,
             found=found,
             trusted=self._trust,
         )
         self.admission = Admission(
-            self.supervisor,
             self.driver,
             roles=self._engine_roles,
             learner=lambda: self.learner,
             examine=partial(handshake.examine, self),
             require_handshake=config.verify.handshake,
-            say=say,
-            deadline_s=config.cluster.no_progress_s,
             following=self._following,
             join=self.canaries.join,
         )
@@ -216,7 +206,7 @@ class Fleet(LearnerAlone):
         self._create(self._asked_roles)
         self._create_learner(resume_from)
         self._create([name for name in self._specs if name not in self._asked_roles])
-        self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
+        self.driver.until_started([QUEUE, LEARNER, *self._specs])
         self.supervisor.under_way = True
         if resume_from is not None and self._config.verify.canary_every and self.frozen:
             self._trust(resume_from.step)

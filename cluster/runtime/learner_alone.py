@@ -72,7 +72,7 @@ class LearnerAlone:
             RunFailed: an actor did not start.
         """
         self._create_learner(resume_from)
-        self.driver.until_started([LEARNER], self._say)
+        self.driver.until_started([LEARNER])
         self.supervisor.under_way = True
 
     def recover(self, lost: LearnerLost) -> int:
@@ -87,7 +87,7 @@ class LearnerAlone:
         """
         since = time.monotonic()
         checkpoint = self._restart(lost)
-        self.driver.until_started([LEARNER], self._say)
+        self.driver.until_started([LEARNER])
         self._rejoin(checkpoint, lost)
         title, seconds = self._learner_spec.title(0), time.monotonic() - since
         self._directory.append_event("restart", who=title, seconds=seconds)

@@ -167,7 +167,7 @@ class Supervisor:
         hang_after_s: float = 60.0,
         max_restarts: int = 10,
     ) -> None:
-        self._say, self._record, self._buried = say, record, buried
+        self.say, self._record, self._buried = say, record, buried
         self.hang_after_s, self._max_restarts = hang_after_s, max_restarts
         self._members: dict[Member, None] = {}  # in order of their start
         self.background = Background()
@@ -178,9 +178,14 @@ class Supervisor:
         # Before everyone has started once, an actor that does not is an error of the run.
         self.under_way = False
 
-    def add(self, spec: ActorSpec, index: int) -> Member:
-        """Creates an actor."""
-        return self._create(spec, index, attempt=0)
+    def add(self, spec: ActorSpec, index: int, attempt: int = 0) -> Member:
+        """Creates an actor, and its followers."""
+        assert spec.create is not None
+        member = self.adopt(spec, index, spec.create(index, attempt), attempt)
+        member.followers = spec.follow(index, attempt, member.handle)
+        for call in member.followers:
+            self.background.start(self._follow(member, call))
+        return member
 
     def adopt(self, spec: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
         """Watches over an actor that is there already."""
@@ -220,27 +225,20 @@ class Supervisor:
     def coming_back(self, role: str) -> bool:
         """True while members that died are restarted and have not answered."""
         starting = self.members(role, State.STARTING)
-        return any(restart.spec.name == role for restart in self._restarts) or any(
-            member.died is not None for member in starting
-        )
-
-    def _create(self, spec: ActorSpec, index: int, attempt: int) -> Member:
-        assert spec.create is not None
-        member = self.adopt(spec, index, spec.create(index, attempt), attempt)
-        member.followers = spec.follow(index, attempt, member.handle)
-        for call in member.followers:
-            self.background.start(self._follow(member, call))
-        return member
+        return any(m.died is not None for m in (*self._restarting(role), *starting))
 
     def expected(self, role: str) -> int:
         """Number of members that are up or being restarted, those that drain not counted."""
-        alive = [m for m in self.members(role) if m.state is not State.DRAINING]
-        return len(alive) + sum(restart.spec.name == role for restart in self._restarts)
+        up = self.members(role, State.STARTING, State.READY, State.SERVING)
+        return len(up) + len(self._restarting(role))
 
     def indices(self, role: str) -> set[int]:
         """Indices of the members that are up or being restarted."""
-        coming = {restart.index for restart in self._restarts if restart.spec.name == role}
-        return coming | {member.index for member in self.members(role)}
+        return {m.index for m in (*self.members(role), *self._restarting(role))}
+
+    def _restarting(self, role: str) -> list[Member]:
+        """The dead members of a role whose successors are not created yet."""
+        return [member for member in self._restarts if member.spec.name == role]
 
     def critical(self) -> dict[str, Any]:
         """Handles of the members without which the learner cannot go on, by name."""
@@ -253,7 +251,7 @@ class Supervisor:
         self.changes += 1
         if member.died is not None:
             seconds = time.monotonic() - member.died
-            self._say(f"{member.name} serves again, {seconds:.1f} s after its death")
+            self.say(f"{member.name} serves again, {seconds:.1f} s after its death")
             self._record("restart", who=member.name, seconds=seconds)
             member.died = None
 
@@ -271,8 +269,7 @@ class Supervisor:
 
     def give_up_restart(self, role: str) -> int | None:
         """Cancels a pending restart of the role and returns its index; None if there is none."""
-        coming = [restart for restart in self._restarts if restart.spec.name == role]
-        if not coming:
+        if not (coming := self._restarting(role)):
             return None
         self._restarts.remove(coming[-1])
         return coming[-1].index
@@ -369,7 +366,7 @@ class Supervisor:
         await asyncio.sleep(delay_s)
         if dead in self._restarts:
             self._restarts.remove(dead)
-            member = self._create(dead.spec, dead.index, dead.attempt + 1)
+            member = self.add(dead.spec, dead.index, dead.attempt + 1)
             member.died = dead.died
 
     def bury(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
@@ -395,7 +392,7 @@ class Supervisor:
         if member.spec.critical:
             raise LearnerLost(f"{member.name} died ({why})")
         delay = self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
+        self.say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
         member.died = now if member.died is None else member.died
         self._restarts.append(member)
         self.background.start(self._restart(member, delay))
@@ -416,14 +413,14 @@ class Supervisor:
             self._record("death", who=member.name, why="Ray restarted it")
             self.allow(member.spec.name, member.index, f"{member.name} died")
         seconds = now - (asked if member.died is None else member.died)
-        self._say(f"{member.name} is back after {seconds:.1f} s")
+        self.say(f"{member.name} is back after {seconds:.1f} s")
         self._record("restart", who=member.name, seconds=seconds)
         self.background.start(self._introduce(member))
         member.died = None
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
         self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); Ray restarts it")
+        self.say(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)
         member.died = time.monotonic() if member.died is None else member.died

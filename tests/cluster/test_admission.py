@@ -117,14 +117,11 @@ class House:
         self.learner = LocalActor(Learner, unreachable, copy, self.joined)
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self._admission = Admission(
-            self.supervisor,
             self.driver,
             roles=(POLICY, REFERENCE),
             learner=lambda: self.learner,
             examine=self._examine,
             require_handshake=True,
-            say=self.said.append,
-            deadline_s=60,
         )
 
     def _adopt(self, role: str, index: int, state: State) -> Member:

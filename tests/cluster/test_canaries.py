@@ -137,7 +137,6 @@ class House:
         self.path = path / "ledger.jsonl"
         self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
         self.canaries = Canaries(
-            self.supervisor,
             driver,
             self.queue,
             CanarySetup(
@@ -149,7 +148,6 @@ class House:
                 copies=model is not None,
             ),
             learner=lambda: self.learner,
-            say=print,
             found=self.found.append,
             trusted=self._trust,
         )

@@ -20,6 +20,8 @@ class Starting:
     """Members of two roles; one after the other answers, as long as there are answers to come."""
 
     def __init__(self, answers: int, start_deadline_s: float = 0.0) -> None:
+        self.said: list[str] = []
+        self.say = self.said.append
         self.background = Background()
         self.background.start(self._answer(answers))
         spec = SimpleNamespace(start_deadline_s=start_deadline_s, start_is=lambda _: "")
@@ -44,8 +46,9 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
 
 def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
-    said: list[str] = []
-    driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
+    supervisor = Starting(answers=6)
+    driver(supervisor, 60).until_started(["engine", "worker"])
+    said = supervisor.said
     assert said[0].startswith("starting: 0 of 6 actors have answered")
     assert said[0].endswith("waiting for engine 0, engine 1, engine 2, worker 0 and 2 more")
     assert said[-1].startswith("starting: 5 of 6") and said[-1].endswith("waiting for worker 2")
@@ -53,14 +56,14 @@ def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyP
 
 def test_who_does_not_start_in_time_is_named() -> None:
     with pytest.raises(RunFailed):
-        driver(Starting(answers=4), 0.3).until_started(["engine", "worker"], print)
+        driver(Starting(answers=4), 0.3).until_started(["engine", "worker"])
 
 
 def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     supervisor = Starting(answers=4, start_deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(RunFailed):
-        driver(supervisor, 0.1).until_started(["engine", "worker"], print)
+        driver(supervisor, 0.1).until_started(["engine", "worker"])
     assert time.monotonic() - began >= 0.5
 
 
