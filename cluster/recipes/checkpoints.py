@@ -8,6 +8,7 @@ evaluation's marked, once it is complete on disk: between two later steps.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 from cluster.base.outcomes import RunFailed
@@ -50,7 +51,7 @@ class Checkpoints:
         self._writing: int | None = None  # the step of the one beside training
         self._failures = 0
         self._first_failure = self._not_before = 0.0
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by metric
 
     def after_step(self, step: int) -> None:
         """Between two steps: notes the checkpoint that is written, and begins the next if due."""
@@ -67,7 +68,8 @@ class Checkpoints:
     def times(self) -> dict[str, float]:
         """Seconds since the last call, for the next step's line: `time/checkpoint` is what steps
         waited, `time/checkpoint_write` what a thread wrote beside training."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = dict(self._seconds)
+        self._seconds.clear()
         return seconds
 
     def last(self) -> Checkpoint:
@@ -77,8 +79,9 @@ class Checkpoints:
 
     def _until_saved(self) -> Checkpoint:
         """Saves a checkpoint of the present step, when the disk has room for it."""
-        while (saved := self._save()) is None:
+        while (saved := self._ask(self._actors.learner.save.remote())) is None:
             self._driver.pause(max(self._not_before - time.monotonic(), 0.0))
+        self._written(saved)
         return saved
 
     def at_once(self) -> None:
@@ -95,7 +98,7 @@ class Checkpoints:
                 self._context.unsaved(error, again=True)
                 time.sleep(self._next_pause())
             else:
-                self._note_saved(saved)
+                self._written(saved)
                 return
 
     def rescue(self) -> None:
@@ -119,13 +122,6 @@ class Checkpoints:
         begun = self._ask(self._actors.learner.begin_save.remote())
         if isinstance(begun, Checkpoint):  # no copy: it is written
             self._written(begun)
-
-    def _save(self) -> Checkpoint | None:
-        """Saves a checkpoint; None if it could not be written, and may be the next time."""
-        saved = self._ask(self._actors.learner.save.remote())
-        if saved is not None:
-            self._written(saved)
-        return saved
 
     def _collect(self, *, wait: bool) -> None:
         if self._writing is not None:
@@ -160,7 +156,7 @@ class Checkpoints:
             self._context.unsaved(error, again=True)
             return None
         finally:
-            self._add("time/checkpoint", time.monotonic() - began)
+            self._seconds["time/checkpoint"] += time.monotonic() - began
 
     def _next_pause(self) -> float:
         """Counts a failure; returns the seconds until the next try."""
@@ -169,17 +165,11 @@ class Checkpoints:
 
     def _note(self, written: Written | None) -> None:
         if written is not None:
-            self._add("time/checkpoint_write", written.seconds)
+            self._seconds["time/checkpoint_write"] += written.seconds
             self._written(written.checkpoint)
 
     def _written(self, checkpoint: Checkpoint) -> None:
         self._writing = None
         self._failures = 0
-        self._note_saved(checkpoint)
-
-    def _note_saved(self, checkpoint: Checkpoint) -> None:
         self._actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
         self._context.saved(checkpoint)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

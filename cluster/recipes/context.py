@@ -97,6 +97,17 @@ class RunContext:
         self.observer.line(line)
         self.trackers.log(line)
 
+    def recall_before(self, kind: str) -> None:
+        """Restore the evaluation before the first step from an earlier attempt's metrics.
+
+        Args:
+            kind: `eval` or `validation`.
+        """
+        for line in self.directory.read_metrics():
+            if line["step"] == 0 and f"time/{kind}" in line:
+                metrics = {name: value for name, value in line.items() if name != "step"}
+                self.summary[f"{kind} before"] = metrics
+
     def record_late(self, metrics: Mapping[str, float], step: int) -> None:
         """Record an evaluation that ended after later steps had changed the weights."""
         self.record_evaluation(metrics, step)

@@ -90,6 +90,7 @@ class Evaluations(NoEvaluations):
         self._config, self._context, self._fleet = config, context, fleet
         self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
+        self._beside = fleet.driver.background.beside
         self._running: asyncio.Task[Evaluation] | None = None  # during steps
         self._pinned: Mapping[str, Any] = {}  # its engines
         self._began_now = False
@@ -106,10 +107,10 @@ class Evaluations(NoEvaluations):
             return
         if self._context.first_step:
             self._evaluate_teachers()
-            self._recall_before()
+            self._context.recall_before("eval")
             return
         self._fleet.until_pushed()
-        policy = self._begun(self._measured("before", lambda: self._pool(POLICY)))
+        policy = self._beside(self._measured("before", lambda: self._pool(POLICY)))
         try:
             self._evaluate_teachers()
             measured = self._answered(policy)
@@ -138,18 +139,11 @@ class Evaluations(NoEvaluations):
             if known := _of_family(lines, family):
                 self._context.summary[f"eval {role}"] = known
                 continue
-            measured = self._answered(self._begun(self._decoded(role, partial(self._pool, role))))
+            measured = self._answered(self._decoded(role, partial(self._pool, role)))
             self._note(role, first_step, measured)
             self._context.record_evaluation(
                 {k.replace("eval/", family, 1): v for k, v in measured.metrics.items()}, first_step
             )
-
-    def _recall_before(self) -> None:
-        """Restore the evaluation before the first step from an earlier attempt's metrics."""
-        for line in self._context.directory.read_metrics():
-            if line["step"] == 0 and "time/eval" in line:
-                metrics = {name: value for name, value in line.items() if name != "step"}
-                self._context.summary["eval before"] = metrics
 
     # between two steps
 
@@ -186,7 +180,7 @@ class Evaluations(NoEvaluations):
         if self._config.checkpoint.keep_best is not None:
             self._context.directory.store.hold(step)
         self._pinned = pinned.engines
-        self._running = self._begun(
+        self._running = self._beside(
             self._measured(
                 f"step {step}",
                 lambda: EnginePool(EVALUATION, self._holding, self._patience_s),
@@ -264,26 +258,23 @@ class Evaluations(NoEvaluations):
 
     def give_up(self, why: str) -> None:
         """Abandon the running evaluation, if any, and report why."""
-        if (step := self._schedule.running) is None:
-            return
-        self._discard()
-        self._schedule.done()
-        self._context.directory.store.release()
-        self._say_given_up(step, why)
+        if (step := self._schedule.running) is not None:
+            self._schedule.done()
+            self._given_up(step, why)
 
     def rewound(self, step: int) -> None:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""
         if (given_up := self._schedule.rewound(step)) is not None:
-            self._discard()
-            self._context.directory.store.release()
-            self._say_given_up(given_up, f"the learner is back at step {step}")
+            self._given_up(given_up, f"the learner is back at step {step}")
 
     def _discard(self) -> None:
         if self._running is not None:
             forget(self._running)
         self._running = None
 
-    def _say_given_up(self, step: int, why: str) -> None:
+    def _given_up(self, step: int, why: str) -> None:
+        self._discard()
+        self._context.directory.store.release()
         self._context.directory.append_event("evaluation given up", step=step, why=why)
         self._context.progress.note(f"the evaluation of step {step} is given up: {why}")
 
@@ -292,21 +283,21 @@ class Evaluations(NoEvaluations):
     def _evaluate(self, when: str, step: int) -> dict[str, float]:
         """Evaluate the policy's current weights while training waits."""
         self._fleet.until_pushed()
-        measured = self._answered(self._begun(self._measured(when, lambda: self._pool(POLICY))))
+        measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
         self._note(when, step, measured)
         return measured.metrics
 
-    def _answered(self, evaluation: asyncio.Task[Evaluation]) -> Evaluation:
+    def _answered(
+        self, evaluation: Coroutine[Any, Any, Evaluation] | asyncio.Task[Evaluation]
+    ) -> Evaluation:
         """Value of an evaluation that the run waits for; it admits engines that start meanwhile."""
+        task = self._beside(evaluation)
         try:
-            while not self._fleet.driver.waited_for(evaluation):
+            while not self._fleet.driver.waited_for(task):
                 self._fleet.admission.admit_waiting()
-            return evaluation.result()
+            return task.result()
         finally:
-            forget(evaluation)
-
-    def _begun(self, evaluation: Coroutine[Any, Any, Evaluation]) -> asyncio.Task[Evaluation]:
-        return self._fleet.driver.background.beside(evaluation)
+            forget(task)
 
     async def _measured(
         self, when: str, policy: Callable[[], EnginePool], version: int | None = None

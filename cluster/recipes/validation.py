@@ -46,7 +46,7 @@ class Validation(NoEvaluations):
         if self._context.first_step == 0:
             self._validate_apart("before", step=0)
         else:
-            self._recall_before()
+            self._context.recall_before("validation")
 
     def after_step(self, step: int) -> dict[str, float]:
         every = self._config.eval.every
@@ -80,10 +80,3 @@ class Validation(NoEvaluations):
         )
         context.progress.note(f"held-out rows, {when}: {shown}")
         return metrics
-
-    def _recall_before(self) -> None:
-        """The evaluation before the first step, from an earlier attempt's line of it."""
-        for line in self._context.directory.read_metrics():
-            if line["step"] == 0 and "time/validation" in line:
-                metrics = {name: value for name, value in line.items() if name != "step"}
-                self._context.summary["validation before"] = metrics
