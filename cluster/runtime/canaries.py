@@ -162,8 +162,7 @@ class Canaries:
                 replaced, or from one answer to the next.
             LearnerLost: the learner died meanwhile.
         """
-        for watched in [w for w in self._numbers if w.member is None]:
-            del self._numbers[watched]
+        self._numbers = {w: number for w, number in self._numbers.items() if w.member is not None}
         self._learner_asked_at, self._proven = None, -1
         if not (self._setup.every and self._setup.copies):
             return
@@ -302,12 +301,8 @@ class Canaries:
 
     def _serving(self) -> list[Watched]:
         """The engines and reward models that serve."""
-        self._forget_the_dead()
+        self._numbers = {w: number for w, number in self._numbers.items() if not self._is_dead(w)}
         return [watched for watched in self._numbers if _state(watched) is State.SERVING]
-
-    def _forget_the_dead(self) -> None:
-        for watched in [each for each in self._numbers if self._is_dead(each)]:
-            del self._numbers[watched]
 
     def _is_dead(self, watched: Watched) -> bool:
         member = watched.member
@@ -326,11 +321,12 @@ class Canaries:
             return
         self._learner_asked_at = self._step
         numbers = self._written_down(w for w in self._numbers if w.member is None)
-        for reference in [watched.ask() for watched in numbers][:1]:  # all answer one call
-            began = time.monotonic()
-            answer = self._driver.ask_learner("canaries of the learner's models", reference)
-            for watched, number in numbers.items():
-                self._driver.wait_for(self._judge(watched, number, answer, began))
+        if not numbers:
+            return
+        began, asked = time.monotonic(), next(iter(numbers)).ask()  # all answer one call
+        answer = self._driver.ask_learner("canaries of the learner's models", asked)
+        for watched, number in numbers.items():
+            self._driver.wait_for(self._judge(watched, number, answer, began))
 
     def _ask_alone(self, models: Sequence[Watched]) -> None:
         """Send canaries of their own to engines and reward models, and wait for the verdicts."""
@@ -390,13 +386,10 @@ class Canaries:
 
     def _quarantine(self, watched: Watched, why: str, answer: CanaryAnswer) -> None:
         first_bad = answer.first_bad
+        contain = f"the weights of step {first_bad} and later contain"
         if first_bad is None:
-            contained = "no weights contain its scores since its last good canary"
-        else:
-            contained = (
-                f"the weights of step {first_bad} and later contain its scores since its last good "
-                "canary"
-            )
+            contain = "no weights contain"
+        contained = f"{contain} its scores since its last good canary"
         if first_bad is None and watched.member is None:
             first_bad = self._step + 1  # the learner is restarted in any case
         if first_bad is not None and (self._bad is None or first_bad < self._bad[0]):

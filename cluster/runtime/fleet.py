@@ -151,7 +151,9 @@ class Fleet(LearnerAlone):
             say,
             steps_in_flight=config.steps_in_flight,
         )
-        self._watchdog = Watchdog(self.re_lease, self.bury, say, config.cluster.no_progress_s)
+        self._watchdog = Watchdog(
+            self.queue.expire_now, self._bury, say, config.cluster.no_progress_s
+        )
 
     # who there is
 
@@ -353,11 +355,7 @@ class Fleet(LearnerAlone):
     def _pushed(self, *, wait: bool) -> None:
         self.driver.ask_learner("the push", self.learner.pushed.remote(wait))
 
-    def re_lease(self, ids: list[int], reason: str) -> None:
-        """Lease groups in progress to other workers, too."""
-        self.queue.expire_now(ids, reason)
-
-    def bury(self, name: str, why: str) -> None:
+    def _bury(self, name: str, why: str) -> None:
         """Terminate an actor that hangs; it is restarted."""
         for role in (*self._asked_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):

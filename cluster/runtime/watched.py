@@ -177,10 +177,7 @@ class LearnerModel:
     rank: int
     place: int
     answer: CopyAnswer
-
-    @property
-    def member(self) -> None:
-        return None
+    member: None = None
 
     @property
     def who(self) -> str:
