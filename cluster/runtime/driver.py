@@ -147,25 +147,14 @@ class Driver:
         self.background.check()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
-        """Value of a call of the learner; raises LearnerLost if the learner dies or hangs.
+        """Value of a call of the learner, which may take any time while it makes progress.
 
-        The learner hangs if it makes no progress for the deadline. A call that makes progress may
-        take any time.
+        Raises as `call` does, and LearnerLost if the learner dies or hangs.
         """
-        return self.call(what, reference, lost=LearnerLost, worker=LEARNER)
+        return self.wait_for(self.answer(what, reference, LEARNER, LearnerLost))
 
-    def call(
-        self,
-        what: str,
-        reference: Any,
-        lost: type[ActorLost] = ActorLost,
-        worker: str | None = None,
-    ) -> Any:
+    def call(self, what: str, reference: Any) -> Any:
         """The value of an actor call.
-
-        Args:
-            worker: role of the actor that executes the call. The call may exceed the deadline
-                while that actor's heartbeat shows progress. None: it may not.
 
         Raises:
             Interrupted: a signal came in while waiting. The call continues.
@@ -173,7 +162,7 @@ class Driver:
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
         """
-        return self.wait_for(self.answer(what, reference, worker, lost))
+        return self.wait_for(self.answer(what, reference))
 
     async def answer(
         self,
@@ -182,7 +171,13 @@ class Driver:
         worker: str | None = None,
         lost: type[ActorLost] = ActorLost,
     ) -> Any:
-        """Value of an actor call, for coroutines; raises as `call` does of the call."""
+        """Value of an actor call, for coroutines; raises as `call` does of the call.
+
+        Args:
+            worker: role of the actor that executes the call. The call may exceed the deadline
+                while that actor's heartbeat shows progress. None: it may not.
+            lost: raised if the actor died or hangs.
+        """
         began = time.monotonic()
         ended = asyncio.ensure_future(calls.end_of(reference))
         try:
@@ -215,7 +210,7 @@ class Driver:
         return ended
 
     def _overdue(self, began: float, worker: str | None) -> str | None:
-        """Reason to stop waiting for a call that began at `began`, or None. See `call`."""
+        """Reason to stop waiting for a call that began at `began`, or None. See `answer`."""
         seconds = time.monotonic() - began
         if seconds <= self.deadline_s:
             return None

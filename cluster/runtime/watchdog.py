@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
@@ -109,9 +109,7 @@ def quiet_s(
         group.group_id: min(
             [group.seconds, *(still_s.get(engine, math.inf) for engine in _engines(worker, group))]
         )
-        for name, worker in workers.items()
-        for group in worker.groups
-        if status.leased.get(group.group_id, ("", 0, 0.0))[0] == name
+        for _, worker, group in _leased(status, workers)
     }
 
 
@@ -123,18 +121,22 @@ def suspects(
 ) -> set[str]:
     """Actors at which groups that are waited for have been for too long, and that do not get on."""
     found: set[str] = set()
-    for group_id in status.missing:
-        name, _, _ = status.leased.get(group_id, ("", 0, 0.0))
-        worker = workers.get(name)
-        if worker is None:
-            continue
-        for group in worker.groups:
-            if group.group_id != group_id or group.seconds < longer_than_s:
-                continue
+    for name, worker, group in _leased(status, workers):
+        if group.group_id in status.missing and group.seconds >= longer_than_s:
             engines = _engines(worker, group)
             at = engines if group.stage in ("sampling", "scoring") else engines or {name}
             found |= {each for each in at if still_s.get(each, math.inf) >= longer_than_s}
     return found
+
+
+def _leased(
+    status: QueueStatus, workers: Mapping[str, WorkerStatus]
+) -> Iterator[tuple[str, WorkerStatus, GroupUnderWay]]:
+    """Groups that a worker has and holds the lease of, with the worker and its name."""
+    for name, worker in workers.items():
+        for group in worker.groups:
+            if status.leased.get(group.group_id, ("", 0, 0.0))[0] == name:
+                yield name, worker, group
 
 
 def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:

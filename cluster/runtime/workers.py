@@ -86,21 +86,12 @@ class Workers:
             self._driver.background.start(self._follow(member))
 
     async def _tell(self, member: Member, update: Any) -> None:
-        try:
-            await update
-        except errors.RayTaskError as error:
-            raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
-        except errors.RayError:
+        if not await _answers(member, update):
             self._missed.add(member)  # if it lives, it is told of all engines again
 
     async def _work(self, member: Member, run: Any) -> None:
-        try:
-            await run
-        except errors.RayTaskError as error:
-            raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
-        except errors.RayError:
-            return  # it died, as its heartbeat will show
-        if member in self._supervisor.members(ROLLOUT, State.DRAINING):
+        ended = await _answers(member, run)  # else it died, as its heartbeat will show
+        if ended and member in self._supervisor.members(ROLLOUT, State.DRAINING):
             self._drained(member)
 
     async def _follow(self, member: Member) -> None:
@@ -113,3 +104,14 @@ class Workers:
             except errors.RayError:
                 self.statuses.pop(member.name, None)
             await asyncio.sleep(_EVERY_S)
+
+
+async def _answers(member: Member, call: Any) -> bool:
+    """Wait for a worker's call; False if it died. Raises RunFailed if its code raised."""
+    try:
+        await call
+    except errors.RayTaskError as error:
+        raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+    except errors.RayError:
+        return False
+    return True

@@ -396,6 +396,7 @@ def test_an_evaluation_that_waits_for_no_engine_is_found(
     evaluator.plain._evaluator.evaluate = never
     began = loop.now
     with pytest.raises(ActorHung):
-        run.fleet.driver.call("evaluation", evaluation(run, evaluator), worker=EVALUATOR)
+        asked = run.fleet.driver.answer("evaluation", evaluation(run, evaluator), worker=EVALUATOR)
+        run.fleet.driver.wait_for(asked)
     assert 300 <= loop.now - began < 320
     assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())
