@@ -116,8 +116,7 @@ class Run:
     def start(self) -> None:
         """Start every actor; prove that all score alike, before the first sample is taken."""
         self.actors.start(self.context.resume_from)
-        self.actors.push_and_compare(self.context.resume_from)  # exit code 3
-        self.actors.introduce_scorers()  # their first canaries
+        self.actors.compare_all(self.context.resume_from)  # exit code 3
         self.evaluations.before_steps()
         self.actors.work()  # the rollout workers begin
 

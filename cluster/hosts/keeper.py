@@ -17,56 +17,54 @@ from typing import Any
 
 import chz
 
+from cluster.config.on_policy import RolloutConfig
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import drop_groups_after, write_step
 from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import WorkDone
 from distill.durable_files import disk_remedy
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import group_metrics, token_table
 from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, rows_by_group
-from distill.objective.settings import ObjectiveConfig
 from distill.objective.whole_groups import opened
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
-from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint import Checkpoint
 
 
 class Keeper:
     """Keeps groups, a step at a time. Has the methods of a `LearnerActor` that a run calls.
 
     Args:
-        groups: where groups are kept.
-        store: of the marks.
-        objective: what a learner would make of them: its advantages are kept for people to see.
+        directory: where groups are kept, and the marks.
         resume_from: the mark from which to go on; what was kept after it is dropped.
     """
 
     def __init__(
         self,
+        config: RolloutConfig,
         *,
         queue: GroupQueue,
-        groups: Path,
-        store: CheckpointStore,
+        directory: RunDirectory,
         rollouts: RolloutLog,
-        objective: ObjectiveConfig,
-        scored_by_reference: bool,
         teacher_weights: Mapping[str, float],
         stop_event: tuple[int, ...],
         resume_from: Checkpoint | None,
     ) -> None:
-        self._queue, self._groups, self._store = queue, groups, store
+        self._queue, self._groups, self._store = queue, directory.groups, directory.store
         self._rollouts = rollouts
-        if not scored_by_reference:  # but by a learner's own, when it trains
-            objective = chz.replace(objective, reference_kl_coef=0.0)
-        self._objective, self._teacher_weights = objective, teacher_weights
+        self._objective = config.objective  # its advantages are kept for people to see
+        if not config.scored_by_reference:  # but by a learner's own, when it trains
+            self._objective = chz.replace(config.objective, reference_kl_coef=0.0)
+        self._teacher_weights = teacher_weights
         self._stop_event = stop_event
         self._step_count = resume_from.step if resume_from else 0
         self._kept = (
             TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
         )
-        drop_groups_after(groups, self._step_count)
+        drop_groups_after(self._groups, self._step_count)
         rollouts.rewind(self._step_count)
 
     def step(self, waited_s: float) -> dict[str, float]:

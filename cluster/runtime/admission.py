@@ -195,17 +195,19 @@ class Admission:
         for member in members:
             if (why := failures.get(member.name)) is not None:
                 self._refuse(member, why)
-        self._admit([m for m in members if m.state is State.READY and m.name not in failures])
+        self._admit(members)
         serving = self._supervisor.serving(EVALUATION)
         pinned = {name: handle for name, handle in serving.items() if handles.get(name) == handle}
         return Pinned(version, pinned) if pinned else None
 
     def _admit(self, members: Sequence[Member]) -> None:
-        """Admit all members together; if that fails, each half separately, to isolate the cause.
+        """Admit all that wait together; if that fails, each half separately, to isolate the cause.
 
-        Engines that do not answer are known by name; the others are admitted without them.
+        Engines that do not answer are known by name; the others are admitted without them. Members
+        that serve, or that were terminated meanwhile, are passed over.
         """
-        if not members:
+        present = self._supervisor.waiting()
+        if not (members := [member for member in members if member in present]):
             return
         try:
             report = self._examined(members)
@@ -229,9 +231,8 @@ class Admission:
         if len(members) == 1:
             self._refuse(members[0], why)
             return
-        present = self._supervisor.waiting()  # one may have been terminated meanwhile
-        for half in (members[: len(members) // 2], members[len(members) // 2 :]):
-            self._admit([member for member in half if member in present])
+        self._admit(members[: len(members) // 2])
+        self._admit(members[len(members) // 2 :])
 
     def _admit_without(self, members: Sequence[Member], silent: EnginesSilent) -> None:
         known = [*members, *self._supervisor.members(POLICY)]  # one of them calls the scorers
@@ -239,8 +240,7 @@ class Admission:
             self._refuse(member, str(silent))
         left = [member for member in members if member.name not in silent.names]
         if len(left) < len(members):  # else they are tried again with another policy engine
-            present = self._supervisor.waiting()
-            self._admit([member for member in left if member in present])
+            self._admit(left)
 
     def _agree(self, report: CalibrationReport) -> bool:
         return report.agrees or not self._require_handshake

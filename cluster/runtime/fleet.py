@@ -217,7 +217,7 @@ class Fleet(LearnerAlone):
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
 
-    def push_and_compare(self, resume_from: Checkpoint | None) -> None:
+    def compare_all(self, resume_from: Checkpoint | None) -> None:
         """The push comes first if the engines' own checkpoint does not hold these weights."""
         resumed, config = resume_from is not None, self._config
         adapter = (
@@ -230,6 +230,11 @@ class Fleet(LearnerAlone):
         else:
             self._handshake.before_steps(self)
             self._push_first()
+        members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
+        if refused := self.canaries.join(members):
+            raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+        self.canaries.join_learner()
+        self.canaries.join_reward_model()
 
     def _push_first(self) -> None:
         way = self.driver.call("publishing the first weights", self.learner.publish.remote())
@@ -439,13 +444,6 @@ class Fleet(LearnerAlone):
             self._announce()
         step = checkpoint.step if checkpoint else 0
         self._say(f"the {self._learner_spec.title(0)} is back at step {step}")
-
-    def introduce_scorers(self) -> None:
-        members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
-        if refused := self.canaries.join(members):
-            raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        self.canaries.join_learner()
-        self.canaries.join_reward_model()
 
     def ask_canaries(self, step: int) -> None:
         self._step = step

@@ -141,18 +141,12 @@ class LearnerAlone:
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
         """Bring everything else back to the weights of a learner that has been restarted."""
 
-    def push_and_compare(self, resume_from: Checkpoint | None) -> None:
-        """Push the first weights to every engine, and compare all parties (the handshake).
+    def compare_all(self, resume_from: Checkpoint | None) -> None:
+        """Push the first weights to every engine, compare all parties (the handshake), and get the
+        first canary answers of all scorers.
 
         Raises:
             CalibrationError: parties disagree, unless `handshake=False`.
-        """
-
-    def introduce_scorers(self) -> None:
-        """Get the first canary answers of all scorers; call it between handshake and work.
-
-        Raises:
-            CalibrationError: a scorer disagrees with the others of its role.
         """
 
     def work(self) -> None:
