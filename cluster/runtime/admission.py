@@ -21,7 +21,7 @@ from cluster.handles.engine_pool import EnginePool
 from cluster.handles.failures import reason_of
 from cluster.handshake.handshake import EnginesSilent
 from cluster.placement.roles import EVALUATION, POLICY
-from cluster.runtime.driver import Driver
+from cluster.runtime.learner_alone import LearnerAlone
 from cluster.supervision.supervise import JOIN_GROUP, Member, State
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
@@ -52,8 +52,8 @@ class Admission:
     """Admits ready engines: pushes the current weights, runs the handshake, lets them serve.
 
     Args:
+        actors: the run's, whose learner may be another after a recovery.
         roles: roles of the engines that are admitted; other actors serve without admission.
-        learner: returns the leader of the current learner.
         examine: the handshake of some engines with the learner.
         following: role of the lagged or EMA teacher, which receives weights from the learner, too.
         join: gets the first canary answers of scorers that passed the handshake; returns the
@@ -66,17 +66,16 @@ class Admission:
 
     def __init__(
         self,
-        driver: Driver,
+        actors: LearnerAlone,
         *,
         roles: Sequence[str],
-        learner: Callable[[], Any],
         examine: Examine,
         require_handshake: bool,
         following: str | None = None,
         join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
-        self._supervisor, self._driver, self._roles = driver.supervisor, driver, roles
-        self._learner, self._examine = learner, examine
+        self._supervisor, self._driver = actors.supervisor, actors.driver
+        self._actors, self._roles, self._examine = actors, roles, examine
         self._require_handshake, self._join = require_handshake, join
         self._following = following
         self.joining: Sequence[Member] = ()
@@ -114,7 +113,7 @@ class Admission:
 
     async def _joined(self, handles: Mapping[str, Any]) -> str | None:
         """Load, compare and serve; returns why not, or None."""
-        joins = self._learner().join.options(concurrency_group=JOIN_GROUP)
+        joins = self._actors.learner.join.options(concurrency_group=JOIN_GROUP)
         if await joins.remote(handles) is None:
             return "the last push left no copy that they can read"
         if not (serving := self._supervisor.serving(POLICY)):
@@ -190,7 +189,7 @@ class Admission:
             return None
         handles = {member.name: member.handle for member in members}
         version, failures = self._driver.ask_learner(
-            "pushing weights to evaluation engines", self._learner().lend.remote(handles)
+            "pushing weights to evaluation engines", self._actors.learner.lend.remote(handles)
         )
         for member in members:
             if (why := failures.get(member.name)) is not None:
@@ -267,13 +266,13 @@ class Admission:
         names = listed(list(joining))
         if members[0].spec.name in (POLICY, EVALUATION):
             if members[0].spec.name == POLICY:
-                admitted = self._learner().admit.remote(joining)
+                admitted = self._actors.learner.admit.remote(joining)
                 self._driver.ask_learner(f"pushing weights to {names}", admitted)
             examined = self._examine(pool, {})
         else:
-            self._driver.ask_learner("the push", self._learner().pushed.remote(True))
+            self._driver.ask_learner("the push", self._actors.learner.pushed.remote(True))
             if members[0].spec.name == self._following:
-                admitted = self._learner().admit_teachers.remote(joining)
+                admitted = self._actors.learner.admit_teachers.remote(joining)
                 self._driver.ask_learner(f"pushing weights to {names}", admitted)
             name, policy = next(iter(self._supervisor.serving(POLICY).items()))
             examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)

@@ -29,7 +29,7 @@ from cluster.handles.mailbox import with_states
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT, teacher_role
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import CanaryAnswer
-from cluster.runtime.driver import Driver
+from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
 from cluster.supervision.supervise import Member, State
 from distill.errors import CalibrationError, EngineError
@@ -91,24 +91,23 @@ class Canaries:
     """The canaries of one run's frozen models: on engines, in the learner, and the reward model.
 
     Args:
-        learner: returns the leader of the current learner.
+        actors: the run's, whose learner may be another after a recovery.
         found: called with a finding for each model that has drifted.
         trusted: called with the step up to which weights contain only proven groups.
     """
 
     def __init__(
         self,
-        driver: Driver,
+        actors: LearnerAlone,
         queue: GroupQueue,
         setup: CanarySetup,
         *,
-        learner: Callable[[], Any],
         found: Callable[[Finding], None],
         trusted: Callable[[int], None],
     ) -> None:
-        self._supervisor, self._driver, self._queue = driver.supervisor, driver, queue
+        self._actors, self._queue = actors, queue
+        self._supervisor, self._driver = actors.supervisor, actors.driver
         self._setup, self._found, self._trusted = setup, found, trusted
-        self._learner = learner
         self._engines = Engines(setup.temperature, setup.listed, setup.headed)
         self._numbers: dict[Watched, int] = {}  # of the lives in the journal
         self._next_number = 0
@@ -166,7 +165,7 @@ class Canaries:
         self._learner_asked_at, self._proven = None, -1
         if not (self._setup.every and self._setup.copies):
             return
-        leader, T, base = self._learner(), self._setup.temperature, self._setup.base
+        leader, T, base = self._actors.learner, self._setup.temperature, self._setup.base
         first = CopyQuestion(temperature=T, company=COMPANY, base=base)
         later = CopyQuestion(temperature=T, base=base)
         what = "the canaries of the learner's frozen models"

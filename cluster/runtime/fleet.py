@@ -26,7 +26,6 @@ from cluster.findings.finding import Finding
 from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
-from cluster.handles.engine_pool import EnginePool
 from cluster.handles.failures import reason_of
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import LearnerActors
@@ -122,17 +121,15 @@ class Fleet(LearnerAlone):
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
-            self.driver,
+            self,
             self.queue,
             canary_setup(config, self.frozen),
-            learner=lambda: self.learner,
             found=found,
             trusted=self._trust,
         )
         self.admission = Admission(
-            self.driver,
+            self,
             roles=self._engine_roles,
-            learner=lambda: self.learner,
             examine=partial(handshake.examine, self),
             require_handshake=config.verify.handshake,
             following=self._following,
@@ -156,10 +153,6 @@ class Fleet(LearnerAlone):
         )
 
     # who there is
-
-    def pool(self, role: str, patience_s: float = 0) -> EnginePool:
-        """Engines of a role that serve now."""
-        return EnginePool(role, self.supervisor.serving(role), patience_s)
 
     @property
     def statuses(self) -> dict[str, WorkerStatus]:
@@ -226,9 +219,9 @@ class Fleet(LearnerAlone):
         if adapter or config.teacher_rule is not None:
             self._push_first()
             self.admission.pin()
-            self._handshake.before_steps(self)
+            self._handshake.before_steps(self, self.scorers)
         else:
-            self._handshake.before_steps(self)
+            self._handshake.before_steps(self, self.scorers)
             self._push_first()
         members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
         if refused := self.canaries.join(members):

@@ -15,6 +15,7 @@ from typing import Any
 from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
 from cluster.handles import calls, errors
+from cluster.handles.engine_pool import EnginePool
 from cluster.hosts.learners import LearnerActors, learner_spec
 from cluster.placement.roles import LEARNER
 from cluster.run_files.run_directory import RunDirectory
@@ -64,6 +65,10 @@ class LearnerAlone:
         """The leader of the present learner's workers."""
         assert self._learners is not None
         return self._learners.leader
+
+    def pool(self, role: str, patience_s: float = 0) -> EnginePool:
+        """Engines of a role that serve now; a learner that is alone has none."""
+        return EnginePool(role, self.supervisor.serving(role), patience_s)
 
     def start(self, resume_from: Checkpoint | None) -> None:
         """Create all actors, and wait until all have answered.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,24 +27,10 @@ from cluster.handshake.headed import HeadedTeacher, naming_heads
 from cluster.placement.roles import EVALUATION, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
-from cluster.runtime.driver import Driver
+from cluster.runtime.learner_alone import LearnerAlone
 from distill.handshake.comparison import CalibrationReport
 from distill.stops import StopTokens
 from distill.tokenizer import fingerprint, probe_tokenizer
-
-
-class Parties(Protocol):
-    """Engines and learner of a run: its fleet."""
-
-    driver: Driver
-
-    @property
-    def learner(self) -> Any: ...
-
-    @property
-    def scorers(self) -> list[str]: ...
-
-    def pool(self, role: str) -> EnginePool: ...
 
 
 class RunHandshake:
@@ -74,19 +60,17 @@ class RunHandshake:
         self._fingerprint = fingerprint(tokenizer)
         self._probe = probe_tokenizer(tokenizer)
 
-    def before_steps(self, parties: Parties) -> None:
-        """Compare all parties, and write calibration.json.
+    def before_steps(self, actors: LearnerAlone, scorers: Sequence[str]) -> None:
+        """Compare the learner, all policy engines and those of `scorers`; write calibration.json.
 
         Raises:
             CalibrationError: parties disagree, unless `handshake=False`.
         """
-        scorers: dict[str, EnginePool] = {}
-        for role in parties.scorers:
-            scorers |= parties.pool(role).each()
-        policies = parties.pool(POLICY).each()
-        if self._config.eval.engines:
-            policies |= parties.pool(EVALUATION).each()
-        report = parties.driver.run("the handshake", self.examine(parties, policies, scorers))
+        policies = actors.pool(POLICY).each() | actors.pool(EVALUATION).each()
+        by_scorer = {
+            name: pool for role in scorers for name, pool in actors.pool(role).each().items()
+        }
+        report = actors.driver.run("the handshake", self.examine(actors, policies, by_scorer))
         self._directory.write_json(
             "calibration.json",
             report.to_json()
@@ -111,7 +95,7 @@ class RunHandshake:
 
     async def examine(
         self,
-        parties: Parties,
+        actors: LearnerAlone,
         policies: Mapping[str, EnginePool],
         scorers: Mapping[str, EnginePool],
         reference: EnginePool | None = None,
@@ -121,14 +105,14 @@ class RunHandshake:
         Args:
             reference: a policy engine that scores in place of the learner.
         """
-        learner = parties.learner
+        learner = actors.learner
 
         async def logprobs(rows_D: Any) -> Any:
             return await learner.logprobs.remote(rows_D)
 
         learner_logprobs = None if self._config.only_keeps else logprobs
         if self._config.only_keeps and reference is None:  # a proven engine replaces it
-            proven = parties.pool(POLICY).each()
+            proven = actors.pool(POLICY).each()
             reference = next((proven[name] for name in proven if name not in policies), None)
 
         async def copied_logprobs(teacher: str, rows_D: Any) -> Any:

@@ -117,9 +117,8 @@ class House:
         self.learner = LocalActor(Learner, unreachable, copy, self.joined)
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self._admission = Admission(
-            self.driver,
+            self,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
             roles=(POLICY, REFERENCE),
-            learner=lambda: self.learner,
             examine=self._examine,
             require_handshake=True,
         )

@@ -133,11 +133,11 @@ class House:
             max_restarts=9,
         )
         self.supervisor.under_way = True
-        driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
+        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
         self.path = path / "ledger.jsonl"
         self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
         self.canaries = Canaries(
-            driver,
+            self,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
             self.queue,
             CanarySetup(
                 every=every,
@@ -147,11 +147,9 @@ class House:
                 require=True,
                 copies=model is not None,
             ),
-            learner=lambda: self.learner,
             found=self.found.append,
             trusted=self._trust,
         )
-        self.driver = driver
         self.trained = TrainedGroups()
         self.version = 0
 

@@ -440,6 +440,7 @@ class Shaken:
         pools = {
             "policy": named_pool("policy", parties.policy),
             "teacher": named_pool("teacher", teacher),
+            "evaluation": named_pool("evaluation"),
         }
         learner = SimpleNamespace(
             logprobs=parties.learner_logprobs,
@@ -447,7 +448,7 @@ class Shaken:
         )
         self._parties: Any = SimpleNamespace(
             driver=SimpleNamespace(run=lambda what, coroutine: asyncio.run(coroutine)),
-            pool=pools.__getitem__, scorers=["teacher"], learner=Handle(learner),
+            pool=pools.__getitem__, learner=Handle(learner),
         )  # fmt: skip
         self.printed = io.StringIO()
         self.directory: Any = RecordingDirectory()
@@ -460,7 +461,7 @@ class Shaken:
 
     def __call__(self) -> dict[str, Any]:
         """Shakes hands; returns calibration.json."""
-        self._handshake.before_steps(self._parties)
+        self._handshake.before_steps(self._parties, ["teacher"])
         return self.written
 
     @property
