@@ -26,6 +26,7 @@ from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.models.vocabulary_head import VocabularyHead
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
+from distill.types import FloatArray
 from learner.routers import Piece, RoutingReplay
 from learner.sharding import Root
 
@@ -116,6 +117,13 @@ class Forward:
     def most_mask(self) -> int:
         """Largest attention mask in elements, for `BatchShape`."""
         return self._model.most_mask
+
+    @torch.no_grad()
+    def logprobs_by_row(self, batch: Batch) -> list[FloatArray]:
+        """log p_T of each row's trained tokens, in main memory."""
+        logprobs_N = self(batch).logprobs_N.cpu().numpy()
+        ends = np.cumsum([row.num_trained for row in batch.rows])[:-1]
+        return np.split(logprobs_N, ends)
 
     def __call__(
         self,

@@ -172,15 +172,10 @@ class FrozenModel(Teacher):
         finally:
             self._release()
 
-    @torch.no_grad()
     def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
         """log q_T of each row's trained tokens, by batch and row. All workers pass as many
         batches."""
-        made = []
-        for rows_B in batches:
-            logprobs_N = self._forward(collate(rows_B, self._device)).logprobs_N.cpu().numpy()
-            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
-            made.append(np.split(logprobs_N, ends))
+        made = [self._forward.logprobs_by_row(collate(rows, self._device)) for rows in batches]
         self._release()
         return made
 

@@ -16,7 +16,7 @@ ahead counts where it is what is held then, to the very object; the rest is let 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from distill.objective.objectives import imitation_terms, reference_gap_sum, tra
 from distill.objective.rows import (
     AdvantageStats,
     RowSums,
+    Score,
     advantage_stats,
     row_sums,
     segment_to_score,
@@ -36,16 +37,9 @@ from distill.objective.rows import (
     with_sums_of_others,
 )
 from distill.objective.settings import ObjectiveConfig
-from distill.records import (
-    RowPlace,
-    TrajectoryId,
-    TrajectorySource,
-)
+from distill.records import RowPlace, TrajectoryId, TrajectorySource
 from distill.types import FloatArray, Segment, Trajectory
 from learner.process_group import WorkerGroup
-
-# Returns log p_T of each row's trained tokens. Collective: each worker calls it with its own rows.
-Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
 class TrajectoryShare(NamedTuple):
@@ -123,6 +117,8 @@ class KeptRow(NamedTuple):
 
 class RolloutShare:
     """One worker's share of the rollouts of a step, from `hold` to the next `hold`.
+
+    Where a method takes a `Score`, it is collective: each worker calls it with its own rows.
 
     It also stores the trajectories that were prefetched for the next step. They are used only if
     the next `hold` holds the same objects.

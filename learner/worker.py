@@ -211,16 +211,13 @@ class LearnerWorker(ModelShard):
         self._reshard_root()
         return dict(made)
 
-    @torch.no_grad()
     def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
         """log p_T of each row's trained tokens under the current weights, by batch and row."""
         self.model.eval()
         made = []
         for rows_B in batches:
-            logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
+            made.append(self._forward.logprobs_by_row(collate(rows_B, self.device)))
             self.progress.mark()
-            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
-            made.append(np.split(logprobs_N, ends))
         self._forward.training_mode()
         self._reshard_root()
         return made
