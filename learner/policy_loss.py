@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from distill.objective.objectives import (
     teacher_divergence,
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
-from learner.forward import Forward
+from learner.forward import Forward, LossFunction
 from learner.frozen import LocalTeachers
 
 
@@ -56,6 +57,13 @@ class PolicyObjectiveLoss:
             entropy_gradient=how.entropy_coef > 0,
         )
         return policy_loss(stats, batch, counts, how)
+
+
+def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
+    """The rollout loss, which is the first of a policy learner's losses."""
+    loss = losses[0]
+    assert isinstance(loss, PolicyObjectiveLoss)
+    return loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias
@@ -37,18 +38,22 @@ class Followers(Protocol):
 
     def __call__(
         self, method: str, arguments: Sequence[Any], lane: Lane, /
-    ) -> Callable[[], list[Any]]:
+    ) -> AbstractContextManager[Callable[[], list[Any]]]:
         """Begin a method of `LearnerWorker` on each follower, each with its own argument.
 
-        Returns a function that waits for the results, by rank. It raises what a follower raised, or
-        an error of its own if a follower is lost, or does not answer in time.
+        The leader runs its own part in the context, and then calls its function, which waits for
+        the results, by rank. It raises what a follower raised, or an error of its own if a follower
+        is lost, or does not answer in time.
         """
         ...
 
 
-def no_followers(_method: str, _arguments: Sequence[Any], _lane: Lane) -> Callable[[], list[Any]]:
+@contextmanager
+def no_followers(
+    _method: str, _arguments: Sequence[Any], _lane: Lane
+) -> Iterator[Callable[[], list[Any]]]:
     """`Followers` of a learner with one worker."""
-    return list
+    yield list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,8 +109,10 @@ class ShardedModel:
 
         A lane has one call at a time: the transports of a push gather weights in several threads.
         """
-        with self._turns[lane]:
-            results = self._group.followers(method, arguments[1:], lane)
+        with (
+            self._turns[lane],
+            self._group.followers(method, arguments[1:], lane) as results,
+        ):
             return [self.worker.execute(method, arguments[0]), *results()]
 
     def on_all(self, method: str, argument: Any = None, lane: Lane = "main") -> list[Any]:

@@ -7,17 +7,20 @@ group of one thread, so its calls run in the order in which they were made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, get_args
 
 from cluster.handles import calls, errors
-from cluster.hosts.learner_actor import policy_loss_of
+from cluster.handles.failures import is_death
 from cluster.supervision.supervise import HEALTH_GROUP, WorkDone
 from distill.models.loading import resolve_device
 from distill.records import TrajectorySource
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
+from learner.policy_loss import policy_loss_of
 from learner.process_group import Lane, Membership, WorkerGroup
 from learner.worker import LearnerWorker
 
@@ -61,10 +64,13 @@ class ActorFollowers:
 
     actors: Sequence[Any]
     timeout_s: float
+    _begun: dict[Lane, list[Any]] = field(default_factory=dict)
+    _failed: set[Any] = field(default_factory=set)
 
+    @contextmanager
     def __call__(
         self, method: str, arguments: Sequence[Any], lane: Lane
-    ) -> Callable[[], list[Any]]:
+    ) -> Iterator[Callable[[], list[Any]]]:
         begun = [
             actor.execute.options(concurrency_group=lane).remote(method, argument)
             for actor, argument in zip(self.actors, arguments, strict=True)
@@ -79,4 +85,29 @@ class ActorFollowers:
                     "leader"
                 ) from None
 
-        return results
+        self._begun[lane] = begun
+        try:
+            yield results
+        finally:
+            del self._begun[lane]
+
+    def check(self) -> None:
+        """Raise the error of a follower that failed in a call whose context the leader has not
+        left: the leader may wait in a collective for that follower, which never joins it.
+
+        It is called with each heartbeat, and raises an error that two in a row find: a leader that
+        does not wait for that follower reports the error itself meanwhile. A follower's death is
+        left to the follower's own heartbeat.
+        """
+        failed = {}
+        for call in calls.ended(chain(*list(self._begun.values()))):
+            try:
+                calls.get(call)
+            except errors.RayError as error:
+                if not is_death(error):
+                    failed[call] = error
+        lasting = self._failed & failed.keys()
+        self._failed.clear()
+        self._failed.update(failed)
+        for call in lasting:
+            raise failed[call]

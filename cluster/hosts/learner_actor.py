@@ -14,6 +14,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import LearnerInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.config.supervised_checks import SupervisedInputs
+from cluster.hosts.followers import ActorFollowers
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import push_nowhere
 from cluster.run_files.rollouts import RolloutLog
@@ -45,6 +46,7 @@ from learner.policy_loss import (
     PreferenceLoss,
     TeacherSamplesLoss,
     cross_entropy_loss,
+    policy_loss_of,
     reward_model_loss,
 )
 from learner.process_group import Membership, WorkerGroup
@@ -66,11 +68,14 @@ TrainingLoop = PolicyLoop | SupervisedLoop
 class LearnerActor:
     """Hosts a training loop in an actor of its own. `build` is called in the actor."""
 
-    def __init__(self, build: Callable[[], TrainingLoop]) -> None:
-        self._loop = build()
+    def __init__(self, build: Callable[..., TrainingLoop], membership: Membership | None) -> None:
+        self._followers = None if membership is None else membership.followers
+        self._loop = build(membership=membership)
 
     def progress(self) -> WorkDone:
-        """Heartbeat; call it in `HEALTH_GROUP`."""
+        """Heartbeat; call it in `HEALTH_GROUP`. Raises: as `ActorFollowers.check`."""
+        if isinstance(self._followers, ActorFollowers):
+            self._followers.check()
         return WorkDone(self._loop.learner.progress.count)
 
     def step(self, waited_s: float) -> dict[str, float]:
@@ -289,13 +294,6 @@ def policy_losses(
         stop_event=stops.event,
     )
     return loss, TeacherSamplesLoss(normalisation=objective.normalisation), mixed_loss
-
-
-def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
-    """The rollout loss among those of `policy_losses`."""
-    loss = losses[0]
-    assert isinstance(loss, PolicyObjectiveLoss)
-    return loss
 
 
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:

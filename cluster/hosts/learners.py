@@ -199,7 +199,8 @@ def make_learners(
     leader = make(
         LearnerActor,
         options(0, {HEALTH_GROUP: 1, JOIN_GROUP: 1}),
-        partial(build, membership=leads),
+        build,
+        leads,
     )
     return LearnerActors(leader=leader, followers=followers, meeting_point=meeting_point)
 

@@ -144,7 +144,20 @@ class Driver:
     def poll(self) -> None:
         """Raise what a signal, or a coroutine in the background that failed, has to say."""
         self._signals.check()
-        self.background.check()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise the error of a coroutine in the background that failed.
+
+        Where a learner worker's work failed and the others wait for it, that is its reason: an
+        error that a user can act on, or the loss of the learner.
+        """
+        try:
+            self.background.check()
+        except errors.RayTaskError as error:
+            failed = self._explained("the learner's work", error, LearnerLost)
+            lost = LearnerLost(str(failed)) if isinstance(failed, CallFailed) else failed
+            raise lost from error
 
     def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner, which may take any time while it makes progress.
@@ -206,7 +219,7 @@ class Driver:
         self.poll()
         ended = self.background.advance(task, _POLL_S)
         if ended and not task.cancelled() and task.exception() is not None:
-            self.background.check()
+            self._check()
         return ended
 
     def _overdue(self, began: float, worker: str | None) -> str | None:

@@ -288,6 +288,7 @@ class Supervisor:
 
         Raises:
             LearnerLost: it is critical, and died.
+            RayTaskError: it is critical and lives, but reports that work of its has failed.
             RunFailed: it died at the run's start, or too often.
         """
         spec = member.spec
@@ -309,6 +310,11 @@ class Supervisor:
             try:
                 said = calls.get(beat)
             except errors.RayError as error:
+                lives = member.state is not State.STARTING and isinstance(
+                    error, errors.RayTaskError
+                )
+                if spec.critical and lives:
+                    raise
                 self.bury(member, reason_of(error), error)
             else:
                 self._hear(member, said, asked)

@@ -42,6 +42,11 @@ def followers(timeout_s: float = 60.0) -> ActorFollowers:
     return ActorFollowers(actors=actors, timeout_s=timeout_s)
 
 
+def results(made: ActorFollowers, method: str, arguments: list[Any]) -> list[Any]:
+    with made(method, arguments, "main") as answers:
+        return answers()
+
+
 def end(made: ActorFollowers) -> None:
     for actor in made.actors:
         ray.kill(actor)
@@ -49,36 +54,64 @@ def end(made: ActorFollowers) -> None:
 
 def test_each_gets_its_argument_and_results_are_by_rank() -> None:
     made = followers()
-    assert made("step", ["a", "b"], "main")() == [(1, "a"), (2, "b")]
+    assert results(made, "step", ["a", "b"]) == [(1, "a"), (2, "b")]
     end(made)
 
 
 def test_lanes_run_side_by_side() -> None:
     made = followers()
-    waits = made("wait", [60, 60], "main")
-    made("tell", [None, None], "ahead")()
-    assert waits() == [True, True]
+    with made("wait", [60, 60], "main") as waits:
+        with made("tell", [None, None], "ahead") as told:
+            told()
+        assert waits() == [True, True]
     end(made)
 
 
 def test_what_a_follower_raises_reaches_the_leader() -> None:
     made = followers()
     with pytest.raises(CheckpointError) as raised:
-        made("fail", ["", "raises"], "main")()
+        results(made, "fail", ["", "raises"])
     assert str(root_cause(raised.value)) == "worker 2 cannot read it"
-    assert made("step", ["a", "b"], "main")() == [(1, "a"), (2, "b")]
+    assert results(made, "step", ["a", "b"]) == [(1, "a"), (2, "b")]
+    end(made)
+
+
+def test_two_heartbeats_in_a_row_report_a_follower_that_failed_while_the_leader_goes_on() -> None:
+    made = followers()
+    with made("fail", ["", "raises"], "main") as answers:
+        with pytest.raises(CheckpointError):  # both have ended
+            answers()
+        made.check()
+        with pytest.raises(CheckpointError) as raised:
+            made.check()
+        assert str(root_cause(raised.value)) == "worker 2 cannot read it"
+    made.check()  # the leader has met the error: it is no more of the heartbeat's concern
+    with made("step", ["a", "b"], "main") as answers:
+        answers()
+        made.check()
+        made.check()
+    end(made)
+
+
+def test_a_dead_follower_is_left_to_its_own_heartbeat() -> None:
+    made = followers()
+    with made("fail", ["dies", ""], "main") as answers:
+        with pytest.raises(errors.RayActorError):
+            answers()
+        made.check()
+        made.check()
     end(made)
 
 
 def test_a_follower_that_dies_is_no_silence() -> None:
     made = followers()
     with pytest.raises(errors.RayActorError):
-        made("fail", ["dies", ""], "main")()
+        results(made, "fail", ["dies", ""])
     end(made)
 
 
 def test_a_follower_that_does_not_end_is_waited_for_no_longer_than_agreed() -> None:
     made = followers(timeout_s=1.0)
     with pytest.raises(TimeoutError, match="wait"):
-        made("wait", [60, 0], "main")()
+        results(made, "wait", [60, 0])
     end(made)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from distill.objective.group_rewards import GroupRewards
@@ -22,3 +25,22 @@ POLICY_GRADIENT = "tests.e2e.objectives:policy_gradient"
 def policy_gradient(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
     """As loss=importance_sampling."""
     return -(logprobs_N - old_N).exp() * advantages_N
+
+
+FAILS_ON_A_FOLLOWER = "tests.e2e.objectives:fails_on_a_follower"
+FAILURE = "ISOTHERM_TEST_FAILURE"  # names a file, which the failure removes
+
+
+def fails_on_a_follower(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """`policy_gradient`; if the file `FAILURE` is there, the backward pass of worker 1 fails, not
+    this function: an error of a user's function would end the run."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        logprobs_N.register_hook(_fail_once)
+    return policy_gradient(logprobs_N, old_N, advantages_N)
+
+
+def _fail_once(_gradient_N: Tensor) -> None:
+    failure = Path(os.environ[FAILURE])
+    if failure.exists():
+        failure.unlink()
+        raise OSError("worker 1 has a broken disk")

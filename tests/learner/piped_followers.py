@@ -9,7 +9,8 @@ and for benchmarks, which start learners without Ray.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias, get_args
@@ -50,12 +51,13 @@ class PipedFollowers:
 
     ends: Sequence[Ends]
 
+    @contextmanager
     def __call__(
         self, method: str, arguments: Sequence[Any], lane: Lane
-    ) -> Callable[[], list[Any]]:
+    ) -> Iterator[Callable[[], list[Any]]]:
         for ends, argument in zip(self.ends, arguments, strict=True):
             ends[lane].send((method, argument))
-        return lambda: [_result(ends[lane]) for ends in self.ends]
+        yield lambda: [_result(ends[lane]) for ends in self.ends]
 
 
 def _result(end: Connection) -> Any:
