@@ -163,7 +163,7 @@ class AgentEndpoint:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the key, and turns errors into the API's."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not compare_digest(given.encode(), self.key.encode()):
+        if not compare_digest(given.encode(errors="surrogateescape"), self.key.encode()):
             return _refused(401, "the key is not this episode's", code="invalid_api_key")
         try:
             return await handler(request)

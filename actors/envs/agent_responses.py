@@ -38,7 +38,10 @@ _NOT_THERE = {
     "n": "a response is one sample; send several requests",
 }
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_PARTS = {
+    "input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text",
+    "summary_text": "text", "refusal": "refusal",
+}  # fmt: skip
 
 
 class ResponsesApi:
@@ -55,12 +58,12 @@ class ResponsesApi:
         messages = _messages(self._history(body))
         if instructions := body.get("instructions"):
             messages = [{"role": "system", "content": instructions}, *messages]
-        tools = () if body.get("tool_choice") == "none" else _tools(body.get("tools") or [])
+        tools = () if body.get("tool_choice") == "none" else _tools(_listed(body, "tools"))
         return AgentRequest.of(
             body,
             [ChatPrompt(messages=check_messages(with_content(messages), "input"), tools=tools)],
             max_tokens=("max_output_tokens",),
-            logprobs=_LOGPROBS in (body.get("include") or ()),
+            logprobs=_LOGPROBS in _listed(body, "include"),
         )
 
     def body(self, answer: AgentAnswer) -> dict[str, Any]:
@@ -79,14 +82,14 @@ class ResponsesApi:
     def _history(self, body: Body) -> list[Item]:
         """Items of the previous response and of its history, and those that the request adds."""
         previous = body.get("previous_response_id")
-        if previous is not None and previous not in self._responses:
+        if previous is not None and str(previous) not in self._responses:
             raise RefusedRequest(
                 f"the previous response {str(previous)[:80]!r} is not kept: another episode has "
                 "it, or it was sent with store=false; send all items",
                 field="previous_response_id",
                 code="previous_response_not_found",
             )
-        return [*self._responses.get(previous or "", ()), *self._given(body.get("input"))]
+        return [*self._responses.get(str(previous), ()), *self._given(body.get("input"))]
 
     def _given(self, value: object) -> Iterator[Item]:
         if isinstance(value, str):
@@ -124,8 +127,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 content = _text(item.get("content"), where)
                 messages.append({"role": item.get("role"), "content": content})
             case "reasoning":
-                content = item.get("content") or item.get("summary") or []
-                said = "".join(str(part.get("text", "")) for part in content)
+                said = _text(item.get("content") or item.get("summary") or [], where)
                 messages.append({"role": "assistant", "reasoning_content": said})
             case "function_call":
                 if last is None:
@@ -166,14 +168,20 @@ def _text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _tools(tools: object) -> tuple[Mapping[str, Any], ...]:
+def _listed(body: Body, name: str) -> list[Any]:
+    """The list in a field of the body; empty if there is none."""
+    value = body.get(name) or []
+    if not isinstance(value, list):
+        raise DataError(f"`{name}` must be a list, got {str(value)[:80]}", field=name)
+    return value
+
+
+def _tools(tools: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
     """The flat schemas in the form of chat completions.
 
     Raises:
         DataError: one is not a function: the endpoint runs no tools.
     """
-    if not isinstance(tools, list):
-        raise DataError(f"`tools` must be a list, got {str(tools)[:80]}", field="tools")
     nested = []
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":

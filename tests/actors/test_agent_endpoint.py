@@ -241,6 +241,11 @@ def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenize
             with pytest.raises(openai.AuthenticationError):
                 async with sdk(endpoint, api_key=key) as stranger:
                     await stranger.models.list()
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": "Bearer \udcff"}) as stranger,
+            stranger.get(f"{endpoint.base_url}/models") as answer,
+        ):
+            assert answer.status == 401  # bytes that are no UTF-8 are no key
         if ended:
             with pytest.raises(openai.APIConnectionError):
                 await complete(ended[0], ASKED)
