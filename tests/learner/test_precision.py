@@ -27,7 +27,14 @@ from learner.config import LearnerConfig, LearnerSettings
 from learner.forward import Forward
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
-from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
+from learner.memory import (
+    FROZEN,
+    TRAINED,
+    check_fits,
+    check_offload_fits,
+    estimate_memory,
+    free_bytes,
+)
 from learner.optimizer import build_optimizer, offload_moments, put_away
 from learner.plan import Part
 from learner.sharding import local
@@ -136,6 +143,19 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     with pytest.raises(ConfigError):
         LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
     LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
+
+
+def test_main_memory_is_asked_for_the_moments_that_there_are(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = estimate_memory(tiny_pair.teacher)
+    assert estimate is not None
+    half = TRAINED.moments * estimate.parameters // 2
+    monkeypatch.setattr("distill.main_memory.free_main_memory", lambda: half)
+    check_offload_fits(tiny_pair.teacher, TRAINED, workers=2, workers_here=1)
+    check_offload_fits(tiny_pair.teacher, FROZEN, workers=1, workers_here=1)  # an adapter's base
+    with pytest.raises(ConfigError):
+        check_offload_fits(tiny_pair.teacher, TRAINED, workers=2, workers_here=2)
 
 
 @pytest.mark.slow
