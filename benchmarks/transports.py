@@ -39,7 +39,6 @@ from cluster.weights.transports import choose_transports
 from distill.models.loading import new_qwen3
 from distill.weights.model_weights import (
     COPY_BYTES,
-    HeldWeights,
     Weights,
     names_of,
     plan_buckets,
@@ -50,7 +49,7 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.process_group import WorkerGroup
 from tests.learner.piped_followers import meet
-from tests.weights import gather_all
+from tests.weights import LendableWeights, gather_all
 
 REPEATS, WARMUP = 5, 2
 START_DEADLINE_S = 300.0
@@ -78,7 +77,7 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
     pushes: dict[str, dict[str, float]] = {}
     with _ray(), _two_workers(str(directory / "model"), directory) as learner:
         sharded = learner.weights()
-        whole = HeldWeights(gather_all(sharded))
+        whole = LendableWeights(gather_all(sharded))
         stages = _stages(whole, sharded)
         for name, kind, choices in kinds:
             engine: Any = ray.remote(kind).remote(

@@ -254,7 +254,7 @@ class ShardedModel:
 class _GatheredWeights:
     """`Weights` of a sharded model, gathered from its workers in portions.
 
-    Implements `Lends` as well: each worker can lend the tensors that it has gathered.
+    Implements `LentByWorkers`: each worker can lend the tensors that it has gathered.
     """
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None) -> None:

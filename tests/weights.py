@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from distill.weights.lending import BucketLender, LentBucket
 from distill.weights.model_weights import HeldWeights, Weights, names_of
 from distill.weights.shared_memory import SharedBlock, SharedTensors
 
@@ -24,3 +25,22 @@ def shared(tensors: Mapping[str, Tensor]) -> SharedTensors:
     block.write(HeldWeights({name: tensor.detach() for name, tensor in tensors.items()}))
     _KEPT.append(block)
     return block.share()
+
+
+class LendableWeights:
+    """Weights that this process holds whole, and lends as a learner of one worker would."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        held = HeldWeights(tensors)
+        self.layouts, self.gather = held.layouts, held.gather
+        self.first_non_finite = held.first_non_finite
+        self._by_name = {layout.name: layout for layout in held.layouts}
+        self._lender = BucketLender("cpu")
+
+    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
+        layouts = [self._by_name[name] for name in names]
+        mine = self._lender.lend(layouts, self.gather(names).items(), readers[0])
+        return [mine, *([] for _ in readers[1:])]
+
+    def take_back(self) -> None:
+        self._lender.take_back()

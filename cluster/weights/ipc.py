@@ -29,7 +29,7 @@ from cluster.weights.transport import Transport, collect
 from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights
 from distill.errors import EngineError
-from distill.weights.lending import LenderPlace, Lends, OwnWeights
+from distill.weights.lending import LenderPlace, LentByWorkers
 from distill.weights.model_weights import (
     BUCKET_BYTES,
     TensorLayout,
@@ -50,7 +50,6 @@ class IpcTransport(Transport):
     Args:
         places: of the engines.
         lenders: of the learner's workers, by rank.
-        device: the learner's, for weights that this process has by itself.
         timeout_s: longest that a push may not get on.
     """
 
@@ -60,12 +59,11 @@ class IpcTransport(Transport):
         places: Mapping[str, Place],
         lenders: Sequence[LenderPlace],
         *,
-        device: str,
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(engines)
-        self._places, self._lenders, self._device = places, lenders, device
+        self._places, self._lenders = places, lenders
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._layout = ""  # digest of what the engines were told
         self._ranks: Mapping[str, int] = {}
@@ -81,6 +79,7 @@ class IpcTransport(Transport):
         Raises:
             ConfigError: an engine has ranks that no worker can lend to.
         """
+        assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
         pending = self._tell(weights.layouts)  # of engines that refuse them: they are out
         sources = {
             name: lenders_of(name, self._places[name], ranks, self._lenders)
@@ -92,12 +91,11 @@ class IpcTransport(Transport):
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
-        lends = weights if isinstance(weights, Lends) else OwnWeights(weights, self._device)
         engines = {name: self.engines[name] for name in sources}
         for name, engine in engines.items():
             pending[name] = engine.load_weights.remote(order, version)
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
-        self._lending = _Lending(engines, order, lends, buckets, sources, len(self._lenders))
+        self._lending = _Lending(engines, order, weights, buckets, sources, len(self._lenders))
         self._lending.thread.start()
         return pending
 
@@ -145,7 +143,7 @@ class _Lending:
         self,
         engines: Mapping[str, Any],
         order: LentWeights,
-        weights: Lends,
+        weights: LentByWorkers,
         buckets: Sequence[Sequence[TensorLayout]],
         sources: Mapping[str, Sequence[int]],
         workers: int,

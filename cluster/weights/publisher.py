@@ -162,7 +162,7 @@ class Publisher:
         credit: Credit | None = None,
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
         progress: Progress | None = None,
-        lenders: Sequence[LenderPlace] | None = None,
+        lenders: Sequence[LenderPlace] = (),
     ) -> None:
         """
         Args:
@@ -172,12 +172,12 @@ class Publisher:
             credit: told when all engines hold a version; None: nobody.
             goes_on: told of each push that overlaps the next step; None: no push does.
             progress: the learner's, marked while a push waits: that has its own deadlines.
-            lenders: the learner's workers that may lend, by rank; None: this process.
+            lenders: the learner's workers that may lend, by rank.
         """
         self._engines, self._settings = dict(engines), settings
         self._credit, self._goes_on = credit, goes_on
         self._progress = progress or Progress()
-        self._lenders = [LenderPlace.own(settings.device)] if lenders is None else lenders
+        self._lenders = lenders
         self._check = PushCheck(
             self._engines, settings, learner_logprobs, self._progress, base_logprobs
         )

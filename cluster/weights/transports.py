@@ -152,8 +152,7 @@ def choose_transports(
             transports.append(
                 IpcTransport(
                     chosen, {name: places[name] for name in names}, lenders,
-                    device=settings.device, timeout_s=settings.timeout_s,
-                    bucket_bytes=settings.bucket_bytes,
+                    timeout_s=settings.timeout_s, bucket_bytes=settings.bucket_bytes,
                 )
             )  # fmt: skip
         else:

@@ -87,7 +87,7 @@ LentBucket: TypeAlias = SharedTensors | CudaMemory
 
 
 @runtime_checkable
-class Lends(Protocol):
+class LentByWorkers(Weights, Protocol):
     """Protocol of weights held by several workers, each of which can lend whole buckets."""
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
@@ -177,22 +177,3 @@ def _exported(flat: Tensor, layouts: tuple[TensorLayout, ...], uuid: str) -> Cud
         layouts=layouts, device=uuid, handle=handle, size=size, offset=offset, counter=counter,
         counter_offset=counter_offset, event=event, synchronises=synchronises,
     )  # fmt: skip
-
-
-class OwnWeights:
-    """`Lends` of weights that one process holds or gathers."""
-
-    def __init__(self, weights: Weights, device: str) -> None:
-        self._weights, self._lender = weights, BucketLender(device)
-        self._layouts = {layout.name: layout for layout in weights.layouts}
-
-    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
-        """See `Lends`."""
-        assert not any(readers[1:]), "there are no other workers"
-        layouts = [self._layouts[name] for name in names]
-        gathered = ((name, self._weights.gather([name])[name]) for name in names)
-        return [self._lender.lend(layouts, gathered, readers[0]), *([] for _ in readers[1:])]
-
-    def take_back(self) -> None:
-        """See `Lends`."""
-        self._lender.take_back()

@@ -30,13 +30,12 @@ from distill.engine import (
 from distill.models.loading import load_causal_lm
 from distill.sampling import TrainSampling
 from distill.types import FloatArray
-from distill.weights.lending import OwnWeights
 from distill.weights.model_weights import HeldWeights, layout_digest, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_shard_rules
 from learner.process_group import LOOPBACK
 from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
-from tests.weights import shared
+from tests.weights import LendableWeights, shared
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +147,7 @@ def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
     """Each rank opens another worker's memory, as ranks on GPUs would."""
     if server.follower is not None:
         pytest.skip("what lies in this node's memory is for servers of one node")
-    first, second = (OwnWeights(server.weights(1), "cpu") for _ in range(2))
+    first, second = (LendableWeights(server.weights(1).tensors) for _ in range(2))
     layout = server.weights(1).layouts
     assert server.run(server.engine.weight_ranks(layout)) == 2
     order = LentWeights(

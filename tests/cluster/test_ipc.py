@@ -31,14 +31,14 @@ from cluster.weights.transport import Answers
 from cluster.weights.ways import Place
 from distill.engine import LentWeights, WeightSource
 from distill.errors import ConfigError, EngineError, NonFiniteError
-from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket, OwnWeights
+from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket
 from distill.weights.model_weights import HeldWeights, TensorLayout
 from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of, views_of
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer
 from tests.refusals import refuses
-from tests.weights import shared
+from tests.weights import LendableWeights, shared
 
 TIMEOUT_S = 60.0
 HERE = LenderPlace(host="here", gpu=None)
@@ -98,9 +98,7 @@ def owned() -> Iterator[Callable[..., dict[str, Any]]]:
 
 def lent_to(engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = (HERE,)) -> IpcTransport:
     places = {name: Place(node="n", host="here", nccl={}) for name in engines}
-    return IpcTransport(
-        engines, places, lenders, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES
-    )
+    return IpcTransport(engines, places, lenders, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
 
 
 def push(transport: IpcTransport, weights: Any, version: int) -> Answers:
@@ -126,11 +124,11 @@ def test_a_rank_s_extra_memory_is_one_bucket_and_none_afterwards(owned, ranks: i
     server = WeightsServer(model(0.0), ranks)
     engines = owned(server)
     transport = lent_to(engines)
-    assert not push(transport, HeldWeights(model(5.0)), 1).failures  # connections, threads
+    assert not push(transport, LendableWeights(model(5.0)), 1).failures  # connections, threads
     before = held()
     server.orders.clear()
     for version in (2, 3):
-        answers = push(transport, HeldWeights(model(float(version))), version)
+        answers = push(transport, LendableWeights(model(float(version))), version)
         assert not answers.failures and answers.values["e0"] > 0
         expect(server, float(version), str(version))
     expect_no_more(before)
@@ -154,7 +152,7 @@ class TwoWorkers:
 
     def __init__(self, first: float, second: float) -> None:
         self.layouts = HeldWeights(model(first)).layouts
-        self._workers = [OwnWeights(HeldWeights(model(v)), "cpu") for v in (first, second)]
+        self._workers = [LendableWeights(model(v)) for v in (first, second)]
         self.readers: set[tuple[int, ...]] = set()
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -204,35 +202,28 @@ def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(
     bad, good = WeightsServer(model(0.0)), WeightsServer(model(0.0))
     engines = owned(bad, good)
     transport = lent_to(engines)
-    assert not push(transport, HeldWeights(model(1.0)), 1).failures
+    assert not push(transport, LendableWeights(model(1.0)), 1).failures
     before = held()
     refuse_bucket(bad, 20, monkeypatch)
-    answers = push(transport, HeldWeights(model(2.0)), 2)
+    answers = push(transport, LendableWeights(model(2.0)), 2)
     assert answers.failures.keys() == {"e0"} and "parts of two versions" in answers.failures["e0"]
     expect(good, 2.0, "2")
     assert calls.get(engines["e0"].torn.remote()) is not None
     changes = [path for path, _ in bad.orders]
     assert changes.count("/begin_weight_update") == changes.count("/end_weight_update") == 2
     expect_no_more(before)
-    assert not push(transport, HeldWeights(model(3.0)), 3).failures
+    assert not push(transport, LendableWeights(model(3.0)), 3).failures
     for server in (bad, good):
         expect(server, 3.0, "3")
     assert calls.get(engines["e0"].torn.remote()) is None
 
 
-class Broken(OwnWeights):
+class Broken(LendableWeights):
     """Lends so many buckets."""
 
-    def __init__(self, weights: HeldWeights, buckets: int) -> None:
-        super().__init__(weights, "cpu")
-        self.layouts, self._left = weights.layouts, buckets
-        self.taken_back = 0
-
-    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        raise AssertionError("it is lent")
-
-    def first_non_finite(self) -> None:
-        return None
+    def __init__(self, tensors: Mapping[str, torch.Tensor], buckets: int) -> None:
+        super().__init__(tensors)
+        self._left, self.taken_back = buckets, 0
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
         if not self._left:
@@ -251,14 +242,14 @@ class Broken(OwnWeights):
 def test_a_learner_that_cannot_lend_tells_its_engines(owned, buckets: int, left: str) -> None:
     server = WeightsServer(model(0.0))
     engines = owned(server)
-    transport, weights = lent_to(engines), Broken(HeldWeights(model(1.0)), buckets)
+    transport, weights = lent_to(engines), Broken(model(1.0), buckets)
     answers = push(transport, weights, 1)
     assert answers.problem == "the learner could not lend its weights: CUDA out of memory"
     assert left in answers.failures["e0"] and weights.taken_back == 1
     assert (calls.get(engines["e0"].torn.remote()) is None) == (buckets == 0)
     assert len(server.bodies("/update_weights_from_tensor")) == buckets
     assert [path for path, _ in server.orders][-1] == "/continue_generation"
-    assert not push(transport, HeldWeights(model(2.0)), 2).failures
+    assert not push(transport, LendableWeights(model(2.0)), 2).failures
     expect(server, 2.0, "2")
 
 
@@ -267,7 +258,7 @@ def test_weights_that_are_not_finite_are_not_lent(owned) -> None:
     spoilt = model(1.0)
     spoilt["model.layers.9.norm.weight"][3] = float("nan")
     with pytest.raises(NonFiniteError):
-        push(lent_to(owned(server)), HeldWeights(spoilt), 4)
+        push(lent_to(owned(server)), LendableWeights(spoilt), 4)
     assert not server.orders
 
 
@@ -277,7 +268,7 @@ def test_a_load_whose_learner_is_gone_makes_way_for_the_next(owned, then: str) -
     server = WeightsServer(model(0.0))
     engines = owned(server)
     transport = lent_to(engines)
-    assert not push(transport, HeldWeights(model(1.0)), 1).failures
+    assert not push(transport, LendableWeights(model(1.0)), 1).failures
     order = LentWeights(
         push="gone", layout=transport._layout, bucket_bytes=BUCKET_BYTES, timeout_s=3600
     )
@@ -285,7 +276,7 @@ def test_a_load_whose_learner_is_gone_makes_way_for_the_next(owned, then: str) -
     while len(server.bodies("/begin_weight_update")) < 2:
         threading.Event().wait(0.01)
     if then == "a push":
-        assert not push(transport, HeldWeights(model(3.0)), 3).failures
+        assert not push(transport, LendableWeights(model(3.0)), 3).failures
     else:
         calls.get(engines["e0"].load_weights.remote(shared(model(3.0)), 3))
     with pytest.raises(EngineError):
@@ -301,7 +292,7 @@ def test_other_tensors_than_an_engine_was_told_of_are_refused(owned) -> None:
     transport = lent_to(engines)
     fewer = model(1.0)
     del fewer["model.layers.3.norm.weight"]
-    answers = push(transport, HeldWeights(fewer), 1)
+    answers = push(transport, LendableWeights(fewer), 1)
     assert answers.failures == {"e0": "the bundle lacks 'model.layers.3.norm.weight'"}
     order = LentWeights(push="p", layout="other", bucket_bytes=BUCKET_BYTES, timeout_s=9)
     with pytest.raises(EngineError):
@@ -381,4 +372,4 @@ def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> N
     server = WeightsServer(model(0.0), 2)
     transport = lent_to(owned(server), [LenderPlace(host="here", gpu="0")])
     with refuses(ConfigError, "weights.transport"):
-        transport.start(HeldWeights(model(1.0)), 1)
+        transport.start(LendableWeights(model(1.0)), 1)

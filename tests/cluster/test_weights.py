@@ -168,7 +168,10 @@ def publisher(
 ):  # fmt: skip
     goes_on = queue.push if overlaps else None
     push = settings(model=learner.model.name_or_path, **changes)
-    return Publisher(engines, push, learner.logprobs, credit=queue, goes_on=goes_on)
+    return Publisher(
+        engines, push, learner.logprobs, credit=queue, goes_on=goes_on,
+        lenders=learner.lender_places(),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -497,7 +500,7 @@ def test_engines_of_a_teacher_that_follows_are_checked_by_checksums(
     """A pool of its own: no slot is freed, and no log-prob is compared."""
     pair = engines(EmbeddedEngine, Held)
     push = settings(model=learner.model.name_or_path).for_teachers(nodes=1)
-    publish = Publisher(pair, push, learner.logprobs, lenders=())
+    publish = Publisher(pair, push, learner.logprobs)
     sent(publish, learner.weights(), 0)
     learn(learner)
     calls.get(pair["policy engine 1"].hold.remote(1))

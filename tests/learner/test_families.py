@@ -28,7 +28,7 @@ from distill.objective.batching import TrainingRow
 from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
-from distill.weights.lending import Lends
+from distill.weights.lending import LentByWorkers
 from distill.weights.model_weights import Weights, names_of, plan_buckets
 from distill.weights.shared_memory import SharedTensors
 from learner.checkpoint import CheckpointStore
@@ -263,7 +263,7 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_names(
 def lent_by_the_second(weights: Weights, bucket_bytes: int) -> dict[str, torch.Tensor]:
     """What the worker lends that does not lead: it, too, makes the checkpoint's tensors whole."""
     made: dict[str, torch.Tensor] = {}
-    assert isinstance(weights, Lends)
+    assert isinstance(weights, LentByWorkers)
     for bucket in plan_buckets(weights.layouts, bucket_bytes):
         nothing, [handle] = weights.lend(names_of(bucket), [0, 1])
         assert not nothing and isinstance(handle, SharedTensors)

@@ -38,7 +38,7 @@ from distill.objective.batching import (
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.tokenizer import load_tokenizer
-from distill.weights.lending import LenderPlace, Lends
+from distill.weights.lending import LenderPlace, LentByWorkers
 from distill.weights.model_weights import names_of, plan_buckets, total_bytes
 from distill.weights.shared_memory import SharedTensors
 from learner import memory as learner_memory
@@ -156,7 +156,7 @@ def lent_by_both(learner: Learner) -> list[dict[str, np.ndarray]]:
     weights = learner.weights(torch.bfloat16)
     taken: list[dict[str, np.ndarray]] = [{}, {}]
     handle: Any = None
-    assert isinstance(weights, Lends)
+    assert isinstance(weights, LentByWorkers)
     buckets = plan_buckets(weights.layouts, 8 << 10)
     assert len(buckets) >= 2
     assert learner.lender_places() == [LenderPlace.own("cpu")] * 2
