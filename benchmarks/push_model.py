@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 from actors.sglang.lent_weights import cuda_payload
 from actors.sglang.plugin.weight_loader import serialized_order
-from distill.engine import CollectiveBroadcast
+from distill.engine import CollectiveBroadcast, GroupMember
 from distill.weights.lending import CudaMemory
 from distill.weights.model_weights import (
     BUCKET_BYTES,
     TensorLayout,
     by_dtype,
-    layout_digest,
     plan_buckets,
 )
 from distill.weights.shared_memory import SharedTensors
@@ -102,8 +101,7 @@ class PushPlan:
         calls: requests that carry weights; a session has five more (pause, begin, end, continue,
             and joining a group once).
         extra_bytes: what a rank holds beside its model while it loads: the largest bucket.
-        told_once: bytes that an engine is told when a group is formed.
-        told_each: bytes of the order of each push by a group.
+        told_group: bytes of the order of a push by a group.
         told_memory: of the orders of a push by shared memory, of one rank.
         told_ipc: of what one rank opens the buckets of a push by CUDA IPC with.
     """
@@ -112,8 +110,7 @@ class PushPlan:
     nbytes: int
     calls: int
     extra_bytes: int
-    told_once: int
-    told_each: int
+    told_group: int
     told_memory: int
     told_ipc: int
 
@@ -124,11 +121,11 @@ class PushPlan:
 
 def push_plan(tensors: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES) -> PushPlan:
     buckets = plan_buckets(tensors, bucket_bytes)
-    order = CollectiveBroadcast(
-        address="10.0.0.1", port=12345, group="isotherm-0123456789abcdef", backend="nccl",
-        world_size=9, rank_offset=1, layout=layout_digest(tensors), bucket_bytes=bucket_bytes,
-        join_deadline_s=120.0, timeout_s=1800.0,
+    member = GroupMember(
+        address="10.0.0.1", port=12345, name="isotherm-0123456789abcdef", backend="nccl",
+        world_size=9, rank=1, join_deadline_s=120.0, timeout_s=1800.0,
     )  # fmt: skip
+    order = CollectiveBroadcast(member=member, buckets=buckets)
     shared = SharedTensors(layouts=(), path="/proc/12345/fd/67", identity=(1, 123456), offset=0)
     portions = [replace(shared, layouts=tuple(bucket)) for bucket in buckets]
     return PushPlan(
@@ -136,8 +133,7 @@ def push_plan(tensors: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES)
         nbytes=sum(tensor.nbytes for tensor in tensors),
         calls=len(buckets),
         extra_bytes=max(sum(tensor.nbytes for tensor in bucket) for bucket in buckets),
-        told_once=len(pickle.dumps(list(tensors))),
-        told_each=len(pickle.dumps(order)),
+        told_group=len(pickle.dumps(order)),
         told_memory=sum(len(serialized_order(portion)) for portion in portions),
         told_ipc=sum(len(_payload(bucket)) for bucket in buckets),
     )
@@ -160,9 +156,8 @@ def rows() -> list[str]:
         plan = push_plan(layouts(shape))
         made.append(
             f"| {shape.name} | {plan.tensors:,} | {plan.nbytes / 1e9:.1f} GB | {plan.calls} | "
-            f"{plan.extra_bytes / 2**30:.2f} GiB | {_size(plan.told_once)} once, then "
-            f"{_size(plan.told_each)} | {_size(plan.told_memory)} | "
-            f"{_size(plan.told_ipc)} | {plan.seconds(25):.1f} s | "
+            f"{plan.extra_bytes / 2**30:.2f} GiB | {_size(plan.told_group)} | "
+            f"{_size(plan.told_memory)} | {_size(plan.told_ipc)} | {plan.seconds(25):.1f} s | "
             f"{plan.seconds(400):.1f} s |"
         )
     return made

@@ -17,6 +17,7 @@ from distill.types import BoolArray, FloatArray, StopReason, TokenArray, TopLogp
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
     from distill.weights.adapter import AdapterTensors
+    from distill.weights.model_weights import TensorLayout
     from distill.weights.shared_memory import SharedTensors
 
 
@@ -193,57 +194,60 @@ SENDS, GIVES_UP = "sends", "gives up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveBroadcast:
-    """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
+class GroupMember:
+    """An engine's membership in a weight group; see cluster/weights/collective.py.
 
     Attributes:
         address, port: of the group's TCPStore, held by rank 0.
-        group: the group's name; a new one for every group that is formed.
+        name: the group's; a new one for every group that is formed.
         backend: what torch calls it.
-        rank_offset: this engine's first rank; its tensor-parallel ranks follow.
-        layout: digest of what is sent, which the engine was told when the group was formed.
-        bucket_bytes: both sides plan the same buckets (`plan_buckets`): one broadcast each, of its
-            tensors end to end.
+        rank: this engine's first rank; its tensor-parallel ranks follow.
         join_deadline_s: longest that forming the group may take.
         timeout_s: longest that rank 0 may wait for the other engines.
     """
 
     address: str
     port: int
-    group: str
+    name: str
     backend: Literal["gloo", "nccl"]
     world_size: int
-    rank_offset: int
-    layout: str
-    bucket_bytes: int
+    rank: int
     join_deadline_s: float
     timeout_s: float
 
     def ready_key(self, version: int) -> str:
         """Set in the store by an engine that is about to receive; rank 0 waits for all of them."""
-        return f"isotherm/{self.group}/{version}/{self.rank_offset}"
+        return f"isotherm/{self.name}/{version}/{self.rank}"
 
     def word_key(self, version: int) -> str:
         """Set by rank 0 when all are ready: `SENDS`, or `GIVES_UP` if one of them refuses."""
-        return f"isotherm/{self.group}/{version}/word"
+        return f"isotherm/{self.name}/{version}/word"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveBroadcast:
+    """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
+
+    Attributes:
+        buckets: tensors of each broadcast, in which they lie end to end.
+    """
+
+    member: GroupMember
+    buckets: Sequence[Sequence[TensorLayout]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentWeights:
     """Weights in buckets that a learner lends, one after the other; see cluster/weights/ipc.py.
 
-    Each comes by a call of `load_bucket`, of the tensors that the engine was told of before.
-
     Attributes:
         push: a name that no other push has.
-        layout: digest of what is sent, which the engine was told.
-        bucket_bytes: both sides plan the same buckets (`plan_buckets`).
+        buckets: tensors of each bucket, which comes by a call of `load_bucket`.
         timeout_s: longest that the engine may wait for a bucket.
     """
 
     push: str
-    layout: str
-    bucket_bytes: int
+    buckets: Sequence[Sequence[TensorLayout]]
     timeout_s: float
 
 

@@ -20,44 +20,31 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from distill.engine import SENDS, CollectiveBroadcast
+from distill.engine import SENDS, GroupMember
 from distill.errors import EngineError
 
 # SGLang's error message for a broadcast that failed before any weights were written.
 NOT_RECEIVED = "Failed to receive weights"
 
 
-def join_group(
-    store: TCPStore,
-    name: str,
-    *,
-    rank: int,
-    world_size: int,
-    backend: str,
-    join_deadline_s: float,
-    timeout_s: float,
-) -> ProcessGroup:
+def join_group(store: TCPStore, member: GroupMember) -> ProcessGroup:
     """Join a weight group as SGLang's `init_custom_process_group` does. Blocks until all have.
-
-    Args:
-        join_deadline_s: longest that the others may take to join.
-        timeout_s: longest that a broadcast may take.
 
     Raises:
         RuntimeError: torch's, of several kinds.
     """
     group, _ = _new_process_group_helper(
-        world_size,
-        rank,
+        member.world_size,
+        member.rank,
         [],
-        Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,  # pyright: ignore[reportArgumentType] - a str, renamed
-        timeout=timedelta(seconds=join_deadline_s),
+        Backend(member.backend),
+        PrefixStore(member.name, store),
+        group_name=member.name,  # pyright: ignore[reportArgumentType] - a str, renamed
+        timeout=timedelta(seconds=member.join_deadline_s),
     )
     assert isinstance(group, ProcessGroup)
-    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    group.set_timeout(timedelta(seconds=timeout_s))
+    _world.pg_group_ranks[group] = {i: i for i in range(member.world_size)}
+    group.set_timeout(timedelta(seconds=member.timeout_s))
     return group
 
 
@@ -66,21 +53,21 @@ def leave_group(group: ProcessGroup) -> None:
     torch.distributed.destroy_process_group(group)
 
 
-def learner_store(weights: CollectiveBroadcast) -> TCPStore:
+def learner_store(member: GroupMember) -> TCPStore:
     """Connect an engine to the learner's store. Raises RuntimeError if it is gone."""
-    timeout = timedelta(seconds=weights.join_deadline_s)
-    return TCPStore(weights.address, weights.port, is_master=False, timeout=timeout)
+    timeout = timedelta(seconds=member.join_deadline_s)
+    return TCPStore(member.address, member.port, is_master=False, timeout=timeout)
 
 
-def announce(store: TCPStore, weights: CollectiveBroadcast, version: int) -> None:
+def announce(store: TCPStore, member: GroupMember, version: int) -> None:
     """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
 
     Raises:
         EngineError: the learner cancelled the push.
         RuntimeError: the learner's store is gone.
     """
-    store.set(weights.ready_key(version), "1")
-    key = weights.word_key(version)
-    store.wait([key], timedelta(seconds=weights.timeout_s))
+    store.set(member.ready_key(version), "1")
+    key = member.word_key(version)
+    store.wait([key], timedelta(seconds=member.timeout_s))
     if store.get(key).decode() != SENDS:
         raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")

@@ -49,7 +49,6 @@ from distill.models.loading import read_weights
 from distill.stops import StopTokens
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
-from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +227,8 @@ class EmbeddedEngine:
                 "nor an adapter; use weights=auto"
             )
         if isinstance(weights, CollectiveBroadcast):
+            layouts = [layout for bucket in weights.buckets for layout in bucket]
+            await asyncio.to_thread(self._model.check_layout, layouts)
             tensors = await asyncio.to_thread(self._receiver.receive, weights, version)
         elif isinstance(weights, CheckpointDirectory):
             tensors = await asyncio.to_thread(_read_checkpoint, weights.path)
@@ -238,15 +239,9 @@ class EmbeddedEngine:
         self._wake()
         return await load.future
 
-    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """Set the layout that a weight group will send. Returns 1: the engine is one rank of it.
-
-        Raises:
-            EngineError: the tensors do not match the model's.
-        """
+    async def weight_ranks(self) -> int:
+        """Number of ranks that receive weights: 1 of an embedded engine."""
         self._check_health()
-        await asyncio.to_thread(self._model.check_layout, layout)
-        self._receiver.expect(layout)
         return 1
 
     async def weight_checksums(self) -> list[dict[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 
 import torch
 import torch.distributed
@@ -16,12 +15,12 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from distill.engine import CollectiveBroadcast
+from distill.engine import CollectiveBroadcast, GroupMember
 from distill.errors import EngineError
 from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 from distill.weight_group import NOT_RECEIVED, announce, join_group, learner_store, leave_group
-from distill.weights.model_weights import TensorLayout, layout_digest, plan_buckets, split_bucket
+from distill.weights.model_weights import split_bucket
 
 
 class WeightReceiver:
@@ -33,33 +32,23 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._layout: tuple[TensorLayout, ...] = ()
         self._name: str | None = None
         self._store: TCPStore | None = None
         self._group: ProcessGroup | None = None
         self._lock = threading.Lock()
 
-    def expect(self, layout: Sequence[TensorLayout]) -> None:
-        """Set the layout of the tensors that the next group will send."""
-        self._layout = tuple(layout)
-
     def receive(self, weights: CollectiveBroadcast, version: int) -> dict[str, Tensor]:
         """Join the group if necessary, and receive a push. Blocks until all of it has arrived.
 
         Raises:
-            EngineError: the group sends other tensors than expected, or they did not arrive.
+            EngineError: they did not arrive.
         """
         with self._lock:
-            layout = self._layout
-            if layout_digest(layout) != weights.layout:
-                raise EngineError(
-                    "the group sends other tensors than this engine was told of when it was formed"
-                )
             try:
-                group = self._joined(weights)
+                group = self._joined(weights.member)
                 assert self._store is not None
-                announce(self._store, weights, version)
-                return self._received(group, layout, weights)
+                announce(self._store, weights.member, version)
+                return self._received(group, weights)
             except (EngineError, RuntimeError) as error:  # RuntimeError: torch's, of several kinds
                 self._leave()
                 why = (str(error).splitlines() or [""])[0].removeprefix(f"{NOT_RECEIVED}: ")
@@ -67,33 +56,23 @@ class WeightReceiver:
                     f"{NOT_RECEIVED}: {why}; the engine goes on with the weights it had"
                 ) from error
 
-    def _joined(self, weights: CollectiveBroadcast) -> ProcessGroup:
-        if self._group is not None and self._name == weights.group:
+    def _joined(self, member: GroupMember) -> ProcessGroup:
+        if self._group is not None and self._name == member.name:
             return self._group
         self._leave()
-        if weights.backend == "gloo":
-            listen_towards(weights.address)
+        if member.backend == "gloo":
+            listen_towards(member.address)
         else:
             os.environ.update(nccl_settings())  # read once, with the first communicator
-        self._store = learner_store(weights)
-        self._group = join_group(
-            self._store,
-            weights.group,
-            rank=weights.rank_offset,
-            world_size=weights.world_size,
-            backend=weights.backend,
-            join_deadline_s=weights.join_deadline_s,
-            timeout_s=weights.timeout_s,
-        )
-        self._name = weights.group
+        self._store = learner_store(member)
+        self._group = join_group(self._store, member)
+        self._name = member.name
         return self._group
 
-    def _received(
-        self, group: ProcessGroup, layout: Sequence[TensorLayout], weights: CollectiveBroadcast
-    ) -> dict[str, Tensor]:
-        device = self._device if weights.backend == "nccl" else torch.device("cpu")
+    def _received(self, group: ProcessGroup, weights: CollectiveBroadcast) -> dict[str, Tensor]:
+        device = self._device if weights.member.backend == "nccl" else torch.device("cpu")
         tensors: dict[str, Tensor] = {}
-        for bucket in plan_buckets(layout, weights.bucket_bytes):
+        for bucket in weights.buckets:
             nbytes = sum(tensor.nbytes for tensor in bucket)
             flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
             torch.distributed.broadcast(flat, src=0, group=group)

@@ -77,7 +77,6 @@ from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -434,16 +433,10 @@ class SglangEngine:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._session().end_push(push, why)
 
-    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """Announce the layout of the tensors that a group will send, or that will be lent.
-
-        Returns the number of ranks that receive them: the server's tensor parallelism.
-
-        Raises:
-            EngineError: the tensors do not match the model's.
-        """
+    async def weight_ranks(self) -> int:
+        """Number of ranks that receive weights: the server's tensor parallelism."""
         await self._ready()
-        return await self._session().ranks(layout)
+        return await self._session().ranks()
 
     async def weight_checksums(self) -> list[dict[str, str]]:
         """See `EmbeddedEngine.weight_checksums`. Computed by the server, one dict for each rank."""

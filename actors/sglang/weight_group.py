@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
-from distill.engine import CollectiveBroadcast
+from distill.engine import GroupMember
 from distill.errors import EngineError
 from distill.weight_group import NOT_RECEIVED, announce, learner_store
-from distill.weights.model_weights import TensorLayout, plan_buckets
+from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +38,30 @@ class ServerGroup:
         self._name: str | None = None
         self._store: TCPStore | None = None
 
-    async def join(self, weights: CollectiveBroadcast) -> None:
+    async def join(self, member: GroupMember) -> None:
         """Make the server's ranks join the group, unless they are already in it."""
-        if self._name == weights.group:
+        if self._name == member.name:
             return
         await self.leave()
         body = {
-            "master_address": weights.address,
-            "master_port": weights.port,
-            "rank_offset": weights.rank_offset,
-            "world_size": weights.world_size,
-            "group_name": weights.group,
-            "backend": weights.backend,
+            "master_address": member.address,
+            "master_port": member.port,
+            "rank_offset": member.rank,
+            "world_size": member.world_size,
+            "group_name": member.name,
+            "backend": member.backend,
         }
         joining = self._order("/init_weights_update_group", body)
         try:
-            await asyncio.wait_for(joining, weights.join_deadline_s)
+            await asyncio.wait_for(joining, member.join_deadline_s)
         except TimeoutError:
             raise EngineError(
-                f"the server did not join the weight group at {weights.address}:{weights.port} "
-                f"within {weights.join_deadline_s:.0f} s; can it reach that address? "
+                f"the server did not join the weight group at {member.address}:{member.port} "
+                f"within {member.join_deadline_s:.0f} s; can it reach that address? "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
                 "weights=disk"
             ) from None
-        self._name = weights.group
+        self._name = member.name
 
     async def leave(self) -> None:
         """Leave the group, if the server is in one."""
@@ -73,29 +73,30 @@ class ServerGroup:
         except EngineError as error:
             logger.warning("could not leave weight group %s: %s", name, error)
 
-    def announce(self, weights: CollectiveBroadcast, version: int) -> None:
+    def announce(self, member: GroupMember, version: int) -> None:
         """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
 
         Raises:
             EngineError: the learner's store is gone, or the learner cancelled the push.
         """
         try:
-            self._store = self._store or learner_store(weights)
-            announce(self._store, weights, version)
+            self._store = self._store or learner_store(member)
+            announce(self._store, member, version)
         except RuntimeError as error:
             raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
 
-    def orders(
-        self, weights: CollectiveBroadcast, layouts: Sequence[TensorLayout]
-    ) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Iterate over the request bodies that receive the buckets; True marks the last one."""
-        buckets = plan_buckets(layouts, weights.bucket_bytes)
-        for i, bucket in enumerate(buckets, start=1):
-            body = {
-                "names": [tensor.name for tensor in bucket],
-                "dtypes": [tensor.dtype for tensor in bucket],
-                "shapes": [list(tensor.shape) for tensor in bucket],
-                "group_name": weights.group,
-                "load_format": "flattened_bucket",
-            }
-            yield body, i == len(buckets)
+    async def receive(self, bucket: Sequence[TensorLayout], fields: Mapping[str, Any]) -> None:
+        """Make the server's ranks receive and load one broadcast.
+
+        Args:
+            fields: the request's other fields.
+        """
+        body = {
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [tensor.dtype for tensor in bucket],
+            "shapes": [list(tensor.shape) for tensor in bucket],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            **fields,
+        }
+        await self._order("/update_weights_from_distributed", body)

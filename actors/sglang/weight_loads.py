@@ -34,7 +34,6 @@ from distill.models.loading import weight_files
 from distill.pace import loading_s
 from distill.weight_group import NOT_RECEIVED
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import TensorLayout, layout_digest, plan_buckets
 from distill.weights.shared_memory import SharedTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -109,21 +108,8 @@ class WeightLoads:
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
         self._group = ServerGroup(order)
-        self._told: tuple[TensorLayout, ...] = ()  # layout of what a group sends, or what is lent
         self._lendings = Lendings()
         self.torn: str | None = None
-
-    async def expect(self, layout: Sequence[TensorLayout]) -> int:
-        """Set the layout that a group will send, or that will be lent.
-
-        Returns the server's tensor parallelism.
-
-        Raises:
-            EngineError: the tensors do not match the model's.
-        """
-        _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
-        self._told = tuple(layout)
-        return (await self._facts()).ranks
 
     @contextmanager
     def under_way(self, weights: ModelSource) -> Iterator[None]:
@@ -160,7 +146,7 @@ class WeightLoads:
         """
         await self._check(weights)
         if isinstance(weights, CollectiveBroadcast):
-            await self._group.join(weights)
+            await self._group.join(weights.member)
 
     async def _check(self, weights: ModelSource) -> None:
         """Raise EngineError if the weights do not match the model.
@@ -168,8 +154,8 @@ class WeightLoads:
         A server would load the tensors that it knows, and keep its old values of the others.
         """
         if isinstance(weights, CollectiveBroadcast | LentWeights):
-            if layout_digest(self._told) != weights.layout:
-                raise EngineError("the learner sends other tensors than this engine was told of")
+            tensors = (tensor for bucket in weights.buckets for tensor in bucket)
+            _check_shapes({tensor.name: tensor.shape for tensor in tensors}, self._shapes())
         elif isinstance(weights, CheckpointDirectory):
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
@@ -222,9 +208,8 @@ class WeightLoads:
 
     async def _from_lender(self, weights: LentWeights, version: int) -> None:
         buckets = self._lendings.of(weights.push)
-        number = len(plan_buckets(self._told, weights.bucket_bytes))
         async with self._session(version) as (facts, written):
-            for i in range(number):
+            for i in range(number := len(weights.buckets)):
                 with ExitStack() as opened:
                     try:
                         handles = await buckets.next(i, weights.timeout_s, facts.ranks)
@@ -262,11 +247,11 @@ class WeightLoads:
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
         async with self._session(version) as (facts, written):
             try:
-                await asyncio.to_thread(self._group.announce, weights, version)
-                for bucket, last in self._group.orders(weights, self._told):
-                    body = bucket | facts.selector | self._ending(version, last=last)
-                    await self._order("/update_weights_from_distributed", body)
-                    written.append(len(written))
+                await asyncio.to_thread(self._group.announce, weights.member, version)
+                for i, bucket in enumerate(weights.buckets, start=1):
+                    ending = self._ending(version, last=i == len(weights.buckets))
+                    await self._group.receive(bucket, facts.selector | ending)
+                    written.append(i)
             except EngineError:
                 await self._group.leave()
                 raise

@@ -55,7 +55,7 @@ from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
 from distill.weights.lending import LentBucket
-from distill.weights.model_weights import BUCKET_BYTES, TensorLayout
+from distill.weights.model_weights import BUCKET_BYTES
 
 # SGLang's words for what becomes of samples under way.
 _PAUSES: Mapping[OnWeightUpdate, str] = {
@@ -197,9 +197,9 @@ class WeightSession:
         if self.torn is not None:
             raise EngineLost(self.torn)
 
-    async def ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """The server's tensor parallelism. Raises EngineError if these are not its tensors."""
-        return await self._loads.expect(layout)
+    async def ranks(self) -> int:
+        """The server's tensor parallelism."""
+        return (await self._facts()).ranks
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digests of the parameters of each rank, by name, of weights that are whole.

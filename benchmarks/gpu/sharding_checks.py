@@ -234,8 +234,7 @@ def mixture_step(setting: Setting) -> Numbers:
 class _NoRanks:
     """An engine of a weight group that has no ranks in it: rank 0 broadcasts to itself alone."""
 
-    def weight_ranks(self, layout: Any) -> int:
-        del layout
+    def weight_ranks(self) -> int:
         return 0
 
     def load_weights(self, weights: CollectiveBroadcast, version: int) -> float:
@@ -245,7 +244,7 @@ class _NoRanks:
         def order(path: str, body: Any, /, *, allowance_s: float = 0) -> Any:
             raise AssertionError(f"nobody is asked for {path}")
 
-        ServerGroup(order).announce(weights, version)
+        ServerGroup(order).announce(weights.member, version)
         return 0.0
 
 

@@ -2,14 +2,14 @@
 
 Once, and again after a failure:
 
-    learner   tells every engine names and shapes and asks for its ranks (`weight_ranks`, which
-              checks them), opens a TCPStore, and joins as rank 0 while the engines join
+    learner   asks every engine for its ranks (`weight_ranks`), opens a TCPStore, and joins as rank
+              0 while the engines join, with their first push
     server    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
     embedded  joins as one rank, in its own process (actors/embedded/weight_group.py)
 
 Each push, after the same call `load_weights(CollectiveBroadcast, version)` to every engine:
 
-    1  engine    checks that it was told of this layout
+    1  engine    checks the tensors' names and shapes
        server    pauses generation; /begin_weight_update
     2  engine    sets `ready_key(version)` in the store, and waits for the learner's word
     3  learner   waits for the keys of all engines, or for the first of them that refuses, and sets
@@ -34,16 +34,19 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
 
 from cluster.handles.node import node_address
 from cluster.weights.transport import Transport, collect
-from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
+from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
@@ -51,7 +54,6 @@ from distill.weights.model_weights import (
     BUCKET_BYTES,
     TensorLayout,
     Weights,
-    layout_digest,
     names_of,
     plan_buckets,
 )
@@ -87,7 +89,6 @@ class CollectiveTransport(Transport):
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes
         self._group: _CollectiveGroup | None = None
-        self._layout = ""  # digest of what the group's engines were told
         self._sending: _Sending | None = None
 
     def describe(self) -> str:
@@ -97,19 +98,15 @@ class CollectiveTransport(Transport):
         """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
 
         Raises:
-            EngineError: an engine refuses these weights.
+            EngineError: an engine is not ready.
         """
-        layout = layout_digest(weights.layouts)
-        if self._group is not None and self._layout != layout:
-            self._group.leave()
-            self._group = None
-        if self._group is None:
-            self._group, self._layout = self._form(weights.layouts), layout
-        group = self._group
-        orders = {name: self._order(group, name) for name in self.engines}
-        self._sending = _Sending(group, list(orders.values()), weights, version)
+        self._group = group = self._group or self._form()
+        buckets = plan_buckets(weights.layouts, self._bucket_bytes)
+        self._sending = _Sending(group, weights, buckets, version)
         pending = {
-            name: engine.load_weights.remote(orders[name], version)
+            name: engine.load_weights.remote(
+                CollectiveBroadcast(member=group.members[name], buckets=buckets), version
+            )
             for name, engine in self.engines.items()
         }
         self._sending.thread.start()
@@ -142,66 +139,48 @@ class CollectiveTransport(Transport):
         self.give_up()
         self._group = self._sending = None
 
-    def _form(self, layouts: Sequence[TensorLayout]) -> _CollectiveGroup:
-        told = list(layouts)
-        asked = {name: engine.weight_ranks.remote(told) for name, engine in self.engines.items()}
+    def _form(self) -> _CollectiveGroup:
+        asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
         ranks = collect(asked, self._timeout_s).require("preparing a weight group")
         if self._backend == "gloo":
             listen_towards(self._address)
-        offsets, next_rank = {}, 1
-        for name in self.engines:
-            offsets[name] = next_rank
-            next_rank += ranks[name]
         deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)
-        return _CollectiveGroup(
-            self._address, self._backend, next_rank, offsets, deadline_s, self._timeout_s
-        )
-
-    def _order(self, group: _CollectiveGroup, name: str) -> CollectiveBroadcast:
-        return CollectiveBroadcast(
+        store = open_store(self._address, deadline_s)
+        own = GroupMember(
             address=self._address,
-            port=group.store.port,
-            group=group.name,
+            port=store.port,
+            name=f"isotherm-{secrets.token_hex(8)}",
             backend=self._backend,
-            world_size=group.world_size,
-            rank_offset=group.offsets[name],
-            layout=self._layout,
-            bucket_bytes=self._bucket_bytes,
-            join_deadline_s=group.join_deadline_s,
+            world_size=1 + sum(ranks.values()),
+            rank=0,
+            join_deadline_s=deadline_s,
             timeout_s=self._timeout_s,
         )
+        *firsts, _ = accumulate(ranks.values(), initial=1)
+        members = {
+            name: replace(own, rank=first) for name, first in zip(ranks, firsts, strict=True)
+        }
+        return _CollectiveGroup(store, own, members)
 
 
 class _CollectiveGroup:
-    """A group and its store; `join` is for the sending thread."""
+    """A group, its store and the engines' memberships; `join` is for the sending thread."""
 
     def __init__(
-        self,
-        address: str,
-        backend: Literal["gloo", "nccl"],
-        world_size: int,
-        offsets: Mapping[str, int],
-        join_deadline_s: float,
-        timeout_s: float,
+        self, store: TCPStore, own: GroupMember, members: Mapping[str, GroupMember]
     ) -> None:
-        self.name = f"isotherm-{secrets.token_hex(8)}"
-        self.backend, self.world_size, self.offsets = backend, world_size, offsets
-        self.join_deadline_s, self._timeout_s = join_deadline_s, timeout_s
-        self.store = open_store(address, join_deadline_s)
+        self.store, self.own, self.members = store, own, members
         self.process_group: ProcessGroup | None = None
 
     def join(self) -> ProcessGroup:
-        if self.process_group is None:
-            self.process_group = join_group(
-                self.store,
-                self.name,
-                rank=0,
-                world_size=self.world_size,
-                backend=self.backend,
-                join_deadline_s=self.join_deadline_s,
-                timeout_s=self._timeout_s,
-            )
+        self.process_group = self.process_group or join_group(self.store, self.own)
         return self.process_group
+
+    def say(self, word: str, version: int) -> None:
+        self.store.set(self.own.word_key(version), word)
+
+    def all_are_ready(self, version: int) -> bool:
+        return self.store.check([member.ready_key(version) for member in self.members.values()])
 
     def leave(self) -> None:
         if self.process_group is not None:
@@ -210,7 +189,7 @@ class _CollectiveGroup:
 
     def break_off(self) -> None:
         """Ends this side's broadcast, if NCCL has one under way; gloo's ends with its peers."""
-        if self.backend == "nccl" and self.process_group is not None:
+        if self.own.backend == "nccl" and self.process_group is not None:
             group, self.process_group = self.process_group, None
             _abort_process_group(group)
 
@@ -221,13 +200,12 @@ class _Sending:
     def __init__(
         self,
         group: _CollectiveGroup,
-        orders: Sequence[CollectiveBroadcast],
         weights: Weights,
+        buckets: Sequence[Sequence[TensorLayout]],
         version: int,
     ) -> None:
-        self._group, self._orders, self._weights = group, orders, weights
-        self._buckets = plan_buckets(weights.layouts, orders[0].bucket_bytes)
-        self._version, self._timeout_s = version, orders[0].timeout_s
+        self._group, self._weights = group, weights
+        self._buckets, self._version = buckets, version
         self._abandon = threading.Event()
         self.problem: str | None = None
         self.sent = 0  # buckets
@@ -245,7 +223,7 @@ class _Sending:
             group = self._group.join()
             first = self._flat(self._buckets[0])  # while the engines pause
             sends = self._all_ready()
-            self._say(SENDS if sends else GIVES_UP)
+            self._group.say(SENDS if sends else GIVES_UP, self._version)
             if sends:
                 self._broadcast(group, first)
                 return
@@ -254,11 +232,8 @@ class _Sending:
             first = (str(error).splitlines() or [""])[0]
             self.problem = f"the learner's broadcast of version {self._version} failed: {first}"
             if not sends:
-                self._say(GIVES_UP)
+                self._group.say(GIVES_UP, self._version)
         self._group.leave()
-
-    def _say(self, word: str) -> None:
-        self._group.store.set(self._orders[0].word_key(self._version), word)
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
@@ -277,13 +252,13 @@ class _Sending:
 
     def _all_ready(self) -> bool:
         """Waits for every engine's word; False if the push is given up meanwhile."""
-        keys = [order.ready_key(self._version) for order in self._orders]
-        deadline = time.monotonic() + self._timeout_s
-        while not self._group.store.check(keys):
+        deadline = time.monotonic() + self._group.own.timeout_s
+        while not self._group.all_are_ready(self._version):
             if self._abandon.is_set():
                 return False
             if time.monotonic() > deadline:
-                raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
+                waited_s = self._group.own.timeout_s
+                raise EngineError(f"not every engine was ready within {waited_s:.0f} s")
             time.sleep(_POLL_S)
         return not self._abandon.is_set()
 

@@ -1,7 +1,7 @@
 """Weights lent to servers on the same GPUs, or the same machine: a bucket at a time, by handles.
 
-    learner   tells every engine names and shapes and asks for its ranks (`weight_ranks`), then
-              calls `load_weights(LentWeights, version)` on each; it returns with the last bucket
+    learner   asks every engine for its ranks (`weight_ranks`), at the first push, then calls
+              `load_weights(LentWeights, version)` on each; it returns with the last bucket
     learner   gathers a bucket on each worker that has readers, while the engines pause
     both      `load_bucket(push, i, handles)`: a handle for each rank, on the bucket of the worker
               that is on that rank's GPU. The engine's server opens them, copies what each rank
@@ -34,7 +34,6 @@ from distill.weights.model_weights import (
     BUCKET_BYTES,
     TensorLayout,
     Weights,
-    layout_digest,
     names_of,
     plan_buckets,
 )
@@ -65,8 +64,7 @@ class IpcTransport(Transport):
         super().__init__(engines)
         self._places, self._lenders = places, lenders
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
-        self._layout = ""  # digest of what the engines were told
-        self._ranks: Mapping[str, int] = {}
+        self._ranks: Mapping[str, int] = {}  # of each engine, once it was asked
         self._lending: _Lending | None = None
 
     def describe(self) -> str:
@@ -78,24 +76,26 @@ class IpcTransport(Transport):
 
         Raises:
             ConfigError: an engine has ranks that no worker can lend to.
+            EngineError: an engine is not ready.
         """
         assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
-        pending = self._tell(weights.layouts)  # of engines that refuse them: they are out
+        if not self._ranks:
+            asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
+            self._ranks = collect(asked, self._timeout_s).require("preparing to lend weights")
         sources = {
             name: lenders_of(name, self._places[name], ranks, self._lenders)
             for name, ranks in self._ranks.items()
         }
         order = LentWeights(
             push=secrets.token_hex(8),
-            layout=layout_digest(weights.layouts),
-            bucket_bytes=self._bucket_bytes,
+            buckets=plan_buckets(weights.layouts, self._bucket_bytes),
             timeout_s=self._timeout_s,
         )
-        engines = {name: self.engines[name] for name in sources}
-        for name, engine in engines.items():
-            pending[name] = engine.load_weights.remote(order, version)
-        buckets = plan_buckets(weights.layouts, self._bucket_bytes)
-        self._lending = _Lending(engines, order, weights, buckets, sources, len(self._lenders))
+        pending = {
+            name: engine.load_weights.remote(order, version)
+            for name, engine in self.engines.items()
+        }
+        self._lending = _Lending(self.engines, order, weights, sources, len(self._lenders))
         self._lending.thread.start()
         return pending
 
@@ -121,19 +121,7 @@ class IpcTransport(Transport):
         if self._lending is not None:
             self._lending.abandon()
             self._lending.thread.join(self._timeout_s)
-        self._lending, self._layout = None, ""
-
-    def _tell(self, layouts: Sequence[TensorLayout]) -> dict[str, Any]:
-        """Tells engines names and shapes, unless they know them; returns what those that refuse
-        them have answered, by name."""
-        if (layout := layout_digest(layouts)) == self._layout:
-            return {}
-        told = list(layouts)
-        asked = {name: engine.weight_ranks.remote(told) for name, engine in self.engines.items()}
-        answers = collect(asked, self._timeout_s)
-        self._ranks = answers.values
-        self._layout = "" if answers.failures else layout
-        return {name: asked[name] for name in answers.failures}
+        self._lending = None
 
 
 class _Lending:
@@ -144,7 +132,6 @@ class _Lending:
         engines: Mapping[str, Any],
         order: LentWeights,
         weights: LentByWorkers,
-        buckets: Sequence[Sequence[TensorLayout]],
         sources: Mapping[str, Sequence[int]],
         workers: int,
     ) -> None:
@@ -154,7 +141,7 @@ class _Lending:
             workers: the learner's.
         """
         self._engines, self._order, self._weights = dict(engines), order, weights
-        self._buckets, self._sources, self._workers = buckets, sources, workers
+        self._sources, self._workers = sources, workers
         self.sent = 0  # buckets
         self._abandoned = threading.Event()
         self.problem: str | None = None
@@ -167,7 +154,7 @@ class _Lending:
 
     def _run(self) -> None:
         try:
-            for number, bucket in enumerate(self._buckets):
+            for number, bucket in enumerate(self._order.buckets):
                 if not self._engines or self._abandoned.is_set():
                     break
                 self._lend(number, bucket)

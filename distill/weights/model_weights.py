@@ -6,7 +6,6 @@ second full copy only because a model is sharded, or because an adapter is merge
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,12 +42,6 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.torch_dtype.itemsize
-
-
-def layout_digest(layouts: Iterable[TensorLayout]) -> str:
-    """A name for these tensors in this order: two sides that agree on it agree on the layout."""
-    told = "".join(f"{tensor.name}\t{tensor.dtype}\t{tensor.shape}\n" for tensor in layouts)
-    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def first_non_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:

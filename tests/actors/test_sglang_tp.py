@@ -30,7 +30,7 @@ from distill.engine import (
 from distill.models.loading import load_causal_lm
 from distill.sampling import TrainSampling
 from distill.types import FloatArray
-from distill.weights.model_weights import HeldWeights, layout_digest, names_of, plan_buckets
+from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_shard_rules
 from learner.process_group import LOOPBACK
 from tests.states import expect_states, states_request
@@ -148,12 +148,9 @@ def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
     if server.follower is not None:
         pytest.skip("what lies in this node's memory is for servers of one node")
     first, second = (LendableWeights(server.weights(1).tensors) for _ in range(2))
-    layout = server.weights(1).layouts
-    assert server.run(server.engine.weight_ranks(layout)) == 2
-    order = LentWeights(
-        push="p", layout=layout_digest(layout), bucket_bytes=BUCKET_BYTES, timeout_s=60
-    )
-    buckets = plan_buckets(layout, BUCKET_BYTES)
+    assert server.run(server.engine.weight_ranks()) == 2
+    buckets = plan_buckets(server.weights(1).layouts, BUCKET_BYTES)
+    order = LentWeights(push="p", buckets=buckets, timeout_s=60)
 
     async def push() -> None:
         loading = asyncio.create_task(server.engine.load_weights(order, 7))

@@ -31,6 +31,7 @@ from distill.engine import (
     CollectiveBroadcast,
     Engine,
     GenerateRequest,
+    GroupMember,
     Sample,
     ScoreRequest,
     WeightSource,
@@ -39,7 +40,7 @@ from distill.errors import EngineError
 from distill.models.loading import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
 from distill.stops import StopTokens
-from distill.weights.model_weights import TensorLayout, layout_digest
+from distill.weights.model_weights import TensorLayout
 from distill.weights.shared_memory import SharedTensors
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.weights import shared
@@ -396,39 +397,31 @@ def test_an_update_that_cannot_begin_leaves_the_old_weights(server: Served) -> N
     server.expect_whole(0)
 
 
-def broadcast(*tensors: TensorLayout, **changes: Any) -> CollectiveBroadcast:
-    """Of a group that nobody has formed."""
-    settings: dict[str, Any] = {
-        "address": "127.0.0.1", "port": 9, "group": "nobody", "backend": "gloo", "world_size": 2,
-        "rank_offset": 1, "layout": layout_digest(tensors), "bucket_bytes": 1 << 20,
-        "join_deadline_s": 3, "timeout_s": 3,
-    } | changes  # fmt: skip
-    return CollectiveBroadcast(**settings)
+def misfit() -> CollectiveBroadcast:
+    """One tensor of another shape, by a group that nobody has formed."""
+    member = GroupMember(
+        address="127.0.0.1", port=9, name="nobody", backend="gloo", world_size=2, rank=1,
+        join_deadline_s=3, timeout_s=3,
+    )  # fmt: skip
+    layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
+    return CollectiveBroadcast(member=member, buckets=[[layout]])
 
 
 def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -> None:
     spy = server.session("continue")
-    layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
-    with pytest.raises(EngineError):
-        server.run(server.engine.weight_ranks([layout]))
-    with pytest.raises(EngineError):
-        server.run(server.engine.load_weights(broadcast(layout), 1))
-    assert spy.orders == []
-    whole = [
-        TensorLayout(name=name, dtype="float32", shape=shape)
-        for name, shape in tensor_shapes(server.directories[0]).items()
-    ]
-    assert server.run(server.engine.weight_ranks(whole)) == 1
+    with pytest.raises(EngineError) as refused:
+        server.run(server.engine.load_weights(misfit(), 1))
+    assert "model.norm.weight" in str(refused.value) and spy.orders == []
+    assert server.run(server.engine.weight_ranks()) == 1
 
 
 def test_the_embedded_engine_checks_a_group_s_layout_before_it_joins(tmp_path: Path) -> None:
     engine = EmbeddedEngine(model_path=tiny_model_dir(tmp_path, seed=1), device="cpu", threads=1)
-    layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
 
     async def ask_it() -> None:
-        for call in (engine.weight_ranks([layout]), engine.load_weights(broadcast(layout), 1)):
-            with pytest.raises(EngineError):
-                await call
+        with pytest.raises(EngineError) as refused:
+            await engine.load_weights(misfit(), 1)
+        assert "model.norm.weight" in str(refused.value)
         assert (await engine.info()).weight_version == 0
 
     asyncio.run(ask_it())
