@@ -6,14 +6,17 @@ numbers.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.sglang.plugin.listed_steps import ListedStep, Wanted
 from benchmarks.push_model import MODELS, Shape, layouts
 from distill.models.attention import visibility_bias
 from distill.models.flex_attention import BLOCK
@@ -77,25 +80,51 @@ def mask_bytes(length: int) -> tuple[int, int]:
     return bias.nbytes, 2 * 4 * blocks * blocks  # indices of partial and of full blocks, int32
 
 
-def decode_kernels(rows: int, top: int = 33) -> tuple[int, int, int]:
-    """What SGLang does for a decode step's likeliest tokens and the two tokens of a stop event.
+def listed_decode(
+    rows: int, top: int = 33, event: Sequence[int] = (0, 1), steps: int = 50
+) -> tuple[str, str]:
+    """(by SGLang, by the plugin) a decode step's likeliest tokens, and the tokens of a stop event.
 
-    Returns:
-        (kernels, copies to the GPU, copies to main memory), of so many requests.
+    Each in words: kernels, copies, memory, and the CPU time with a vocabulary of 64, in which the
+    likeliest tokens are found at once.
     """
-    from sglang.srt.layers import logprob_processor  # pyright: ignore[reportMissingImports]
+    from sglang.srt.layers.logprob_processor import OutputLogprobProcessor  # pyright: ignore[reportMissingImports]
 
-    logprobs_NV = torch.randn(rows, 1000).log_softmax(1)
-    stage = logprob_processor.LogprobStage.DECODE
-    with KernelCount() as counted:
-        tops = logprob_processor.get_top_logprobs_raw(
-            logprobs_NV, [top] * rows, stage, no_copy_to_cpu=True
+    logprobs_GV, ids_G = torch.randn(rows, 64).log_softmax(1), torch.zeros(rows).long()
+    compute = OutputLogprobProcessor().compute_logprobs
+    no_ids: list[Any] = [None] * rows
+    with KernelCount() as sampled:
+        compute(logprobs_GV, [0] * rows, no_ids, ids_G)
+
+    def by_sglang() -> list[Any]:
+        found = compute(logprobs_GV, [top] * rows, [list(event)] * rows, ids_G)
+        names = ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val")
+        # As SGLang's _normalize_decode_outputs does.
+        return [[tensor.tolist() for tensor in getattr(found, name)] for name in names]
+
+    def by_plugin() -> list[Any]:
+        step = ListedStep([Wanted(top, event)] * rows)
+        step.take(logprobs_GV)
+        return [step[g] for g in range(rows)]
+
+    def told(step: Callable[[], list[Any]], others: int, copies: int) -> str:
+        with KernelCount() as count:
+            kept = step()
+        began = time.process_time()
+        for _ in range(steps):
+            step()
+        ms = 1e3 * (time.process_time() - began) / steps
+        return (
+            f"{count.kernels - others} kernels, {count.uploads} copies to the GPU, {copies} to "
+            f"main memory; {ms:.1f} ms of a CPU; {_bytes_of(kept) / rows:.0f} bytes kept a token"
         )
-        events, _ = logprob_processor.get_token_ids_logprobs_raw(
-            logprobs_NV, [[0, 1]] * rows, stage, no_copy_to_cpu=True
-        )
-    copies = sum(map(len, (*tops, events)))
-    return counted.kernels, counted.uploads, copies
+
+    return told(by_sglang, sampled.kernels, 3 * rows), told(by_plugin, 0, 1)
+
+
+def _bytes_of(value: Any) -> int:
+    parts = value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(map(_bytes_of, parts))
 
 
 def main() -> None:
@@ -109,11 +138,8 @@ def main() -> None:
     padded, packed = mask_bytes(16_384)
     print(f"mask of a window, a row of 16384 tokens: {padded} bytes padded, {packed} packed")
     if find_spec("sglang") is not None:
-        kernels, uploads, copies = decode_kernels(256)
-        print(
-            f"likeliest tokens of a decode step of 256 requests: {kernels} kernels, {uploads} "
-            f"copies to the GPU, {copies} to main memory"
-        )
+        for who, told in zip(("SGLang", "the plugin"), listed_decode(256), strict=True):
+            print(f"likeliest tokens of a decode step of 256 requests by {who}: {told}")
 
 
 if __name__ == "__main__":

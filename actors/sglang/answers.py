@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY, TEMPERATURE_KEY, UNSCALED_KEY
+from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, read_steps
 from actors.sglang.plugin.row_temperatures import decoded, read_listed, read_states
 from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
@@ -52,10 +53,9 @@ def read_sample(
     reason = _stop_reason(meta)
     if len(tokens_T) == 0 and reason is not StopReason.ABORTED:
         raise EngineError("the server returned a sample without a token")
+    listed = _listed_by_plugin(meta, len(tokens_T), top_k, event)
     if (ended_T := hits(tokens_T, event)).any():
-        logprobs_T[ended_T] = _together(meta, "output_token_ids_logprobs", len(tokens_T), event)[
-            ended_T
-        ]
+        logprobs_T[ended_T] = _output_event(meta, len(tokens_T), event, listed)[ended_T]
     return Sample(
         tokens_T=tokens_T,
         logprobs_T=_finite(logprobs_T, "output_token_logprobs"),
@@ -66,7 +66,7 @@ def read_sample(
         ),
         stop_reason=reason,
         cached_tokens=meta.get("cached_tokens"),
-        top_ids_TK=_output_top_ids(meta, len(tokens_T), top_k, event) if top_k else None,
+        top_ids_TK=(_output_top_ids(meta, len(tokens_T), top_k, event, listed) if top_k else None),
     )
 
 
@@ -99,12 +99,50 @@ def read_experts(
     return experts_NLK.astype(mixture.dtype)
 
 
-def _output_top_ids(
+class _ListedSteps(NamedTuple):
+    """Log-probs of the event's tokens where each token was sampled, and the likeliest tokens."""
+
+    event_TE: FloatArray
+    ids_TK: TokenArray
+    logprobs_TK: FloatArray
+
+
+def _listed_by_plugin(
     meta: Mapping[str, Any], length: int, k: int, event: tuple[int, ...]
+) -> _ListedSteps | None:
+    """Log-probs and tokens from the plugin; None if the answer has none of it."""
+    texts = meta.get(LISTED_OUTPUT_KEY)
+    if texts is None or not (k or event):
+        return None
+    try:
+        if len(texts) != length:
+            raise ValueError(f"{len(texts)} of {length} tokens'")
+        return _ListedSteps(*read_steps(texts, len(event), k and k + merged(event)))
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"the server's {LISTED_OUTPUT_KEY} cannot be read: {error!r}") from error
+
+
+def _output_event(
+    meta: Mapping[str, Any], length: int, event: tuple[int, ...], listed: _ListedSteps | None
+) -> FloatArray:
+    """Log-probs of the event where each token was sampled."""
+    if listed is None:
+        return _together(meta, "output_token_ids_logprobs", length, event)
+    return _as_one(listed.event_TE)
+
+
+def _output_top_ids(
+    meta: Mapping[str, Any],
+    length: int,
+    k: int,
+    event: tuple[int, ...],
+    listed: _ListedSteps | None,
 ) -> TokenArray:
     asked = k + merged(event)
     try:
-        if "output_top_logprobs_idx_flat_b64" in meta:
+        if listed is not None:
+            _, ids_TK, logprobs_TK = listed
+        elif "output_top_logprobs_idx_flat_b64" in meta:
             flat = [
                 np.frombuffer(decoded(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype)
                 for name, dtype in (("idx", "<i4"), ("val", "<f4"))
@@ -121,7 +159,7 @@ def _output_top_ids(
             f"sampled: {error!r}"
         ) from error
     if event and length:
-        together_T = _together(meta, "output_token_ids_logprobs", length, event)
+        together_T = _output_event(meta, length, event, listed)
         ids_TK, _ = _with_event(ids_TK, logprobs_TK, together_T, k, event)
     return ids_TK.astype(np.int32)
 
@@ -159,7 +197,12 @@ def _together(
         raise EngineError(f"the server's {name} cannot be read: {str(rows)[:200]}") from error
     if ids != {event} or values_NE.shape != (length, len(event)):
         raise EngineError(f"the server's {name} are not of the tokens {list(event)}: {ids}")
-    return np.logaddexp.reduce(values_NE, axis=1).astype(np.float32)
+    return _as_one(values_NE)
+
+
+def _as_one(logprobs_NE: np.ndarray) -> FloatArray:
+    """Log-probs that any of the tokens is sampled."""
+    return np.logaddexp.reduce(logprobs_NE.astype(np.float64), axis=1).astype(np.float32)
 
 
 def _finite(logprobs_N: FloatArray, what: str) -> FloatArray:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH, UNSCALED_SWITCH
+from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
@@ -23,8 +24,9 @@ def sampling_body(
     """Body of a sampling request, for samples of up to `limit` tokens.
 
     `seeded` gives each sample a seed of its own. If the stop tokens are one event, the answer has
-    the log-probs of all of them with each sampled token. The likeliest tokens are returned as bytes
-    in base64 if the server supports it (SGLang 0.5.23).
+    the log-probs of all of them with each sampled token. The plugin returns these, and the
+    likeliest tokens, as bytes in base64. Other servers return the likeliest tokens so if they
+    support it (SGLang 0.5.23).
     """
     prompt = request.prompt_tokens_T.tolist()
     params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
@@ -37,6 +39,8 @@ def sampling_body(
         body["top_logprobs_num"] = request.top_k + merged(() if stops is None else stops.event)
         body["return_flat_raw_output_top_logprobs"] = True
         body["return_flat_raw_top_logprobs_b64"] = True
+    if "token_ids_logprob" in body or request.top_k:
+        params["custom_params"] = {LISTED_OUTPUT_SWITCH: True}
     if request.experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.known}
     if seeded:

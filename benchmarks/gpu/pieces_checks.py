@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.sglang.lent_weights import cuda_payload
+from actors.sglang.plugin.listed_steps import ListedStep, Wanted, read_steps
 from actors.sglang.plugin.row_temperatures import RequestRows, ScaledRows
 from benchmarks.gpu.measure import held_bytes, peak_bytes, seconds
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
@@ -95,10 +96,16 @@ def top_k_decode(setting: Setting) -> Numbers:
             torch.cuda.synchronize()
         return [(values.tolist(), ids.tolist()) for values, ids in copies]
 
-    def at_once() -> None:
-        values_NK, ids_NK = logp_NV.topk(top, dim=1)
-        torch.cat([values_NK, ids_NK.float()], dim=1).cpu().numpy()
+    def at_once() -> list[str | None]:  # as the plugin does, with two given tokens
+        step = ListedStep([Wanted(top, (0, 1))] * rows)
+        step.take(logp_NV)
+        return [step[row] for row in range(rows)]
 
+    texts = [text for text in at_once() if text is not None]
+    given_NE, ids_NK, values_NK = read_steps(texts, 2, top)
+    best_NK, best_ids_NK = logp_NV.topk(top, dim=1)
+    same = given_NE.tolist() == logp_NV[:, :2].tolist() and values_NK.tolist() == best_NK.tolist()
+    require(same and ids_NK.tolist() == best_ids_NK.tolist(), "the plugin lists other numbers")
     return {
         "top_k_ms": 1e3 * seconds(setting, lambda: logp_NV.topk(top, dim=1)),
         "one_by_one_ms": 1e3 * seconds(setting, one_by_one),

@@ -666,7 +666,11 @@ def test_new_weights_in_the_middle_of_generation(engine_at_version_0: Party) -> 
     models = (party.model, party.other_model)
     # Unlike lengths and shared prompts: every kind of row has its context recomputed.
     requests = [
-        ask(prompt(n, n), TrainSampling(temperature=0.7, max_new_tokens=180), num_samples=6, seed=n)
+        replace(
+            ask(prompt(n, n), TrainSampling(temperature=0.7, max_new_tokens=180), num_samples=6),
+            seed=n,
+            top_k=3,
+        )
         for n in (4, 50, 75)
     ]
 
@@ -689,10 +693,12 @@ def test_new_weights_in_the_middle_of_generation(engine_at_version_0: Party) -> 
         for sample in group:
             assert (np.diff(sample.versions_T) >= 0).all()
             tokens_T = chain(request.prompt_tokens_T, sample)
-            for version, model in enumerate(models):
-                expected_T = naive_logprobs(model, tokens_T, len(request.prompt_tokens_T), 0.7)
-                mine = sample.versions_T == version
-                np.testing.assert_allclose(sample.logprobs_T[mine], expected_T[mine], atol=1e-4)
+            start = len(request.prompt_tokens_T)
+            of_version = [naive_distribution(model, tokens_T, start, 0.7) for model in models]
+            log_p_NV = np.where(sample.versions_T[:, None] == 0, *of_version)
+            expected_T = np.take_along_axis(log_p_NV, sample.tokens_T[:, None], axis=1)[:, 0]
+            np.testing.assert_allclose(sample.logprobs_T, expected_T, atol=1e-4)
+            expect_likeliest_where_sampled(log_p_NV, sample, request.top_k)
 
 
 def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Party) -> None:
@@ -754,9 +760,8 @@ def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None
 
 def test_abort_ends_everything_in_flight(party: Party) -> None:
     party.needs("aborts")
-    request = ask(
-        prompt(6), TrainSampling(temperature=0.7, max_new_tokens=240), num_samples=300, seed=3
-    )
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=240)
+    request = replace(ask(prompt(6), sampling, num_samples=300, seed=3), top_k=3)
 
     async def abort_soon() -> tuple[int, list[Sample]]:
         task = asyncio.create_task(party.engine.generate(request))
@@ -771,6 +776,9 @@ def test_abort_ends_everything_in_flight(party: Party) -> None:
     for sample in samples[::60]:
         if len(sample.tokens_T):
             expect_like_naive(party.model, request, sample)
+            tokens_T, start = chain(request.prompt_tokens_T, sample), len(request.prompt_tokens_T)
+            log_p_NV = naive_distribution(party.model, tokens_T, start, 0.7)
+            expect_likeliest_where_sampled(log_p_NV, sample, request.top_k)
     assert party.run(party.engine.abort()) == 0
 
 

@@ -16,6 +16,7 @@ import sys
 import types
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,13 @@ from actors.sglang.installed import CPU_STANDINS, sglang_installed
 from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
+from actors.sglang.plugin.listed_steps import (
+    LISTED_OUTPUT_KEY,
+    LISTED_OUTPUT_SWITCH,
+    ListedStep,
+    Wanted,
+    read_steps,
+)
 from actors.sglang.plugin.row_temperatures import (
     Listed,
     Pieces,
@@ -463,8 +471,9 @@ def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
         def apply_hooks(cls) -> None:
             applied.append("applied")
 
+    kinds = {"BEFORE": 1, "AFTER": 2, "AROUND": 3}
     with pytest.MonkeyPatch.context() as patch:
-        plugin.install(SimpleNamespace(HookRegistry=Registry, HookType={"AFTER": 1, "AROUND": 2}))
+        plugin.install(SimpleNamespace(HookRegistry=Registry, HookType=kinds))
         if works:
             for hook in plugin.HOOKS:
                 owner, name = hook.target.rsplit(".", 1)
@@ -474,6 +483,28 @@ def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
             with pytest.raises(SystemExit):
                 Registry.apply_hooks()
     assert applied == [hook.target for hook in plugin.HOOKS] + ["applied"]
+
+
+@needs_sglang
+@pytest.mark.usefixtures("importable_sglang")
+def test_a_listed_step_is_sglangs_own_to_the_bit() -> None:
+    module = importlib.import_module("sglang.srt.layers.logprob_processor")
+    rng = random.Random(9)
+    tops = [33, 5, 0, 1, 33]
+    ids = [rng.sample(range(1000), n) for n in (2, 2, 1, 0, 3)]
+    logprobs_GV = (torch.randn(5, 1000) / 0.7).log_softmax(1)
+    logprobs_GV[0, ids[0][0]] = -torch.inf
+    chosen_G = torch.zeros(5, dtype=torch.long)
+    result = module.OutputLogprobProcessor().compute_logprobs(logprobs_GV, tops, ids, chosen_G)
+
+    step = ListedStep([Wanted(*asked) for asked in zip(tops, ids, strict=True)])
+    step.take(logprobs_GV)
+
+    for g, top in enumerate(tops):
+        given_TE, ids_TK, logprobs_TK = read_steps([step[g] or ""], len(ids[g]), top)
+        assert given_TE[0].tolist() == result.token_ids_logprobs_val[g].tolist()
+        assert ids_TK[0].tolist() == result.top_logprobs_idx[g].tolist()
+        assert logprobs_TK[0].tolist() == result.top_logprobs_val[g].tolist()
 
 
 # --- real servers --------------------------------------------------------------------------------
@@ -845,6 +876,63 @@ def test_scoring_beside_decoding(served: Served) -> None:
         if ask.start == 0:
             inputs, outputs = served.gaps(ask, meta)
             assert inputs <= TOLERANCE and outputs <= TOLERANCE
+
+
+# The likeliest token is sampled, and what is reported is the whole distribution at T all the same.
+# (Requests with top_k=1 are reported at T = 1 where there are no others.)
+LIKELIEST = {"top_p": 1e-6}
+
+
+def _check_listed_steps(served: Served) -> None:
+    """Each request is there twice, with our switch and without; others come between them."""
+    rng = random.Random(8)
+    asks = []
+    for i, (t, top) in enumerate(zip((*TEMPERATURES, 0.6), (5, 33, 3, 0, 1), strict=True)):
+        ask = Ask(
+            _prompt(rng, most=130),
+            t,
+            start=-1,
+            new_tokens=(60, 120, 1, 30, 50)[i],
+            top=top,
+            token_ids=rng.sample(range(VOCAB_SIZE), 1 + i),
+            sampling=LIKELIEST,
+        )
+        ours = LIKELIEST | {"custom_params": {LISTED_OUTPUT_SWITCH: True}}
+        asks += [ask, replace(ask, sampling=ours)]
+    others = [Ask(_prompt(rng), t, new_tokens=n) for t in TEMPERATURES for n in (0, 9)]
+    without_ids = [replace(ask, token_ids=None) for ask in asks if ask.top]
+    with ThreadPoolExecutor() as pool:
+        found, more, plain = pool.map(served.generate, (asks, without_ids, others))
+    assert not any(any(meta.get(LISTED_OUTPUT_KEY) or ()) for meta in plain)
+    pairs = [*zip(asks, found, strict=True), *zip(without_ids, more, strict=True)]
+    for (ask, by_sglang), (_, by_us) in zip(pairs[::2], pairs[1::2], strict=True):
+        assert by_us["output_ids"] == by_sglang["output_ids"]
+        assert not any(by_us.get("output_top_logprobs") or ()), "SGLang listed them as well"
+        assert not any(by_us.get("output_token_ids_logprobs") or ())
+        given = ask.token_ids or []
+        given_TE, ids_TK, logprobs_TK = read_steps(by_us[LISTED_OUTPUT_KEY], len(given), ask.top)
+        assert len(given_TE) == ask.new_tokens
+        # Twins are other rows of a product, or in other chunks: their logits differ in last bits.
+        if ask.top:
+            tops = np.asarray(by_sglang["output_top_logprobs"], np.float64)[:, :, :2]
+            assert ids_TK.tolist() == tops[..., 1].tolist()
+            np.testing.assert_allclose(logprobs_TK, tops[..., 0], atol=1e-5)
+            sampled = [value for value, *_ in by_us["output_token_logprobs"]]
+            assert logprobs_TK[:, 0].tolist() == sampled, "not the log-probs of the same pass"
+        if given:
+            rows = [[v for v, *_ in row] for row in by_sglang["output_token_ids_logprobs"]]
+            np.testing.assert_allclose(given_TE, rows, atol=1e-5)
+
+
+@needs_sglang
+def test_listed_steps_are_what_sglang_lists(served: Served) -> None:
+    _check_listed_steps(served)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_listed_steps_of_prompts_in_pieces(served_in_pieces: Served) -> None:
+    _check_listed_steps(served_in_pieces)
 
 
 @pytest.mark.slow

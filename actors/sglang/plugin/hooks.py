@@ -14,6 +14,8 @@ those that ask for it by an environment variable (SWITCH, set in servers of our 
     SchedulerOutputStreamer.is_request_level_customized_info_key
                                        has the fields below sent once per request
 
+What requests ask for with sampled tokens is listed by the hooks of listed_steps.py.
+
 In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
 
     input_logprob_temperature   [T]. Only where input log-probs are returned: a server without the
@@ -57,14 +59,23 @@ from typing import Any, TypeVar
 from actors.sglang.plugin.cpu_host_cache import pin_nothing
 from actors.sglang.plugin.internals import (
     BATCH,
+    EXTEND,
     FORWARD,
     GET_LOGITS,
     METADATA,
     NATIVE_OPTION,
     ONCE,
+    SAMPLE,
+    SAMPLED,
     native_option_present,
     resolve,
     unrecognised_internals,
+)
+from actors.sglang.plugin.listed_steps import (
+    compute_logprobs,
+    note_wanted,
+    sample,
+    take_over,
 )
 from actors.sglang.plugin.row_temperatures import (
     Listed,
@@ -207,7 +218,10 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
 
     The note hangs on the sampling info, which SGLang's prefill graphs hand to their own batch.
     """
-    if not batch.return_logprob or batch.forward_mode.is_decode_or_idle():
+    if not batch.return_logprob:
+        return
+    note_wanted(batch)
+    if batch.forward_mode.is_decode_or_idle():
         return
     # Requests in the midst of decoding, extended by one token in a prefill batch.
     decoding = {id(req) for req in batch.decoding_reqs or ()}
@@ -412,4 +426,7 @@ HOOKS = (
     Hook(FORWARD, forward, "AROUND"),
     Hook(GET_LOGITS, get_logits, "AROUND"),
     Hook(ONCE, once_per_request, "AFTER"),
+    Hook(EXTEND, take_over, "BEFORE"),
+    Hook(SAMPLE, sample, "AROUND"),
+    Hook(SAMPLED, compute_logprobs, "AFTER"),
 )

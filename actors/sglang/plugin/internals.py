@@ -22,6 +22,10 @@ _COLLECT = (
     _COMPONENTS
     + "batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info"
 )
+_SCHEDULE = _SRT + "managers.schedule_batch."
+EXTEND = _SCHEDULE + "ScheduleBatch.prepare_for_extend"
+SAMPLE = _SRT + "layers.sampler.Sampler.forward"
+SAMPLED = _SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
 
 # What the hooks call or are called with: the leading parameters of functions ...
 EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +35,9 @@ EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     BATCH + ".init_new": ("batch", "model_runner"),
     ONCE: ("self", "key"),
     _COLLECT: ("self", "i", "req", "logits_output"),
+    EXTEND: ("self",),
+    SAMPLE: ("self", "logits_output", "sampling_info", "return_logprob"),
+    SAMPLED: ("self", "logprobs"),
 }
 # ... and the fields of data.
 EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +60,7 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "input_logprob_indices_cpu",
     ),
     _LOGITS + "LogitsProcessorOutput": ("next_token_logits", "customized_info"),
-    _SRT + "managers.schedule_batch.ScheduleBatch": (
+    _SCHEDULE + "ScheduleBatch": (
         "reqs",
         "forward_mode",
         "return_logprob",
@@ -61,7 +68,9 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "prefix_lens",
         "extend_logprob_start_lens",
         "sampling_info",
+        "spec_algorithm",
     ),
+    _SCHEDULE + "ReqLogprob": ("top_logprobs_num", "token_ids_logprob"),
     _SRT + "sampling.sampling_params.SamplingParams": ("temperature", "custom_params"),
 }
 

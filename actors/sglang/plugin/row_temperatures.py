@@ -160,12 +160,12 @@ class ScaledRows:
         counts_G = torch.tensor([request.count for request in rows])
         temperatures_N = torch.tensor(temperatures_G, dtype=torch.float32)
         temperatures_N = temperatures_N.repeat_interleave(counts_G)
-        self._divisors_N1 = _to_device(temperatures_N[:, None], device)
-        self._sampled_G = _to_device(torch.tensor(self.sampled_rows_G), device)
+        self._divisors_N1 = to_device(temperatures_N[:, None], device)
+        self._sampled_G = to_device(torch.tensor(self.sampled_rows_G), device)
         self._undivided_GV = torch.empty(len(rows), vocab_size, device=device)
         self._unscaled_S = torch.empty(self.scored if unscaled else 0, device=device)
         self._listed = {
-            g: _ListedRows(_to_device(ids_SK.long(), device), others)
+            g: _ListedRows(to_device(ids_SK.long(), device), others)
             for g, (ids_SK, others) in (listed or {}).items()
         }
         self._states: dict[int, list[Tensor]] = {g: [] for g in states}
@@ -372,7 +372,7 @@ def _blocks(first: int, last: int, logits_NV: Tensor) -> Iterator[tuple[int, int
         yield row, min(row + step, last)
 
 
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Asynchronous copy to the device, from pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
