@@ -239,13 +239,15 @@ class AgentEndpoint:
                     f"the request is {len(question.observation_T)} tokens; fewer than "
                     f"{self._max_tokens} fit",
                 )
-        self._samples += asked.choices * len(questions)
-        if self._samples > self._max_turns:
+        wanted = asked.choices * len(questions)
+        if self._samples + wanted > self._max_turns:
             raise LimitReached(
                 StopReason.TURNS,
                 "turn_limit_exceeded",
-                f"the episode has had its {self._max_turns} turns (env.max_turns)",
+                f"the episode has had {self._samples} of its {self._max_turns} turns "
+                f"(env.max_turns), and this request is {wanted}",
             )
+        self._samples += wanted
         samples = await self._sampled(asked, questions)
         self.limit = None
         choices = [

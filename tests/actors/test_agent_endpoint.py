@@ -155,6 +155,9 @@ def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase) -> 
             await complete(endpoint, [{"role": "user", "content": "1" * 300}])
         assert caught.value.code == "context_length_exceeded"
         assert endpoint.limit is StopReason.LENGTH
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(endpoint, ASKED, n=2)  # more than are left, which are left all the same
+        assert caught.value.code == "turn_limit_exceeded"
         await complete(endpoint, ASKED)
         assert endpoint.limit is None
         with pytest.raises(openai.BadRequestError) as caught:
