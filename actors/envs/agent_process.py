@@ -289,7 +289,7 @@ class _KeptProcess:
             raise AgentFailed(f"returned more than {_LARGEST_OUTPUT >> 20} MiB") from None
         finally:
             writer.close()
-        if not answer:
+        if not answer.endswith(b"\n"):
             with suppress(subprocess.TimeoutExpired):  # else it has only closed its socket
                 await asyncio.to_thread(self.process.wait, 1.0)
             words = _last_line(self._complaints)

@@ -161,6 +161,19 @@ def test_a_function_without_a_result_fails_by_a_reason_that_says_why(
     assert words in str(caught.value)
 
 
+def test_a_function_s_process_that_dies_within_its_answer_gave_none(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """As when the kernel has no memory left while a long result is written."""
+    code = f"{ASKS_ONCE}\nimport stat\ndef solve(problem):\n    once(problem)\n"
+    code += "    answers = next(f for f in range(3, 99) if stat.S_ISSOCK(os.fstat(f).st_mode))\n"
+    code += "    os.write(answers, b'{\"result\": 1')\n    os._exit(9)\n"
+    (folder / "cut.py").write_text(code)
+    with pytest.raises(DataError) as caught:
+        rolled_out(dataset(tokenizer, "cut:solve"), Scripted(tokenizer, ["a"]))
+    assert "exit code 9" in str(caught.value)
+
+
 def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(
     tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
