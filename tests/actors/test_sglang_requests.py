@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.sglang.answers import read_experts
+from actors.sglang.answers import read_experts, read_sample
 from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH
+from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, LISTED_OUTPUT_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
@@ -44,6 +45,50 @@ def test_samples_of_one_prompt_are_one_request() -> None:
             "n": 3,
         },
     }
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_what_is_listed_is_asked_of_sglang_and_of_the_plugin(seeded: bool) -> None:
+    event = StopTokens(ids=(2, 9), one_event=True)
+    for request, stops, top, given in [
+        (replace(GENERATE, top_k=3), None, 3, None),
+        (replace(GENERATE, top_k=3), event, 4, [2, 9]),
+        (GENERATE, event, None, [2, 9]),
+    ]:
+        body = sampling_body(request, 8, stops=stops, seeded=seeded)
+        assert (body.get("top_logprobs_num"), body.get("token_ids_logprob")) == (top, given)
+        params = body["sampling_params"]
+        for each in params if seeded else [params]:
+            assert each["custom_params"] == {LISTED_OUTPUT_SWITCH: True}
+
+
+def listed_answer(texts: Any) -> dict[str, Any]:
+    """A sample of tokens 5, 9 that lists token 9 with each, and the two likeliest tokens."""
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-1.0, 5, None], [-3.0, 9, None]],
+        LISTED_OUTPUT_KEY: texts,
+    }
+    return {"output_ids": [5, 9], "meta_info": meta}
+
+
+def listed_text(*values: float | np.ndarray) -> str:
+    return base64.b64encode(b"".join(np.float32(v).tobytes() for v in values)).decode()
+
+
+def test_what_the_plugin_lists_is_read() -> None:
+    five, seven, nine = (np.array(i, "<i4").view("<f4") for i in (5, 7, 9))
+    texts = [
+        listed_text(-4.0, -0.5, -1.0, five, -1.5, seven),
+        listed_text(-0.25, -2.0, -0.25, nine, -3.0, five),
+    ]
+    read = read_sample(listed_answer(texts), (2, 9), 1, version=0)
+    assert read.top_ids_TK is not None and read.top_ids_TK.tolist() == [[2], [2]]
+    assert read.logprobs_T.tolist() == pytest.approx([-1.0, np.logaddexp(-0.25, -2.0)])
+    for wrong in (texts[:1], [*texts[:1], "AAAA"], [*texts[:1], "?"], [None, None]):
+        with pytest.raises(EngineError) as error:
+            read_sample(listed_answer(wrong), (2, 9), 1, version=0)
+        assert LISTED_OUTPUT_KEY in str(error.value)
 
 
 def test_experts_are_asked_for_from_the_first_that_is_not_known() -> None:
