@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cluster.collector import collector_off
 from cluster.handles.local_actor import LocalActor
@@ -110,9 +110,6 @@ def _passed_on(name: str, asynchronous: bool) -> Any:
     return awaited if asynchronous else called
 
 
-Made = TypeVar("Made")
-
-
 def early_on_all_gpus(
     places: Places, role: str, index: int, make: Callable[[], Any]
 ) -> Early | Any:
@@ -137,7 +134,7 @@ def _early(make: Callable[[], Any], *others: str) -> Early:
     return Early(partial(_on_all_of, others, make))
 
 
-def _on_all_of(others: Sequence[str], make: Callable[[], Made]) -> Made:
+def _on_all_of(others: Sequence[str], make: Callable[[], Any]) -> Any:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([_own_gpus(), *others])
     return make()
 

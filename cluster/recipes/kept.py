@@ -8,7 +8,6 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.run_files.replay_log import KeptSteps
 from distill.errors import ConfigError
 from distill.models.loading import load_config, vocab_size
-from distill.types import TrajectoryGroup
 
 
 def kept_steps(config: RolloutConfig) -> KeptSteps:
@@ -31,13 +30,8 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
             field="steps",
         )
     size = vocab_size(load_config(config.model.path))
-    for group in kept.groups(kept.steps[0]):
-        _check_group(group, config, size)
-    return kept
-
-
-def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> None:
-    for segment in (s for member in group.trajectories_G for s in member.segments):
+    first = kept.groups(kept.steps[0])
+    for segment in (segment for group in first for segment in group.segments()):
         if segment.temperature != config.sampling.temperature:
             raise ConfigError(
                 f"temperature={config.sampling.temperature:g}, and train_from={config.train_from} "
@@ -52,3 +46,4 @@ def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> No
                 "one of its family",
                 field="train_from",
             )
+    return kept

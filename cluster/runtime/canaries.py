@@ -94,6 +94,9 @@ class Canaries:
         actors: the run's, whose learner may be another after a recovery.
         found: called with a finding for each model that has drifted.
         trusted: called with the step up to which weights contain only proven groups.
+
+    Attributes:
+        step: of the weights that canaries were last asked about.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Canaries:
         self._proven = -1  # the newest step that `trusted` was called with
         self._bad: tuple[int, str] | None = None
         self._turn = 0
-        self._step = 0
+        self.step = 0
         self._learner_asked_at: int | None = None  # a step
 
     @property
@@ -239,7 +242,7 @@ class Canaries:
         Raises:
             ScoredWrongly: as `check`, for a model in the learner, which answers here.
         """
-        self._step = step
+        self.step = step
         if self._setup.every and step % self._setup.every == 0:
             self.ask_new_reward_models()  # those whose first canary failed
             numbers = self._written_down(w for w in self._serving() if w not in self._pending)
@@ -255,7 +258,7 @@ class Canaries:
         Raises:
             ScoredWrongly: as `check`.
         """
-        self._step = step
+        self.step = step
         self._ask_learner()
         self.check()
 
@@ -265,7 +268,7 @@ class Canaries:
         Raises:
             ScoredWrongly: as `check`.
         """
-        self._step = step
+        self.step = step
         self._ask_learner()
         try:
             self.join_reward_model()
@@ -316,9 +319,9 @@ class Canaries:
 
     def _ask_learner(self) -> None:
         """Check the learner's models, at most once per step, and wait; the learner is idle."""
-        if self._learner_asked_at == self._step:
+        if self._learner_asked_at == self.step:
             return
-        self._learner_asked_at = self._step
+        self._learner_asked_at = self.step
         numbers = self._written_down(w for w in self._numbers if w.member is None)
         if not numbers:
             return
@@ -369,7 +372,7 @@ class Canaries:
         """Compare an answer with the first one, and have the queue write the verdict down."""
         drift = watched.drift(answer)
         said = {
-            "step": self._step,
+            "step": self.step,
             "gap": drift.gap,
             "mean": drift.mean,
             "rode": rode,
@@ -390,14 +393,14 @@ class Canaries:
             contain = "no weights contain"
         contained = f"{contain} its scores since its last good canary"
         if first_bad is None and watched.member is None:
-            first_bad = self._step + 1  # the learner is restarted in any case
+            first_bad = self.step + 1  # the learner is restarted in any case
         if first_bad is not None and (self._bad is None or first_bad < self._bad[0]):
             self._bad = first_bad, f"{watched.who} has moved; {contained}"
         again = f"; {len(answer.again)} groups are repeated" if answer.again else ""
         self._found(
             Finding(
                 name="scorer_moved",
-                step=self._step,
+                step=self.step,
                 text=f"{watched.who} has moved from its first answers, {why}; {contained}{again}",
                 remedy=watched.remedy,
                 settings=("verify.every",),

@@ -105,7 +105,6 @@ class Fleet(LearnerAlone):
         self._handshake, self._found = handshake, found
         self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
-        self._step = 0
         self._committed: Any = None
         self.evaluator_calls = EvaluatorCalls(self.driver)
         self.queue: GroupQueue = cast.queue(trained)
@@ -306,7 +305,7 @@ class Fleet(LearnerAlone):
         self._check_set_aside(status)
         if status.unkept and self._groups_are_kept:
             self._groups_are_kept = False
-            self._found(groups_not_kept(status.unkept, self._step))
+            self._found(groups_not_kept(status.unkept, self.canaries.step))
         self._renew_leases(status)
         self._give_up_overdue(status)
         self.scaling.update(status)
@@ -398,7 +397,7 @@ class Fleet(LearnerAlone):
         for group_id, reason in set_aside.items():
             if (kind := kind_of(reason)) not in self._kinds_of_failures:
                 self._kinds_of_failures.add(kind)
-                self._found(groups_fail(group_id, reason, self._step))
+                self._found(groups_fail(group_id, reason, self.canaries.step))
 
     def let_go(self) -> None:
         """Terminate draining engines that have no requests in progress."""
@@ -439,7 +438,6 @@ class Fleet(LearnerAlone):
         self._say(f"the {self._learner_spec.title(0)} is back at step {step}")
 
     def ask_canaries(self, step: int) -> None:
-        self._step = step
         if step == self._config.steps:
             self.canaries.after_last(step)
         else:

@@ -78,8 +78,6 @@ class Scaling:
             )
             for name, roles in self._roles.items()
         ]
-        window_s = min(_WINDOW_S, up_after_s / 2)
-        self._elastic = any(pool.maximum > pool.minimum for pool in sizes)
         self._autoscaler = Autoscaler(
             [pool for pool in sizes if pool.maximum > pool.minimum],
             up_after_s=up_after_s,
@@ -88,7 +86,7 @@ class Scaling:
             memory_s=_MEMORY * max(up_after_s, down_after_s),
             settling_windows=steps_in_flight,
         )
-        self._window_s = window_s
+        self._window_s = min(_WINDOW_S, up_after_s / 2)
         self._began: float | None = None
         self._wait_began = 0.0
         self._waited_s = 0.0
@@ -133,8 +131,7 @@ class Scaling:
             environment=observation.environment,
             scoring=observation.scoring,
         )
-        if self._elastic:
-            self._act(observation)
+        self._act(observation)
 
     def _observe(
         self, before: QueueStatus, status: QueueStatus, seconds: float, waited_s: float

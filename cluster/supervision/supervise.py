@@ -210,13 +210,11 @@ class Supervisor:
 
     def got_on(self, role: str) -> float:
         """When an actor of the role, or an engine that one of them waits for, last got on."""
-        now = time.monotonic()
-        still_s = self.still_s()
         names = {member.name for member in self.members(role)}
         for member in self.members(role):
             if isinstance(member.said, WorkDone):
-                names |= member.said.waits_for & still_s.keys()
-        return now - min((still_s[name] for name in names), default=math.inf)
+                names |= member.said.waits_for
+        return max((m.moved for m in self._members if m.name in names), default=-math.inf)
 
     def waiting(self) -> list[Member]:
         """Members that could serve and have not been admitted."""
