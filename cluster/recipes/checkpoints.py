@@ -56,7 +56,7 @@ class Checkpoints:
     def after_step(self, step: int) -> None:
         """Between two steps: notes the checkpoint that is written, and begins the next if due."""
         self._collect(wait=False)
-        best = self._context.best.due or self._evaluations.wants_checkpoint
+        best = self._context.best.due or self._evaluations.wants_checkpoint(step)
         due = step % self._every == 0 or self._failures or best
         if step < self._steps and due:
             self._collect(wait=True)

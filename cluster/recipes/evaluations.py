@@ -93,7 +93,6 @@ class Evaluations(NoEvaluations):
         self._beside = fleet.driver.background.beside
         self._running: asyncio.Task[Evaluation] | None = None  # during steps
         self._pinned: Mapping[str, Any] = {}  # its engines
-        self._began_now = False
         self._learner_lost = False
 
     # before and after all steps
@@ -149,7 +148,6 @@ class Evaluations(NoEvaluations):
 
     def after_step(self, step: int) -> dict[str, float]:
         """Evaluates the weights of a step if that is due; returns metrics for the step's line."""
-        self._began_now = False
         if not self._config.eval.engines:
             return self._evaluate(f"step {step}", step) if self._schedule.due(step) else {}
         self.collect()
@@ -163,10 +161,8 @@ class Evaluations(NoEvaluations):
 
     # during steps
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """True if the weights of the current step are being evaluated, and may be the best."""
-        return self._began_now and self._config.checkpoint.keep_best is not None
+    def wants_checkpoint(self, step: int) -> bool:
+        return self._schedule.running == step and self._config.checkpoint.keep_best is not None
 
     def _begin(self, step: int) -> None:
         """Begin an evaluation of the current weights, if an evaluation engine is up."""
@@ -188,7 +184,6 @@ class Evaluations(NoEvaluations):
             )
         )
         self._schedule.began(step)
-        self._began_now = True
         self._context.directory.append_event(
             "evaluation begins", step=step, version=pinned.version, engines=list(pinned.engines)
         )

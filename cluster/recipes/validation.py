@@ -11,8 +11,6 @@ from cluster.runtime.learner_alone import LearnerAlone
 class NoEvaluations:
     """Evaluations of a run that has none. `cluster.run` calls these methods of every kind."""
 
-    wants_checkpoint = False
-
     def before_steps(self) -> None:
         """Evaluate the weights before the first step, or recall what an earlier attempt found."""
 
@@ -22,6 +20,10 @@ class NoEvaluations:
     def after_step(self, step: int) -> dict[str, float]:
         """Evaluate the weights of a step if that is due; returns metrics for the step's line."""
         return {}
+
+    def wants_checkpoint(self, step: int) -> bool:
+        """True if the weights of `step` are evaluated beside training, and may be the best."""
+        return False
 
     def finish(self) -> None:
         """Wait for the evaluation that runs beside training, after the last step."""
