@@ -65,8 +65,8 @@ def run(config: CommonConfig, console: Console) -> None:
     with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
         if is_over(plan, console):
             return
-        with begun(plan, console) as context, placed(context) as (device, places):
-            Run(context, *plan.parts(context, device, places)).to_the_end()
+        with begun(plan, console) as context, placed(context) as places:
+            Run(context, *plan.parts(context, places)).to_the_end()
 
 
 def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan]:

@@ -76,7 +76,6 @@ def kept_learners(
     inputs: RolloutInputs,
     groups: KeptSteps,
     directory: RunDirectory,
-    device: str,
     placement: Places,
     resume_from: Checkpoint | None,
     attempt: int,
@@ -84,7 +83,7 @@ def kept_learners(
     """Create the learner's workers of a run on groups that another run has kept."""
     return policy_learners(
         config,
-        config.policy_learner(device, resume_from, inputs.stops),
+        config.policy_learner(config.cluster.device, resume_from, inputs.stops),
         inputs,
         directory,
         placement,
@@ -132,14 +131,13 @@ def supervised_learners(
     config: SupervisedConfig,
     inputs: SupervisedInputs,
     directory: RunDirectory,
-    device: str,
     placement: Places,
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner_config(device, resume_from=resume_from, stops=inputs.stops),
+        config.learner_config(config.cluster.device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )

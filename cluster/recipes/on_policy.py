@@ -94,9 +94,10 @@ def _planned(
 
 
 def _parts(
-    config: RolloutConfig, inputs: RolloutInputs, context: RunContext, device: str, places: Places
+    config: RolloutConfig, inputs: RolloutInputs, context: RunContext, places: Places
 ) -> tuple[Fleet, Evaluations]:
     directory, say, resume_from = context.directory, context.progress.note, context.resume_from
+    device = config.cluster.device
     if config.only_keeps:
         context.progress.hidden.add("staleness/max")  # nothing is ever stale
     if not inputs.judged:
@@ -134,7 +135,6 @@ def _parts_on_kept(
     inputs: RolloutInputs,
     kept: KeptSteps,
     context: RunContext,
-    device: str,
     places: Places,
 ) -> tuple[LearnerAlone, NoEvaluations]:
     """A learner on kept steps, in their order; nothing is sampled, pushed or evaluated."""
@@ -142,7 +142,7 @@ def _parts_on_kept(
         context.progress.note(
             "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
         )
-    make = partial(kept_learners, config, inputs, kept, context.directory, device, places)
+    make = partial(kept_learners, config, inputs, kept, context.directory, places)
     learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
     return learner, NoEvaluations()
 

@@ -149,8 +149,8 @@ def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
 
 
 @contextmanager
-def placed(context: RunContext) -> Iterator[tuple[str, Places]]:
-    """Reserve places for every actor of the run; yields the device and the places.
+def placed(context: RunContext) -> Iterator[Places]:
+    """Reserve places for every actor of the run.
 
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
@@ -160,7 +160,7 @@ def placed(context: RunContext) -> Iterator[tuple[str, Places]]:
     if config.cluster.local:
         models = {path for paths in model_paths(config).values() for path in paths.values()}
         fetch_missing(models, context.progress.note)
-        yield device, LocalPlaces()
+        yield LocalPlaces()
         return
     from cluster.placement.on_ray import placed_on_ray
 
@@ -171,5 +171,5 @@ def placed(context: RunContext) -> Iterator[tuple[str, Places]]:
         resumes=context.resume_from is not None,
         say=context.progress.note,
         poll=context.signals.check,
-    ) as placement:
-        yield device, placement
+    ) as places:
+        yield places

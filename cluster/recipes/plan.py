@@ -38,8 +38,7 @@ class RunPlan:
         longest_row: tokens of the longest row, or of the rows of a pair, that a step may train.
         fork: start of a run that has no checkpoint of its own yet.
         untrained: data state (`delivery`) of a checkpoint before the first step.
-        parts: makes the run's actors, which are not started yet, and its evaluations, given the
-            device and the places of the actors on the cluster.
+        parts: makes the run's actors, which are not started yet, and its evaluations.
     """
 
     config: CommonConfig
@@ -49,7 +48,7 @@ class RunPlan:
     resume_from: Checkpoint | None
     fork: Fork | None
     untrained: Mapping[str, Any]
-    parts: Callable[[RunContext, str, Places], tuple[LearnerAlone, NoEvaluations]]
+    parts: Callable[[RunContext, Places], tuple[LearnerAlone, NoEvaluations]]
 
 
 def is_over(plan: RunPlan, console: Console) -> bool:

@@ -106,13 +106,9 @@ def _checked(config: SupervisedConfig) -> _Checked:
 
 
 def _parts(
-    config: SupervisedConfig,
-    inputs: SupervisedInputs,
-    context: RunContext,
-    device: str,
-    places: Places,
+    config: SupervisedConfig, inputs: SupervisedInputs, context: RunContext, places: Places
 ) -> tuple[LearnerAlone, NoEvaluations]:
-    make = partial(supervised_learners, config, inputs, context.directory, device, places)
+    make = partial(supervised_learners, config, inputs, context.directory, places)
     learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
     if not config.eval.runs:
         return learner, NoEvaluations()
