@@ -96,11 +96,13 @@ class ActorFollowers:
         left: the leader may wait in a collective for that follower, which never joins it.
 
         It is called with each heartbeat, and raises an error that two in a row find: a leader that
-        does not wait for that follower reports the error itself meanwhile. A follower's death is
-        left to the follower's own heartbeat.
+        does not wait for that follower reports the error itself meanwhile. The lane `ahead` has no
+        collectives, and its errors end nothing. A follower's death is left to the follower's own
+        heartbeat.
         """
         failed = {}
-        for call in calls.ended(chain(*list(self._begun.values()))):
+        begun = [some for lane, some in list(self._begun.items()) if lane != "ahead"]
+        for call in calls.ended(chain(*begun)):
             try:
                 calls.get(call)
             except errors.RayError as error:

@@ -93,6 +93,16 @@ def test_two_heartbeats_in_a_row_report_a_follower_that_failed_while_the_leader_
     end(made)
 
 
+def test_a_prefetch_that_failed_holds_up_no_leader() -> None:
+    made = followers()
+    with made("fail", ["", "raises"], "ahead") as answers:
+        with pytest.raises(CheckpointError):
+            answers()
+        made.check()
+        made.check()
+    end(made)
+
+
 def test_a_dead_follower_is_left_to_its_own_heartbeat() -> None:
     made = followers()
     with made("fail", ["dies", ""], "main") as answers:
