@@ -57,10 +57,11 @@ def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
     """Wait while another job holds the directory. The run's own lock comes later.
 
     Raises:
-        ConfigError: the other job holds it for too long.
+        ConfigError: the other job holds it for too long, or the directory cannot be written.
     """
     lock = path / ".lock"
     if lock.exists():
+        check_permissions(path)
         with RunLock.acquire(lock, say, OTHER_JOB_S):
             pass
 

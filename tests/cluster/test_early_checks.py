@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +299,30 @@ def test_a_busy_directory_is_waited_for_before_anything_else(tmp_path: Path) -> 
     held = RunLock.acquire(tmp_path / ".lock", say, 0.0)
     wait_for_other_job(tmp_path, say)
     assert len(said) == 1 and str(tmp_path) in said[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_a_run_on_a_disk_that_is_only_read_is_refused_by_out(tmp_path: Path) -> None:
+    for name in (".lock", "config.json"):
+        (tmp_path / name).write_text("{}")
+    mount = ["unshare", "--mount", "sh", "-c", 'mount --bind $0 $0 && mount -o remount,ro,bind $0'
+        ' && exec "$@"', str(tmp_path), sys.executable, "-c", WAITS, str(tmp_path)]  # fmt: skip
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip(done.stderr)
+    assert done.stdout == "out\n", done.stderr
+
+
+WAITS = """
+import sys
+from pathlib import Path
+from cluster.run_files.out_directory import wait_for_other_job
+from distill.errors import ConfigError
+try:
+    wait_for_other_job(Path(sys.argv[1]), print)
+except ConfigError as refused:
+    print(refused.field)
+"""
 
 
 def test_a_file_as_out_is_refused(run: Path) -> None:
