@@ -6,6 +6,7 @@ memory for the next append; the run goes on.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -56,7 +57,7 @@ class LineFile:
             self._complain(error)
             return
         if self._waiting:
-            self._complain("it took a part")
+            self._complain(f"it took a part: {os.strerror(errno.ENOSPC)}")
         else:
             self._complained = False
 
@@ -69,7 +70,8 @@ class LineFile:
             self._complain(error)
 
     def close(self) -> None:
-        """The next append opens the file again."""
+        """Writes what waits; the next append opens the file again."""
+        self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

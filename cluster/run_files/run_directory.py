@@ -252,6 +252,8 @@ class RunDirectory:
             try:
                 yield
             finally:
+                for file in (self._metrics, self._events, self._evaluations):
+                    file.close()  # with the lines that waited for space on the disk
                 if made and [path.name for path in self.path.iterdir()] == [".lock"]:
                     lock.remove()
                     with suppress(OSError):  # a parent in which others have made something
@@ -303,7 +305,6 @@ class RunDirectory:
     def _keep_metrics(self, step: int) -> None:
         """Drops lines of metrics and evaluations of later steps."""
         for file in (self._metrics, self._evaluations):
-            file.flush()
             file.close()
             lines = file.path.read_text().splitlines() if file.path.exists() else []
             kept = [line for line in lines if step_of(line) <= step]
@@ -321,6 +322,7 @@ class RunDirectory:
 
     def read_events(self, event: str) -> list[dict[str, Any]]:
         """Lines of events.jsonl of one kind, of every start of the run."""
+        self._events.flush()
         return [
             line for line in read_lines(self._events.path, {"t", "event"}) if line["event"] == event
         ]
@@ -334,6 +336,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Lines of metrics.jsonl, of steps and of evaluations between them."""
+        self._metrics.flush()
         return read_lines(self._metrics.path, {"step"})
 
     def read_steps(self) -> list[dict[str, float]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import tempfile
 import threading
@@ -490,6 +491,33 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(
         directory.write_json(name, {})
     assert name in str(refused.value) and "\n" not in str(refused.value)
     assert not list(directory.path.glob(".*.partial"))
+
+
+def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: NewOpd) -> None:
+    directory = RunDirectory("opd", opd())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with directory.locked():
+        directory.start(None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # of any file: as on a full disk
+        try:
+            for step in range(1, 9):
+                directory.append_metrics({"step": step, "time/step": 0.1})
+                directory.append_event("passed", step=step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert len(directory.path.joinpath("metrics.jsonl").read_text().splitlines()) < 8
+    for name in ("metrics.jsonl", "events.jsonl"):
+        lines = directory.path.joinpath(name).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+
+
+def test_metrics_are_read_with_the_lines_that_wait(opd: NewOpd) -> None:
+    directory = started(opd())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    directory.append_metrics({"step": 1, "time/step": 0.1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line["step"] for line in directory.read_steps()] == [1]
 
 
 def test_finished_means_finished(opd: NewOpd) -> None:
