@@ -280,10 +280,11 @@ class _SandboxedProgram:
         stdin.close()
 
     async def _collect(self, name: Literal["stdout", "stderr"]) -> None:
-        output, room = self._outputs[name], self._limits.output_bytes
+        output = self._outputs[name]
         while chunk := await self._stream(name).read(_CHUNK):
-            output += chunk[: room - len(output)]
-            if len(output) == room and self._ended is None:
+            room = self._limits.output_bytes - len(output)
+            output += chunk[:room]
+            if len(chunk) > room and self._ended is None:
                 self._ended = "output"
                 self._signal()
 
