@@ -14,9 +14,9 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars
 
-from distill.errors import CheckpointError
+from distill.errors import CheckpointError, first_line
 from distill.gpu import gib
-from distill.models.loading import first_line, weight_files
+from distill.models.loading import weight_files
 
 # Files that engines and learners read; those of other frameworks stay on the hub.
 _READ = {".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken"}

@@ -70,6 +70,11 @@ _NOT_USERS = (
 _KIND = re.compile(r"\b(?!times:)(\w+): .*?(\([^()]+:\d+\))", re.DOTALL)
 
 
+def first_line(error: BaseException) -> str:
+    """First line of the error's message, or the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def described(error: BaseException) -> str:
     """An error and the user's line that raised it: `KeyError: 'answer' (my_env.py:14)`.
 

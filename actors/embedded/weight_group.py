@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from distill.engine import CollectiveBroadcast, GroupMember
-from distill.errors import EngineError
+from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 from distill.weight_group import NOT_RECEIVED, announce, join_group, learner_store, leave_group
@@ -51,7 +51,7 @@ class WeightReceiver:
                 return self._received(group, weights)
             except (EngineError, RuntimeError) as error:  # RuntimeError: torch's, of several kinds
                 self._leave()
-                why = (str(error).splitlines() or [""])[0].removeprefix(f"{NOT_RECEIVED}: ")
+                why = first_line(error).removeprefix(f"{NOT_RECEIVED}: ")
                 raise EngineError(
                     f"{NOT_RECEIVED}: {why}; the engine goes on with the weights it had"
                 ) from error

@@ -15,9 +15,8 @@ from ray.exceptions import RayError
 
 from actors.hub import download, download_remedy, missing_bytes, on_hub
 from cluster.placement.shared_storage import ask_nodes, ip_of, on_node
-from distill.errors import CheckpointError
+from distill.errors import CheckpointError, first_line
 from distill.gpu import gib
-from distill.models.loading import first_line
 from distill.pace import downloading_s
 
 # Longest that nodes take to look into their caches, and to ask the hub for sizes.

@@ -26,7 +26,7 @@ from cluster.run_files.prometheus import RayExporter
 from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
 from distill.chat.token_text import decode
-from distill.errors import DataError
+from distill.errors import DataError, first_line
 from distill.libraries import require_library
 
 if TYPE_CHECKING:
@@ -188,8 +188,7 @@ class _Threaded:
 
     def _fail(self, error: BaseException) -> None:
         # Errors of a tracker's network, disk or library (which may even exit) must not end the run.
-        first = (str(error).splitlines() or [""])[0]
-        self._leave_out(f"failed ({type(error).__name__}: {first})")
+        self._leave_out(f"failed ({type(error).__name__}: {first_line(error)})")
 
     def _leave_out(self, why: str) -> None:
         if not self._left_out.is_set():

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import CheckpointError
+from distill.errors import CheckpointError, first_line
 from distill.models.checkpoint_names import Conversion, follow_checkpoint
 from distill.models.loading import (
     MAKING,
-    first_line,
     opened,
     require_complete,
     tensor_layouts,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from distill.errors import first_line
 from distill.models.attention import AttentionRule
 from distill.models.decoder_sizes import HeadSizes
 from distill.models.packed_attention import PackedJointPass
@@ -209,8 +210,8 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compiler errors have many types
-        first = (str(error).splitlines() or [""])[0]
-        logger.warning("packed rows attend padded, without flex attention: %s", first)
+        why = first_line(error)
+        logger.warning("packed rows attend padded, without flex attention: %s", why)
         return False
     if gap > _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES):
         logger.warning("packed rows attend padded: flex attention is off by %.2g", gap)

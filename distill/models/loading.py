@@ -26,7 +26,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, first_line
 from distill.main_memory import require_main_memory
 from distill.model_paths import check_model_path, directory_meant, run_remedy
 from distill.weights.model_weights import TensorLayout
@@ -437,7 +437,3 @@ def resolve_device(device: str) -> str:
                 f"device={device} is unknown; use auto, cpu or cuda", field="device"
             ) from None
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,8 +22,8 @@ from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from distill.errors import CheckpointError
-from distill.models.loading import first_line, load_config, processor_files
+from distill.errors import CheckpointError, first_line
+from distill.models.loading import load_config, processor_files
 
 _GENERATION = "generation_config.json"
 

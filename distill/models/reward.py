@@ -19,11 +19,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, first_line
 from distill.models.loading import (
     MAKING,
     exact_attention,
-    first_line,
     load_config,
     require_complete,
 )

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import CheckpointError
-from distill.models.loading import MAKING, first_line, load_config, vocab_size
+from distill.errors import CheckpointError, first_line
+from distill.models.loading import MAKING, load_config, vocab_size
 from distill.models.model_files import ModelFiles, generation_settings
 from distill.tokenizer import load_tokenizer
 

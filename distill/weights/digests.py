@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from distill.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
@@ -154,8 +156,8 @@ def _kernel_serves(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers have many
-        first = (str(error).splitlines() or [""])[0]
-        logger.warning("digests of weights by torch, %s: %s", type(error).__name__, first)
+        name = type(error).__name__
+        logger.warning("digests of weights by torch, %s: %s", name, first_line(error))
         return False
     if found != int(sum_by_torch(data)):
         logger.warning("digests of weights by torch: the kernel's are others")
