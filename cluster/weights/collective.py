@@ -31,7 +31,6 @@ publisher.py).
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,9 +44,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
 
 from cluster.handles.node import node_address
-from cluster.weights.transport import Transport, collect
+from cluster.weights.transport import Sending, Transport, collect
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast, GroupMember
-from distill.errors import EngineError
+from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
 from distill.weights.model_weights import (
@@ -89,7 +88,6 @@ class CollectiveTransport(Transport):
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes
         self._group: _CollectiveGroup | None = None
-        self._sending: _Sending | None = None
 
     def describe(self) -> str:
         return f"{self._backend} group from {self._address}"
@@ -102,42 +100,20 @@ class CollectiveTransport(Transport):
         """
         self._group = group = self._group or self._form()
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
-        self._sending = _Sending(group, weights, buckets, version)
+        self._sending = _Broadcasting(group, weights, buckets, version)
         pending = {
             name: engine.load_weights.remote(
                 CollectiveBroadcast(member=group.members[name], buckets=buckets), version
             )
             for name, engine in self.engines.items()
         }
-        self._sending.thread.start()
+        self._sending.start()
         return pending
 
-    def problem(self) -> str | None:
-        """Reason why the broadcast failed on this side, if it did."""
-        return None if self._sending is None else self._sending.problem
-
-    @property
-    def sent(self) -> int:
-        """Buckets of this push that every engine has received."""
-        return 0 if self._sending is None else self._sending.sent
-
-    def finish(self) -> None:
-        """Call when every engine has acknowledged."""
-        assert self._sending is not None
-        self._sending.thread.join(self._timeout_s)
-        if problem := self._sending.problem:
-            self.abort()
-            raise EngineError(problem)
-
-    def give_up(self) -> None:
-        """Engines that wait for this side's word get it; a broadcast under way is broken off."""
-        if self._sending is not None:
-            self._sending.give_up()
-
     def abort(self) -> None:
-        """Aborts the push. The next one forms a new group."""
-        self.give_up()
-        self._group = self._sending = None
+        """End a push that failed. The next one forms a new group."""
+        super().abort()
+        self._group = None
 
     def _form(self) -> _CollectiveGroup:
         asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
@@ -194,8 +170,8 @@ class _CollectiveGroup:
             _abort_process_group(group)
 
 
-class _Sending:
-    """One push on its way: waits for the engines to be ready, then broadcasts."""
+class _Broadcasting(Sending):
+    """One push: waits for the engines to be ready, then broadcasts."""
 
     def __init__(
         self,
@@ -204,17 +180,13 @@ class _Sending:
         buckets: Sequence[Sequence[TensorLayout]],
         version: int,
     ) -> None:
+        super().__init__(group.own.timeout_s)
         self._group, self._weights = group, weights
         self._buckets, self._version = buckets, version
-        self._abandon = threading.Event()
-        self.problem: str | None = None
-        self.sent = 0  # buckets
-        # A daemon: a learner that gave up ends although a peer keeps this thread waiting.
-        self.thread = threading.Thread(target=self._run, name="weight-broadcast", daemon=True)
 
     def give_up(self) -> None:
-        """Has engines that wait for this side's word go on, and ends a broadcast under way."""
-        self._abandon.set()
+        """Tell engines that wait for this side's word, and break off a broadcast under way."""
+        super().give_up()
         self._group.break_off()
 
     def _run(self) -> None:
@@ -229,15 +201,15 @@ class _Sending:
                 return
             self.problem = "the push was given up before anything was sent"
         except Exception as error:  # torch raises its own, of several kinds
-            first = (str(error).splitlines() or [""])[0]
-            self.problem = f"the learner's broadcast of version {self._version} failed: {first}"
+            what = f"the learner's broadcast of version {self._version}"
+            self.problem = f"{what} failed: {first_line(error)}"
             if not sends:
                 self._group.say(GIVES_UP, self._version)
         self._group.leave()
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
-            if self._abandon.is_set():
+            if self._given_up.is_set():
                 raise EngineError("an engine failed meanwhile")
             torch.distributed.broadcast(flat, src=0, group=group)
             if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
@@ -252,15 +224,14 @@ class _Sending:
 
     def _all_ready(self) -> bool:
         """Waits for every engine's word; False if the push is given up meanwhile."""
-        deadline = time.monotonic() + self._group.own.timeout_s
+        deadline = time.monotonic() + self._timeout_s
         while not self._group.all_are_ready(self._version):
-            if self._abandon.is_set():
+            if self._given_up.is_set():
                 return False
             if time.monotonic() > deadline:
-                waited_s = self._group.own.timeout_s
-                raise EngineError(f"not every engine was ready within {waited_s:.0f} s")
+                raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
-        return not self._abandon.is_set()
+        return not self._given_up.is_set()
 
 
 def own_address(everyone_is_here: bool) -> str:

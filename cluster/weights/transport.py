@@ -5,6 +5,7 @@ The order of a push is the publisher's (cluster/weights/publisher.py).
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -82,13 +83,45 @@ class PushSettings:
         return self.prove_every > 0 and version % self.prove_every == 0
 
 
+class Sending(ABC):
+    """The learner's part, in a thread, of a push that engines receive while it is sent.
+
+    Attributes:
+        sent: number of buckets that every engine has received.
+        problem: reason why this side failed, if it did.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s` is the longest wait of `join`."""
+        self.sent = 0
+        self.problem: str | None = None
+        self._timeout_s = timeout_s
+        self._given_up = threading.Event()
+        # A daemon: a learner that gave up ends although an engine keeps this thread waiting.
+        self._thread = threading.Thread(target=self._run, name="weight-sending", daemon=True)
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Send all buckets, unless `_given_up` is set meanwhile; set `problem` if that fails."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Send nothing more, and keep no engine waiting."""
+        self._given_up.set()
+
+    def join(self) -> None:
+        self._thread.join(self._timeout_s)
+
+
 class Transport(ABC):
     """The learner's end of one way to some engines: Ray handles, by the name to call them.
 
     `linked` engines receive together: one that fails keeps the others waiting.
 
     With `copies`, `start` leaves a copy of the weights, which lasts until the next one: engines
-    load from that, whatever has become of the weights.
+    load from that, whatever has become of the weights. Other transports begin a `Sending`.
     """
 
     linked: ClassVar[bool] = False
@@ -97,6 +130,7 @@ class Transport(ABC):
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
         self._source: Any = None
+        self._sending: Sending | None = None
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -107,21 +141,34 @@ class Transport(ABC):
 
     def problem(self) -> str | None:
         """Failure on this side meanwhile, if any."""
-        return None
+        return None if self._sending is None else self._sending.problem
 
     @property
     def sent(self) -> int:
         """Counter that increases while this side sends; 0 where engines fetch by themselves."""
-        return 0
+        return 0 if self._sending is None else self._sending.sent
 
-    def give_up(self) -> None:  # noqa: B027 - most have nothing under way
+    def give_up(self) -> None:
         """Release linked engines of which one has failed."""
+        if self._sending is not None:
+            self._sending.give_up()
 
-    def finish(self) -> None:  # noqa: B027 - most have nothing to finish
-        """End a push that every engine has acknowledged."""
+    def finish(self) -> None:
+        """End a push that every engine has acknowledged.
 
-    def abort(self) -> None:  # noqa: B027 - nor to undo
+        Raises:
+            EngineError: this side failed.
+        """
+        if self._sending is not None:
+            self._sending.join()
+        if problem := self.problem():
+            self.abort()
+            raise EngineError(problem)
+
+    def abort(self) -> None:
         """End a push that failed."""
+        self.give_up()
+        self._sending = None
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
         """Have every engine load the weights from a source that each can read."""

@@ -6,6 +6,7 @@ would open it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import pickle
@@ -84,8 +85,8 @@ def owned() -> Iterator[Callable[..., dict[str, Any]]]:
     """make(*servers): their owners by name."""
     made: list[Any] = []
 
-    def make(*servers: WeightsServer) -> dict[str, Any]:
-        owners = [LocalActor(Owner, server) for server in servers]
+    def make(*servers: WeightsServer, kind: type[Owner] = Owner) -> dict[str, Any]:
+        owners = [LocalActor(kind, server) for server in servers]
         made.extend(owners)
         for owner in owners:
             calls.get(owner.open.remote())
@@ -96,9 +97,13 @@ def owned() -> Iterator[Callable[..., dict[str, Any]]]:
         calls.kill(owner)
 
 
-def lent_to(engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = (HERE,)) -> IpcTransport:
+def lent_to(
+    engines: Mapping[str, Any],
+    lenders: Sequence[LenderPlace] = (HERE,),
+    timeout_s: float = TIMEOUT_S,
+) -> IpcTransport:
     places = {name: Place(node="n", host="here", nccl={}) for name in engines}
-    return IpcTransport(engines, places, lenders, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+    return IpcTransport(engines, places, lenders, timeout_s=timeout_s, bucket_bytes=BUCKET_BYTES)
 
 
 def push(transport: IpcTransport, weights: Any, version: int) -> Answers:
@@ -216,6 +221,24 @@ def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(
     for server in (bad, good):
         expect(server, 3.0, "3")
     assert calls.get(engines["e0"].torn.remote()) is None
+
+
+class Silent(Owner):
+    """Does not come back from bucket 20."""
+
+    async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
+        if number == 20:
+            await asyncio.Event().wait()
+        await super().load_bucket(push, number, handles)
+
+
+def test_an_engine_that_does_not_answer_is_left_behind(owned) -> None:
+    silent, good = WeightsServer(model(0.0)), WeightsServer(model(0.0))
+    engines = owned(good) | {"silent": owned(silent, kind=Silent)["e0"]}
+    answers = push(lent_to(engines, timeout_s=10.0), LendableWeights(model(1.0)), 1)
+    assert answers.values.keys() == {"e0"} and answers.problem is None
+    assert "bucket 20 was not loaded in time" in answers.failures["silent"]
+    expect(good, 1.0, "1")
 
 
 class Broken(LendableWeights):
