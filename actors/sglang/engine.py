@@ -427,11 +427,11 @@ class SglangEngine:
             EngineError: the bucket was not loaded.
         """
         await self._ready()
-        await self._session().load_bucket(push, number, handles)
+        await self._session().lendings.give(push, number, handles)
 
     async def end_push(self, push: str, why: str) -> None:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
-        self._session().end_push(push, why)
+        self._session().lendings.end(why, push)
 
     async def weight_ranks(self) -> int:
         """Number of ranks that receive weights: the server's tensor parallelism."""

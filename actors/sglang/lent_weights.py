@@ -117,6 +117,14 @@ class Lendings:
             self._buckets = LentBuckets(push)
         return self._buckets
 
+    async def give(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
+        """Provide a bucket of a push, and return when it is loaded, and nobody reads it any more.
+
+        Raises:
+            EngineError: the bucket was not loaded.
+        """
+        await self.of(push).give(number, handles)
+
     def end(self, why: str, push: str | None = None) -> None:
         """Closes the push that is under way, if it is this one (None: whichever)."""
         if self._buckets is not None and push in (None, self._buckets.push):

@@ -33,7 +33,6 @@ from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
 from distill.pace import loading_s
 from distill.weight_group import NOT_RECEIVED
-from distill.weights.lending import LentBucket
 from distill.weights.shared_memory import SharedTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -85,6 +84,7 @@ class WeightLoads:
     """Sequential weight loads into one server.
 
     Attributes:
+        lendings: the pushes of buckets that the learner lends.
         torn: reason why the server's weights are not those of a single version; None if they are.
     """
 
@@ -108,35 +108,23 @@ class WeightLoads:
         self._order, self._facts, self._shapes = order, facts, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
         self._group = ServerGroup(order)
-        self._lendings = Lendings()
+        self.lendings = Lendings()
         self.torn: str | None = None
 
     @contextmanager
     def under_way(self, weights: ModelSource) -> Iterator[None]:
         """Context manager for a load, entered when it is requested: ends other lent pushes."""
         if not isinstance(weights, LentWeights):
-            self._lendings.end("other weights have come")
+            self.lendings.end("other weights have come")
             yield
             return
-        self._lendings.of(weights.push)
+        self.lendings.of(weights.push)
         try:
             yield
         except BaseException as error:
-            self._lendings.end(str(error), weights.push)
+            self.lendings.end(str(error), weights.push)
             raise
-        self._lendings.end("all of it is loaded", weights.push)
-
-    async def give(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """Provide a bucket of a push, and return when it is loaded.
-
-        Raises:
-            EngineError: the bucket was not loaded.
-        """
-        await self._lendings.of(push).give(number, handles)
-
-    def end(self, push: str, why: str) -> None:
-        """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
-        self._lendings.end(why, push)
+        self.lendings.end("all of it is loaded", weights.push)
 
     async def prepare(self, weights: ModelSource) -> None:
         """Prepare the weights for `write`: check them, and join their group if they have one.
@@ -207,7 +195,7 @@ class WeightLoads:
                 await self._from_tensor(payloads, LOADER, facts, version, last=last)
 
     async def _from_lender(self, weights: LentWeights, version: int) -> None:
-        buckets = self._lendings.of(weights.push)
+        buckets = self.lendings.of(weights.push)
         async with self._session(version) as (facts, written):
             for i in range(number := len(weights.buckets)):
                 with ExitStack() as opened:

@@ -54,7 +54,6 @@ from distill.engine import ModelSource, Sample, WeightSource
 from distill.errors import DataError, EngineError, EngineLost
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
-from distill.weights.lending import LentBucket
 from distill.weights.model_weights import BUCKET_BYTES
 
 # SGLang's words for what becomes of samples under way.
@@ -110,6 +109,7 @@ class WeightSession:
             bucket_bytes=bucket_bytes,
             flushes=on_weight_update != "in_place",
         )
+        self.lendings = self._loads.lendings
         self._adapters = Adapters(self._order, self._facts)
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
@@ -239,18 +239,6 @@ class WeightSession:
                     return await self._paused(weights, version)
                 finally:
                     self._open.set()
-
-    async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """A bucket of the push that is loading; returns when nobody reads it any more.
-
-        Raises:
-            EngineError: it was not loaded.
-        """
-        await self._loads.give(push, number, handles)
-
-    def end_push(self, push: str, why: str) -> None:
-        """Tells the load of this push, if it waits for a bucket, that none will come."""
-        self._loads.end(push, why)
 
     async def sleep(self, *, whole: bool = False) -> None:
         """Has the server release its GPU memory; requests wait until it is awake again.

@@ -68,10 +68,10 @@ class Owner:
         return await self.session.load(weights, version)
 
     async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        await self.session.load_bucket(push, number, handles)
+        await self.session.lendings.give(push, number, handles)
 
     async def end_push(self, push: str, why: str) -> None:
-        self.session.end_push(push, why)
+        self.session.lendings.end(why, push)
 
     async def torn(self) -> str | None:
         return self.session.torn
