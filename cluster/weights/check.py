@@ -172,11 +172,14 @@ class PushCheck:
         return found
 
     def _is_probed(self, version: int) -> bool:
-        return self._settings.is_probed(version) and bool(self._engines)
+        return self._is_due(self._settings.probe_every, version)
 
     def _is_proven(self, version: int) -> bool:
-        due = self._settings.is_proven(version) and bool(self._engines)
+        due = self._is_due(self._settings.prove_every, version)
         return due and self._settings.choice != "adapter"
+
+    def _is_due(self, every: int, version: int) -> bool:
+        return every > 0 and version % every == 0 and bool(self._engines)
 
     def _is_adapted(self, version: int, logprobs_N: FloatArray) -> bool | None:
         """True if an engine without the adapter would be found; None if none is pushed."""

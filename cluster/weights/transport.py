@@ -76,12 +76,6 @@ class PushSettings:
             gpus=None,
         )
 
-    def is_probed(self, version: int) -> bool:
-        return self.probe_every > 0 and version % self.probe_every == 0
-
-    def is_proven(self, version: int) -> bool:
-        return self.prove_every > 0 and version % self.prove_every == 0
-
 
 class Sending(ABC):
     """The learner's part, in a thread, of a push that engines receive while it is sent.
