@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 from cluster.handles import calls
 from cluster.handles.failures import dead_among
-from cluster.weights.check import Expected, Logprobs, PushCheck
+from cluster.weights.check import Logprobs, PushCheck
 from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
 from distill.errors import EngineError, NonFiniteError
@@ -218,6 +218,7 @@ class Publisher:
             attempt = self._begin(weights, version)
             if self._goes_on is None or not (attempt.has_copies and self._check.is_ready(version)):
                 self._found = self._finish(attempt, trained, started, weights)
+                self._check.ask(self._check.expect(version, weights))
                 return metrics | self._found
             expected = self._check.expect(version, weights)
             self._goes_on(version, trained)
@@ -225,7 +226,9 @@ class Publisher:
 
             def finish() -> dict[str, float]:
                 with turn:
-                    return self._finish(attempt, trained, started, expected)
+                    found = self._finish(attempt, trained, started)
+                    self._check.ask(expected)
+                    return found
 
             self._beside = calls.in_thread(finish, "push")
             self._held_up_s = time.perf_counter() - started
@@ -358,15 +361,18 @@ class Publisher:
         return self._attempt(self._transports, weights, version)
 
     def _finish(
-        self, attempt: Attempt, trained: TrainedGroups, started: float, source: Weights | Expected
+        self,
+        attempt: Attempt,
+        trained: TrainedGroups,
+        started: float,
+        weights: Weights | None = None,
     ) -> dict[str, float]:
-        """The push from the acknowledgements on; returns its metrics.
+        """The push from the acknowledgements until slots are freed; returns its metrics.
 
         Args:
             started: when it was started, of `time.perf_counter`.
-            source: the weights; or what the check expects of them, if they may have changed since.
+            weights: None: they may have changed since.
         """
-        weights = None if isinstance(source, Expected) else source
         pauses = self._pauses(attempt, weights)
         self._last = attempt
         metrics = {
@@ -376,9 +382,6 @@ class Publisher:
         }
         if self._credit is not None:
             self._credit.publish(attempt.version, trained)
-        if not isinstance(source, Expected):
-            source = self._check.expect(attempt.version, source)
-        self._check.ask(source)
         return metrics
 
     def _pauses(self, attempt: Attempt, weights: Weights | None) -> dict[str, float]:
