@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from actors.sglang.weight_group import AdminRequest
-from actors.sglang.weight_loads import ServerFacts
+from actors.sglang.admin import ServerAdmin
 from distill.errors import EngineError
 from distill.pace import loading_s
 from distill.weights.adapter import AdapterTensors
@@ -67,13 +66,8 @@ class Adapters:
         newest: its name; None: requests are served by the base.
     """
 
-    def __init__(self, order: AdminRequest, facts: Callable[[], Awaitable[ServerFacts]]) -> None:
-        """
-        Args:
-            order: sends the server an administrative request.
-            facts: returns the properties of the server.
-        """
-        self._order, self._facts = order, facts
+    def __init__(self, admin: ServerAdmin) -> None:
+        self._admin = admin
         self._held: dict[str, Traffic] = {}  # by name, the oldest first
         self._loads = 0
         self._loading = asyncio.Lock()
@@ -99,7 +93,7 @@ class Adapters:
             await self._load(adapter, version)
 
     async def _load(self, adapter: AdapterTensors, version: int) -> None:
-        facts = await self._facts()
+        facts = await self._admin.facts()
         if facts.adapters < 2:  # the present one, and the new one
             raise EngineError(
                 f"the server holds {facts.adapters} LoRA adapters: it was not started for them"
@@ -117,10 +111,12 @@ class Adapters:
         }
         allowance_s = loading_s(len(payload) * facts.ranks)
         try:
-            await self._order("/load_lora_adapter_from_tensors", body, allowance_s=allowance_s)
+            await self._admin.order(
+                "/load_lora_adapter_from_tensors", body, allowance_s=allowance_s
+            )
         except EngineError:
             with suppress(EngineError):  # an answer that was lost leaves it there
-                await self._order("/unload_lora_adapter", {"lora_name": name})
+                await self._admin.order("/unload_lora_adapter", {"lora_name": name})
             raise
         self._held[name] = Traffic()
         self.newest = name
@@ -131,5 +127,5 @@ class Adapters:
     async def _unload(self, name: str) -> None:
         """Unload an adapter once no request uses it."""
         await self._held[name].ended()
-        await self._order("/unload_lora_adapter", {"lora_name": name})
+        await self._admin.order("/unload_lora_adapter", {"lora_name": name})
         del self._held[name]

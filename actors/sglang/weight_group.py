@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
+from actors.sglang.admin import ServerAdmin
 from distill.engine import GroupMember
 from distill.errors import EngineError
 from distill.weight_group import NOT_RECEIVED, announce, learner_store
@@ -20,21 +21,11 @@ from distill.weights.model_weights import TensorLayout
 logger = logging.getLogger(__name__)
 
 
-class AdminRequest(Protocol):
-    """Sends the server an administrative request; raises EngineError if the server rejects it."""
-
-    def __call__(
-        self, path: str, body: Mapping[str, Any], /, *, allowance_s: float = 0
-    ) -> Awaitable[Any]:
-        """Send the request. `allowance_s` is added to the deadline, for the bytes of the load."""
-        ...
-
-
 class ServerGroup:
     """The weight group of a server, if any."""
 
-    def __init__(self, order: AdminRequest) -> None:
-        self._order = order
+    def __init__(self, admin: ServerAdmin) -> None:
+        self._admin = admin
         self._name: str | None = None
         self._store: TCPStore | None = None
 
@@ -51,7 +42,7 @@ class ServerGroup:
             "group_name": member.name,
             "backend": member.backend,
         }
-        joining = self._order("/init_weights_update_group", body)
+        joining = self._admin.order("/init_weights_update_group", body)
         try:
             await asyncio.wait_for(joining, member.join_deadline_s)
         except TimeoutError:
@@ -69,7 +60,7 @@ class ServerGroup:
         if name is None:
             return
         try:
-            await self._order("/destroy_weights_update_group", {"group_name": name})
+            await self._admin.order("/destroy_weights_update_group", {"group_name": name})
         except EngineError as error:
             logger.warning("could not leave weight group %s: %s", name, error)
 
@@ -99,4 +90,4 @@ class ServerGroup:
             "load_format": "flattened_bucket",
             **fields,
         }
-        await self._order("/update_weights_from_distributed", body)
+        await self._admin.order("/update_weights_from_distributed", body)

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from actors.sglang.admin import ServerAdmin, ServerFacts
 from actors.sglang.flags import LOADER
 from actors.sglang.lent_weights import Lendings, rank_payloads
 from actors.sglang.plugin.weight_loader import serialized_order
-from actors.sglang.weight_group import AdminRequest, ServerGroup
+from actors.sglang.weight_group import ServerGroup
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, ModelSource
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
@@ -41,45 +41,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 _TIED = "model.embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
-    """Properties of a server that determine how weights are loaded.
-
-    Attributes:
-        ranks: degree of tensor parallelism.
-        drafts: True if the server decodes speculatively.
-        own_draft: True if the draft is a part of the served model's own checkpoint.
-        adapters: most LoRA adapters that it holds at a time; 0: it serves none.
-    """
-
-    ranks: int
-    drafts: bool
-    own_draft: bool
-    adapters: int = 0
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> ServerFacts:
-        draft = info.get("speculative_draft_model_path")
-        return cls(
-            ranks=int(info.get("tp_size") or 1),
-            drafts=info.get("speculative_algorithm") is not None,
-            own_draft=draft is None or draft == info.get("model_path"),
-            adapters=int(info.get("max_loaded_loras") or 0) if info.get("enable_lora") else 0,
-        )
-
-    @property
-    def has_other_draft(self) -> bool:
-        return self.drafts and not self.own_draft
-
-    @property
-    def selector(self) -> dict[str, str]:
-        """Selector of the server's models that a load updates; a separate draft is excluded.
-
-        A separate draft has tensors of the same names (`layers.0...`), and would load the policy's.
-        """
-        return {"selector": "all" if self.drafts and self.own_draft else "target"}
-
-
 class WeightLoads:
     """Sequential weight loads into one server.
 
@@ -90,8 +51,7 @@ class WeightLoads:
 
     def __init__(
         self,
-        order: AdminRequest,
-        facts: Callable[[], Awaitable[ServerFacts]],
+        admin: ServerAdmin,
         shapes: Callable[[], Shapes],
         *,
         bucket_bytes: int,
@@ -99,15 +59,13 @@ class WeightLoads:
     ) -> None:
         """
         Args:
-            order: sends the server an administrative request.
-            facts: returns the properties of the server.
             shapes: returns names and shapes of the model's tensors; called at the first load.
             bucket_bytes: maximum bytes that a rank loads from memory in one request.
             flushes: a load drops every cached prefix.
         """
-        self._order, self._facts, self._shapes = order, facts, cache(shapes)
+        self._admin, self._shapes = admin, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
-        self._group = ServerGroup(order)
+        self._group = ServerGroup(admin)
         self.lendings = Lendings()
         self.torn: str | None = None
 
@@ -150,7 +108,7 @@ class WeightLoads:
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
             _check_shapes(found, self._shapes())
-            if (await self._facts()).has_other_draft:  # SGLang loads the directory into both
+            if (await self._admin.facts()).has_other_draft:  # SGLang loads the directory into both
                 raise EngineError(
                     "weights=disk would load the policy into its draft model as well; use "
                     "weights=auto"
@@ -183,7 +141,9 @@ class WeightLoads:
         }
         with self._writing(version):
             nbytes = sum(file.stat().st_size for file in weight_files(weights.path))
-            await self._order("/update_weights_from_disk", body, allowance_s=loading_s(nbytes))
+            await self._admin.order(
+                "/update_weights_from_disk", body, allowance_s=loading_s(nbytes)
+            )
 
     async def _from_memory(self, shared: SharedTensors, version: int) -> None:
         portions = shared.portions(self._bucket_bytes)
@@ -224,7 +184,7 @@ class WeightLoads:
             **facts.selector,
             **self._ending(version, last=last),
         }
-        await self._order("/update_weights_from_tensor", body)
+        await self._admin.order("/update_weights_from_tensor", body)
 
     def _ending(self, version: int, *, last: bool) -> dict[str, Any]:
         """Fields of a bucket's request: the last one flushes the cache and sets the version."""
@@ -250,13 +210,13 @@ class WeightLoads:
 
         Without `/end_weight_update` the server refuses every later session.
         """
-        facts = await self._facts()
-        await self._order("/begin_weight_update", facts.selector)
+        facts = await self._admin.facts()
+        await self._admin.order("/begin_weight_update", facts.selector)
         with self._writing(version) as written:
             try:
                 yield facts, written
             finally:
-                await self._order("/end_weight_update", {})
+                await self._admin.order("/end_weight_update", {})
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[list[int]]:

@@ -44,14 +44,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from actors.sglang.adapters import Adapters, Traffic
+from actors.sglang.admin import ServerAdmin
 from actors.sglang.client import SglangClient
 from actors.sglang.flags import OnWeightUpdate
-from actors.sglang.weight_loads import ServerFacts, Shapes, WeightLoads
+from actors.sglang.weight_loads import Shapes, WeightLoads
 from distill.engine import ModelSource, Sample, WeightSource
-from distill.errors import DataError, EngineError, EngineLost
+from distill.errors import EngineError, EngineLost
 from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
 from distill.weights.model_weights import BUCKET_BYTES
@@ -97,20 +98,18 @@ class WeightSession:
             shapes: names and shapes of the model's tensors; asked for at the first load.
             bucket_bytes: most that a rank takes from memory at once.
         """
-        self._client = client
+        self._admin = ServerAdmin(client)
         self._on_weight_update: OnWeightUpdate = on_weight_update
-        self._server: ServerFacts | None = None
         # Of the weights that were loaded last; None: those it started with.
         self.version: int | None = None
         self._loads = WeightLoads(
-            self._order,
-            self._facts,
+            self._admin,
             shapes,
             bucket_bytes=bucket_bytes,
             flushes=on_weight_update != "in_place",
         )
         self.lendings = self._loads.lendings
-        self._adapters = Adapters(self._order, self._facts)
+        self._adapters = Adapters(self._admin)
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
@@ -199,7 +198,7 @@ class WeightSession:
 
     async def ranks(self) -> int:
         """The server's tensor parallelism."""
-        return (await self._facts()).ranks
+        return (await self._admin.facts()).ranks
 
     async def checksums(self) -> list[dict[str, str]]:
         """Digests of the parameters of each rank, by name, of weights that are whole.
@@ -209,7 +208,7 @@ class WeightSession:
         """
         async with self._loading:
             self._check_whole()
-            answer = await self._order(
+            answer = await self._admin.order(
                 "/weights_checker", {"action": "checksum", "selector": "target"}
             )
         ranks = answer.get("ranks") if isinstance(answer, dict) else None
@@ -273,7 +272,7 @@ class WeightSession:
         async with self._loading:
             try:
                 await self._take_back((*_WEIGHTS, *_REST))
-                await self._order("/continue_generation", {})
+                await self._admin.order("/continue_generation", {})
                 await prove()
             except BaseException as error:
                 self._loads.torn = str(error) or "its awakening was cut short"
@@ -294,11 +293,11 @@ class WeightSession:
         if self._released:
             return
         self._still_since = time.perf_counter()
-        await self._order("/pause_generation", {"mode": _PAUSES[self._on_weight_update]})
+        await self._admin.order("/pause_generation", {"mode": _PAUSES[self._on_weight_update]})
 
     async def _release(self) -> None:
         try:
-            await self._order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
+            await self._admin.order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
         except BaseException:
             self._loads.torn = (
                 "the server did not say whether it has released its weights: push whole ones, or "
@@ -310,7 +309,7 @@ class WeightSession:
     async def _take_back(self, tags: Sequence[str]) -> None:
         """Memory that was released; it holds nothing yet."""
         if not self._released.isdisjoint(tags):
-            await self._order("/resume_memory_occupation", {"tags": list(tags)})
+            await self._admin.order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
 
     async def _paused(self, weights: ModelSource, version: int) -> float:
@@ -331,23 +330,8 @@ class WeightSession:
         finally:
             try:
                 if self._loads.torn is not None:
-                    await self._order("/abort_request", {"rid": "", "abort_all": True})
+                    await self._admin.order("/abort_request", {"rid": "", "abort_all": True})
             finally:
                 if not self._released:
-                    await self._order("/continue_generation", {})
+                    await self._admin.order("/continue_generation", {})
         return time.perf_counter() - self._still_since
-
-    async def _order(self, path: str, body: Mapping[str, Any], *, allowance_s: float = 0) -> Any:
-        """Answer to an administrative request. Raises EngineError if the server refuses it."""
-        try:
-            answer = await self._client.admin(path, body, allowance_s=allowance_s)
-        except DataError as error:  # status 400: a refusal with its reason
-            raise EngineError(str(error)) from error
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
-        return answer
-
-    async def _facts(self) -> ServerFacts:
-        if self._server is None:
-            self._server = ServerFacts.of(await self._client.get("/server_info"))
-        return self._server
