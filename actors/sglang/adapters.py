@@ -64,6 +64,7 @@ class Adapters:
 
     Attributes:
         newest: its name; None: requests are served by the base.
+        version: weight version of the newest.
     """
 
     def __init__(self, admin: ServerAdmin) -> None:
@@ -72,6 +73,7 @@ class Adapters:
         self._loads = 0
         self._loading = asyncio.Lock()
         self.newest: str | None = None
+        self.version: int | None = None
 
     @contextmanager
     def use(self) -> Iterator[dict[str, str]]:
@@ -119,7 +121,7 @@ class Adapters:
                 await self._admin.order("/unload_lora_adapter", {"lora_name": name})
             raise
         self._held[name] = Traffic()
-        self.newest = name
+        self.newest, self.version = name, version
         for other, requests in list(self._held.items()):
             if other != name and not requests.under_way:
                 await self._unload(other)

@@ -124,7 +124,7 @@ class WeightSession:
         """Context of a call: the weights that it uses."""
         with traffic.call(), self._adapters.use() as fields:
             if fields:
-                yield Use(fields, self.version)
+                yield Use(fields, self._adapters.version)
             elif self._on_weight_update == "in_place":  # older weights have cached prefixes
                 yield Use({"extra_key": f"load-{self._count}"})
             else:
@@ -133,7 +133,7 @@ class WeightSession:
     @property
     def adapter_version(self) -> int | None:
         """Version of the adapter that serves new requests, which the server does not know."""
-        return None if self._adapters.newest is None else self.version
+        return self._adapters.version
 
     @property
     def loading(self) -> bool:

@@ -70,6 +70,9 @@ class AdapterServer(MisbehavingServer):
         self.let_go.set()
         self.in_use: list[str | None] = []
         self.refuses = ""  # an order
+        self.unloads = asyncio.Event()
+        self.unloads.set()
+        self.asked_to_unload = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/server_info":
@@ -82,7 +85,10 @@ class AdapterServer(MisbehavingServer):
             self.in_use.append(name)
             await self.let_go.wait()
             self.in_use.remove(name)
-        elif request.path.endswith("lora_adapter") or "lora_adapter_from" in request.path:
+        elif request.path == "/unload_lora_adapter":
+            self.asked_to_unload += 1
+            await self.unloads.wait()
+        if request.path.endswith("lora_adapter") or "lora_adapter_from" in request.path:
             refusal = "on purpose" if request.path == self.refuses else self.order(body)
             told = {"success": refusal is None, "error_message": refusal}
             return web.json_response(told, status=400 if refusal else 200)
@@ -126,6 +132,25 @@ def run(server: AdapterServer, story: Callable[[SglangEngine], Awaitable[None]])
 
 def adapter(factor: float = 1.0) -> AdapterTensors:
     return AdapterWeights({n: factor * t for n, t in TENSORS.items()}, FORM).copied()
+
+
+def test_samples_are_of_the_adapter_that_they_name_while_another_is_unloaded() -> None:
+    server = AdapterServer()
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        server.unloads.clear()
+        load = asyncio.create_task(engine.load_weights(adapter(2), 2))
+        while not server.asked_to_unload:
+            await asyncio.sleep(0.01)
+        samples = await engine.generate(ASK)
+        [newest] = {name for name in server.named if name is not None}
+        assert newest.startswith("v2.")
+        assert {v for sample in samples for v in sample.versions_T.tolist()} == {2}
+        server.unloads.set()
+        await load
+
+    run(server, story)
 
 
 @asynccontextmanager
