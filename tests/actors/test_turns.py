@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -129,6 +130,13 @@ def rows(number: int) -> list[ScoreRequest]:
     ]
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(of.user + of.system for of in times)
+
+
 async def awake(engine: TurnTakingEngine) -> None:
     await engine.score(rows(0))
 
@@ -246,6 +254,10 @@ def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
             lengths = [await engine.queue_length() for engine in (student, teacher)]
             assert lengths[0] > lengths[1] == 0, "who sleeps is asked last"
             assert student.server is not None
+            before, began = cpu_seconds(student.server.pid), time.monotonic()
+            await asyncio.sleep(4)
+            used, seconds = cpu_seconds(student.server.pid) - before, time.monotonic() - began
+            assert used < seconds / 4, "a server that sleeps spins on a core"
             os.kill(student.server.pid, 9)
             with pytest.raises(EngineLost):
                 while True:

@@ -314,14 +314,13 @@ def killed_in_its_turn(who: str, out: Path, index: int, process: subprocess.Pope
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
-    tiny_pair: TinyPair, tmp_path: Path, max_staleness: int
+    tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     """Two learner workers, each with a policy server and a teacher's on its GPU."""
     out, log = tmp_path / "run", "--log-level-http info"
     arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=max_staleness,
+        tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=1,
         checkpoint_every=2, steps=5000, verify_every=2,
         **{
             "teacher.gpus": "policy", "learner.workers": 2, "policy.engines": 2,
@@ -336,8 +335,10 @@ def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 128 + signal.SIGINT, output
-    assert [event["who"] for event in events(out, "death")] == ["learner", *engines], output
-    assert "because learner worker 1 died" in output and "has moved" not in output
+    first, *others = [event["who"] for event in events(out, "death")]
+    # The worker's heartbeat and the leader's call both find it.
+    assert first in ("learner", "learner worker 1") and others == engines, output
+    assert "learner worker 1 died" in output and "has moved" not in output
     steps = metrics(out)
     assert trained_groups(out) == list(range(len(steps) * 4))
     assert all(step["time/sleep"] > 0 and step["opd/reverse_kl"] > 0.1 for step in steps)

@@ -13,6 +13,8 @@ those that ask for it by an environment variable (SWITCH, set in servers of our 
                                        tokens' log-probs off it
     SchedulerOutputStreamer.is_request_level_customized_info_key
                                        has the fields below sent once per request
+    Scheduler._record_scheduler_state_for_paused_engine
+                                       has a paused scheduler wait for a message, not spin
 
 What requests ask for with sampled tokens is listed by the hooks of listed_steps.py.
 
@@ -65,6 +67,7 @@ from actors.sglang.plugin.internals import (
     METADATA,
     NATIVE_OPTION,
     ONCE,
+    PAUSED,
     SAMPLE,
     SAMPLED,
     native_option_present,
@@ -420,6 +423,16 @@ def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
     return True if key in _ONCE else None
 
 
+def rest_while_paused(_result: None, scheduler: Any) -> None:
+    """AFTER _record_scheduler_state_for_paused_engine, which each turn of a paused loop calls.
+
+    The loop of a paused scheduler, and so of a server that sleeps, takes a whole core otherwise.
+    With --sleep-on-idle it waits for a message, a second at the longest.
+    """
+    if not getattr(scheduler, "_deferred_input_requests", ()):
+        scheduler.maybe_sleep_on_idle()
+
+
 HOOKS = (
     Hook(BATCH + ".init_new", note_requests, "AFTER"),
     Hook(METADATA + ".from_forward_batch", carry_note, "AFTER"),
@@ -429,4 +442,5 @@ HOOKS = (
     Hook(EXTEND, take_over, "BEFORE"),
     Hook(SAMPLE, sample, "AROUND"),
     Hook(SAMPLED, compute_logprobs, "AFTER"),
+    Hook(PAUSED, rest_while_paused, "AFTER"),
 )

@@ -26,6 +26,8 @@ _SCHEDULE = _SRT + "managers.schedule_batch."
 EXTEND = _SCHEDULE + "ScheduleBatch.prepare_for_extend"
 SAMPLE = _SRT + "layers.sampler.Sampler.forward"
 SAMPLED = _SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
+_SCHEDULER = _SRT + "managers.scheduler.Scheduler."
+PAUSED = _SCHEDULER + "_record_scheduler_state_for_paused_engine"
 
 # What the hooks call or are called with: the leading parameters of functions ...
 EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -38,6 +40,8 @@ EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     EXTEND: ("self",),
     SAMPLE: ("self", "logits_output", "sampling_info", "return_logprob"),
     SAMPLED: ("self", "logprobs"),
+    PAUSED: ("self",),
+    _SCHEDULER + "maybe_sleep_on_idle": ("self",),
 }
 # ... and the fields of data.
 EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
