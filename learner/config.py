@@ -257,8 +257,8 @@ class LearnerConfig:
     )
     gpu_turns: Sequence[str] = chz.field(
         default=(),
-        doc="by rank: file of the turn on the worker's GPU, where engines have turns, too; workers "
-        "with the same file have one turn",
+        doc="by rank: lock file of the turns on the worker's GPU, if it takes turns there with "
+        "engines; workers with the same file have one turn together",
     )
     shadow: ShadowRule | None = chz.field(
         default=None,

@@ -99,6 +99,7 @@ class SglangServer:
         self.admin_api_key = secrets.token_urlsafe(24)
         self._log_path = log_path
         self._log = _open_log(log_path)
+        self._log_start = os.fstat(self._log.fileno()).st_size  # earlier servers may have written
         self._process = self._spawn()
 
     @property
@@ -187,14 +188,15 @@ class SglangServer:
         return False
 
     def _log_tail(self) -> str:
-        """The last lines of what the server printed."""
+        """The last lines of what the server, or one at another port before it, printed."""
         return "\n".join(self._log_end().splitlines()[-_TAIL_LINES:])
 
     def _log_end(self) -> str:
         log = self._log.fileno()
         size = os.fstat(log).st_size
         # At a position: where the server goes on writing is not moved.
-        return os.pread(log, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        start = max(self._log_start, size - _TAIL_BYTES)
+        return os.pread(log, _TAIL_BYTES, start).decode(errors="replace")
 
     def obituary(self) -> str:
         """Message on why a server that was running has ended."""

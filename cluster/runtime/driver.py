@@ -34,7 +34,7 @@ from cluster.base.outcomes import (
 from cluster.handles import calls, errors
 from cluster.handles.failures import dead_among, is_death, reason_of, root_cause
 from cluster.placement.roles import LEARNER
-from cluster.supervision.supervise import Member, State, Supervisor
+from cluster.supervision.supervise import Member, State, Supervisor, WorkFailed
 from distill.errors import EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed
 
@@ -154,8 +154,9 @@ class Driver:
         """
         try:
             self.background.check()
-        except errors.RayTaskError as error:
-            failed = self._explained("the learner's work", error, LearnerLost)
+        except WorkFailed as error:
+            assert isinstance(error.__cause__, errors.RayError)
+            failed = self._explained("the learner's work", error.__cause__, LearnerLost)
             lost = LearnerLost(str(failed)) if isinstance(failed, CallFailed) else failed
             raise lost from error
 

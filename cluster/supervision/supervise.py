@@ -144,6 +144,10 @@ class Budget:
         return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (recent - 1))
 
 
+class WorkFailed(Exception):
+    """A critical member lives, and its heartbeat raised what this error is caused by."""
+
+
 class Supervisor:
     """Supervisor of the actors of a run.
 
@@ -286,7 +290,7 @@ class Supervisor:
 
         Raises:
             LearnerLost: it is critical, and died.
-            RayTaskError: it is critical and lives, but reports that work of its has failed.
+            WorkFailed: it is critical and lives, but reports that work of its has failed.
             RunFailed: it died at the run's start, or too often.
         """
         spec = member.spec
@@ -308,11 +312,9 @@ class Supervisor:
             try:
                 said = calls.get(beat)
             except errors.RayError as error:
-                lives = member.state is not State.STARTING and isinstance(
-                    error, errors.RayTaskError
-                )
-                if spec.critical and lives:
-                    raise
+                lives = isinstance(error, errors.RayTaskError)
+                if spec.critical and lives and member.state is not State.STARTING:
+                    raise WorkFailed(member.name) from error
                 self.bury(member, reason_of(error), error)
             else:
                 self._hear(member, said, asked)

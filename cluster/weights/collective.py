@@ -44,7 +44,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
 
 from cluster.handles.node import node_address
-from cluster.weights.transport import Sending, Transport, collect
+from cluster.weights.transport import Sending, Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
@@ -96,7 +96,7 @@ class CollectiveTransport(Transport):
         """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
 
         Raises:
-            EngineError: an engine is not ready.
+            EnginesFailed: an engine is not ready.
         """
         self._group = group = self._group or self._form()
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
@@ -116,8 +116,7 @@ class CollectiveTransport(Transport):
         self._group = None
 
     def _form(self) -> _CollectiveGroup:
-        asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
-        ranks = collect(asked, self._timeout_s).require("preparing a weight group")
+        ranks = self._ranks(self._timeout_s)
         if self._backend == "gloo":
             listen_towards(self._address)
         deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)

@@ -58,7 +58,8 @@ class IpcTransport(Transport):
         super().__init__(engines)
         self._places, self._lenders = places, lenders
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
-        self._ranks: Mapping[str, int] = {}  # of each engine, once it was asked
+        # By engine, once it was asked: the worker that lends to each of its ranks.
+        self._sources: Mapping[str, Sequence[int]] = {}
 
     def describe(self) -> str:
         how = "CUDA IPC" if self._lenders[0].gpu is not None else "lent main memory"
@@ -69,15 +70,12 @@ class IpcTransport(Transport):
 
         Raises:
             ConfigError: an engine has ranks that no worker can lend to.
-            EngineError: an engine is not ready.
+            EnginesFailed: an engine is not ready.
         """
         assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
-        if not self._ranks:
-            asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
-            self._ranks = collect(asked, self._timeout_s).require("preparing to lend weights")
-        sources = {
+        self._sources = self._sources or {
             name: lenders_of(name, self._places[name], ranks, self._lenders)
-            for name, ranks in self._ranks.items()
+            for name, ranks in self._ranks(self._timeout_s).items()
         }
         order = LentWeights(
             push=secrets.token_hex(8),
@@ -88,16 +86,16 @@ class IpcTransport(Transport):
             name: engine.load_weights.remote(order, version)
             for name, engine in self.engines.items()
         }
-        self._sending = _Lending(self.engines, order, weights, sources, len(self._lenders))
+        self._sending = _Lending(self.engines, order, weights, self._sources, len(self._lenders))
         self._sending.start()
         return pending
 
     def abort(self) -> None:
         """End a push that failed; returns when this side uses the learner's workers no more."""
-        if self._sending is not None:
-            self._sending.give_up()
-            self._sending.join()
+        sending = self._sending
         super().abort()
+        if sending is not None:
+            sending.join()
 
 
 class _Lending(Sending):

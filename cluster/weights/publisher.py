@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from cluster.handles import calls
 from cluster.handles.failures import dead_among
 from cluster.weights.check import Logprobs, PushCheck
-from cluster.weights.transport import Answers, PushSettings, Transport, collect
+from cluster.weights.transport import Answers, EnginesFailed, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
 from distill.errors import EngineError, NonFiniteError
 from distill.pace import Progress, loading_s
@@ -63,6 +63,7 @@ class Attempt:
     Attributes:
         started: each started transport with its pending acknowledgements, by engine name.
         failures: reason that a transport could not start, by engine name.
+        lost: engines that kept it from starting; they must be restarted.
         timeout_s: longest wait without an answer, including what loading this many bytes may take.
         waiting: called repeatedly while answers are outstanding.
     """
@@ -70,6 +71,7 @@ class Attempt:
     version: int
     started: list[tuple[Transport, dict[str, Any]]]
     failures: dict[str, str]
+    lost: set[str]
     timeout_s: float
     waiting: Callable[[], None]
 
@@ -89,13 +91,15 @@ class Attempt:
         """
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
-        begun = cls(version, [], {}, timeout_s + loading_s(total_bytes(weights)), waiting)
+        begun = cls(version, [], {}, set(), timeout_s + loading_s(total_bytes(weights)), waiting)
         for transport in transports:
             try:
                 begun.started.append((transport, transport.start(weights, version)))
             except EngineError as error:
                 transport.abort()
                 begun.failures.update(dict.fromkeys(transport.engines, str(error)))
+                if isinstance(error, EnginesFailed):
+                    begun.lost.update(error.names)
         return begun
 
     @property
@@ -105,7 +109,7 @@ class Attempt:
 
     def answers(self) -> Answers:
         """Wait for every engine, then finish or abort the push on each transport."""
-        total = Answers(failures=dict(self.failures))
+        total = Answers(failures=dict(self.failures), lost=set(self.lost))
         for transport, pending in self.started:
             answers = collect(pending, self.timeout_s, transport, waiting=self.waiting)
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -109,6 +109,18 @@ class Sending(ABC):
         self._thread.join(self._timeout_s)
 
 
+class EnginesFailed(EngineError):
+    """Engines that the others cannot do without did not answer.
+
+    Attributes:
+        names: theirs.
+    """
+
+    def __init__(self, message: str, names: Collection[str]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 class Transport(ABC):
     """The learner's end of one way to some engines: Ray handles, by the name to call them.
 
@@ -132,6 +144,19 @@ class Transport(ABC):
     @abstractmethod
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         """Start a push; returns by engine a Ray reference to its pause in seconds."""
+
+    def _ranks(self, timeout_s: float) -> Mapping[str, int]:
+        """Number of ranks that receive weights, of each engine.
+
+        Raises:
+            EnginesFailed: an engine did not say.
+        """
+        asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
+        answers = collect(asked, timeout_s)
+        if answers.failures:
+            why = f"asking the engines for their ranks failed: {answers.complaint()}"
+            raise EnginesFailed(why, answers.failures.keys())
+        return answers.values
 
     def problem(self) -> str | None:
         """Failure on this side meanwhile, if any."""

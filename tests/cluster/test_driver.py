@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 import cluster.runtime.driver
 from cluster.base.background import Background
@@ -65,6 +66,18 @@ def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     with pytest.raises(RunFailed):
         driver(supervisor, 0.1).until_started(["engine", "worker"])
     assert time.monotonic() - began >= 0.5
+
+
+def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
+    supervisor = Starting(answers=0)
+    error = RayTaskError("poll", "a traceback", ValueError("a bug"))
+
+    async def asks_the_queue() -> None:
+        raise error
+
+    supervisor.background.start(asks_the_queue())
+    with pytest.raises(RayTaskError):
+        driver(supervisor, 60).pause(60)
 
 
 def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:

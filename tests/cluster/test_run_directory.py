@@ -11,7 +11,8 @@ import resource
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -493,18 +494,25 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(
     assert not list(directory.path.glob(".*.partial"))
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Refuse to make any file longer, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: NewOpd) -> None:
     directory = RunDirectory("opd", opd())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with directory.locked():
         directory.start(None)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # of any file: as on a full disk
-        try:
+        with files_of_at_most(64):
             for step in range(1, 9):
                 directory.append_metrics({"step": step, "time/step": 0.1})
                 directory.append_event("passed", step=step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(directory.path.joinpath("metrics.jsonl").read_text().splitlines()) < 8
     for name in ("metrics.jsonl", "events.jsonl"):
         lines = directory.path.joinpath(name).read_text().splitlines()
@@ -513,10 +521,8 @@ def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: New
 
 def test_metrics_are_read_with_the_lines_that_wait(opd: NewOpd) -> None:
     directory = started(opd())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
-    directory.append_metrics({"step": 1, "time/step": 0.1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(8):
+        directory.append_metrics({"step": 1, "time/step": 0.1})
     assert [line["step"] for line in directory.read_steps()] == [1]
 
 

@@ -995,6 +995,24 @@ class Mortal(EmbeddedEngine):
         return await super().load_weights(weights, version)
 
 
+class Mute(EmbeddedEngine):
+    """Does not say what its ranks are, and lives."""
+
+    async def weight_ranks(self) -> int:
+        raise EngineError("its server has ended")
+
+
+def test_a_group_is_formed_without_an_engine_that_does_not_answer(
+    ray_engines, learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue, pair = Queue(), ray_engines(EmbeddedEngine, Mute)
+    publish = publisher(pair, learner, queue, choice="group", bucket_bytes=BUCKET_BYTES)
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 1
+    assert "policy engine 1 did not take weights version 1: it is ended" in caplog.text
+    assert versions({"policy engine 0": pair["policy engine 0"]}) == [1]
+    assert queue.published == [(1, 4)]
+
+
 def test_embedded_engines_in_a_group_survive_one_that_dies_and_take_in_another(
     ray_engines, learner: Learner, caplog: pytest.LogCaptureFixture
 ) -> None:

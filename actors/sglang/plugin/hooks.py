@@ -429,8 +429,7 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
     The loop of a paused scheduler, and so of a server that sleeps, takes a whole core otherwise.
     With --sleep-on-idle it waits for a message, a second at the longest.
     """
-    if not getattr(scheduler, "_deferred_input_requests", ()):
-        scheduler.maybe_sleep_on_idle()
+    scheduler.maybe_sleep_on_idle()
 
 
 HOOKS = (
