@@ -271,7 +271,7 @@ class EnginePool:
         home = self._homes.get(session)
         others = [member for member in able if member is not home]
         if home is None or home not in able:
-            pair = _RANDOM.sample(others, min(2, len(others)))
+            pair = _RANDOM.sample(others, 2) if len(others) > 1 else others
             loads = await _loads(pair) if len(pair) > 1 else [0]
             chosen = pair[loads.index(min(loads))]
         elif others:
