@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,11 +40,11 @@ def chosen_by(path: str, tokens_T: np.ndarray) -> ExpertArray:
     assert shape is not None
     made = np.zeros((len(tokens_T), shape.layers, shape.top_k), shape.dtype)
 
-    def note(layer: int, chosen_TK: torch.Tensor) -> None:
-        made[:, layer] = chosen_TK.numpy()
+    def note(layer: int, _module: object, _inputs: object, outputs: Sequence[torch.Tensor]) -> None:
+        made[:, layer] = outputs[2].numpy()
 
     for layer, router in routers_of(model).items():
-        router.register_forward_hook(lambda _m, _i, out, layer=layer: note(layer, out[2]))
+        router.register_forward_hook(partial(note, layer))
     with torch.no_grad():
         model(torch.from_numpy(tokens_T.astype(np.int64))[None], use_cache=False)
     return made

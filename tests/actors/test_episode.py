@@ -35,7 +35,7 @@ class CountingEngine:
         self.requests: list[GenerateRequest] = []
         self._stop_reason = stop_reason
 
-    async def generate(self, request: GenerateRequest) -> Sequence[Sample]:
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
         self.requests.append(request)
         made = [sample(39 + len(self.requests), 50 + g) for g in range(request.num_samples)]
         return [
@@ -74,7 +74,7 @@ class ScriptedEnv(Env):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedBuilder(EnvGroupBuilder):
-    envs: list[ScriptedEnv]
+    envs: Sequence[ScriptedEnv]
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return self.envs
@@ -337,7 +337,7 @@ def test_what_the_user_wrote_runs_inside_and_sampling_outside(starts: bool) -> N
     inside = Inside()
 
     class LookingEngine(CountingEngine):
-        async def generate(self, request: GenerateRequest) -> Sequence[Sample]:
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
             inside.look("sample")
             return await super().generate(request)
 

@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.evaluator import EvaluatedResponse, Evaluator, summarise
 from distill.data.prompts import Prompt
-from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
+from distill.engine import GenerateRequest, Sample
 from distill.envs.single_turn import PromptDataset
 from distill.errors import DataError, EngineLost
 from distill.rewards.registry import RewardFunction, answer_of, exact_match, last_number
@@ -72,20 +72,18 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
     assert asyncio.run(evaluator.evaluate(POLICY, SERVING, keep=None)).responses == responses
 
 
-class Recorder:
-    """An engine that notes what each of its samples was asked for."""
+class Recorder(PrefixEngine):
+    """The policy; notes what each of its samples was asked for."""
 
     def __init__(self) -> None:
+        super().__init__(0)
         self.asked: list[tuple[float, float, int]] = []
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
         top_p = sampling.top_p if isinstance(sampling, EvalSampling) else 1.0
         self.asked.append((sampling.temperature, top_p, sampling.max_new_tokens))
-        return await POLICY.generate(request)
-
-    async def score(self, request: ScoreRequest) -> list[Score]:
-        return await POLICY.score(request)
+        return await super().generate(request)
 
 
 def test_the_engine_is_asked_at_the_evaluation_s_own_temperature(
@@ -93,10 +91,10 @@ def test_the_engine_is_asked_at_the_evaluation_s_own_temperature(
 ) -> None:
     evaluator, policy = evaluator_of(PROMPTS, tokenizer), Recorder()
     serving = EvalSampling(temperature=0.25, top_p=0.9, max_new_tokens=5)
-    asyncio.run(evaluator.evaluate(policy, serving))  # pyright: ignore[reportArgumentType]
+    asyncio.run(evaluator.evaluate(policy, serving))
     assert policy.asked == [(0.25, 0.9, 5)] * len(PROMPTS)
     policy.asked.clear()
-    asyncio.run(evaluator.reverse_kl(policy, {"": POLICY}, SAMPLING))  # pyright: ignore
+    asyncio.run(evaluator.reverse_kl(policy, {"": POLICY}, SAMPLING))
     assert policy.asked == [(TEMPERATURE, 1.0, 6)] * len(PROMPTS)
 
 

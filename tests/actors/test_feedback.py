@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from distill.envs.reading import Reading
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import DataError
-from distill.rewards.registry import last_number, load_reward
+from distill.rewards.registry import contains, last_number
+from distill.rewards.unit_tests import unit_tests
 from distill.sampling import TrainSampling
 from tests.distill.test_two_player import first_free
 from tests.refusals import refuses
@@ -34,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def asked(tmp_path: Path, row: dict[str, object]) -> str:
+def asked(tmp_path: Path, row: Mapping[str, object]) -> str:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row))
     return str(path)
@@ -74,7 +75,7 @@ def test_a_program_is_told_which_test_it_fails(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = asked(tmp_path, {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"})
-    room = setting(tokenizer, reward=load_reward("unit_tests"), feedback=TOLD)
+    room = setting(tokenizer, reward=unit_tests, feedback=TOLD)
     wrong, right = contexts(
         SingleTurn(), path, room, ["def f(x): return x+1", "def f(x): return x*6-(x<2)*4"]
     )
@@ -118,7 +119,7 @@ def test_each_seat_of_a_game_is_told_how_it_ended(tokenizer: PreTrainedTokenizer
 
 def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     row = {"document": "It is red.", "question": "Colour?", "answer": "red"}
-    room = setting(tokenizer, reward=load_reward("contains"), feedback=TOLD)
+    room = setting(tokenizer, reward=contains, feedback=TOLD)
     path = asked(tmp_path, row)
     env = Reading(by="keywords", terse=True)
     assert contexts(env, path, room, ["blue", "red"]) == [

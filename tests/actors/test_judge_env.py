@@ -103,9 +103,8 @@ def test_a_reward_model_judges_a_group_at_once(
     dataset = Judged(reward_model=checkpoint, mode=mode)(prompts, setting(tokenizer))
     builder = pickle.loads(pickle.dumps(dataset.builder(0, 3)))
     policy = Scripted(tokenizer, ["a", "<think>at length</think>bbb", "ccccc"])
-    playing = play_group(
-        policy, builder, SAMPLING, group_id=0, seed=0, models={REWARD_MODEL: Lengths()}
-    )
+    models: dict[str, Any] = {REWARD_MODEL: Lengths()}
+    playing = play_group(policy, builder, SAMPLING, group_id=0, seed=0, models=models)
     scores = [0.5, 1.5, 2.5]
     expected = scores
     if mode == "pairs":

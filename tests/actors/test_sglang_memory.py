@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from actors.sglang import start
 from actors.sglang.flags import server_flags
@@ -50,11 +56,13 @@ PARAMETERS = 8_190_735_360
         (Qwen3NextConfig(num_hidden_layers=4), Parallelism(), 2, None),
     ],
 )  # fmt: skip
-def test_bytes_of_a_token(config, spread: Parallelism, number: int, expected: int | None) -> None:
+def test_bytes_of_a_token(
+    config: PreTrainedConfig, spread: Parallelism, number: int, expected: int | None
+) -> None:
     assert cache_bytes_per_token(config, number, spread) == expected
 
 
-def memory(flags: str = "", config=QWEN3_8B) -> ServerMemory:
+def memory(flags: str = "", config: PreTrainedConfig = QWEN3_8B) -> ServerMemory:
     weights = 2 * PARAMETERS
     return ServerMemory.of(config, weights, dtype="bfloat16", max_running=256, flags=flags)
 
@@ -190,7 +198,9 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     monkeypatch.setattr(start, "SglangServer", Server)
     monkeypatch.setattr(start, "gpu_bytes", lambda: 80 * GIB)
     model = tiny_model_dir(tmp_path, seed=1)
-    shared = {"model_path": model, "device": "cuda", "dtype": "bfloat16", "max_running_requests": 8}
+    shared: dict[str, Any] = {
+        "model_path": model, "device": "cuda", "dtype": "bfloat16", "max_running_requests": 8,
+    }  # fmt: skip
     HostedSglangEngine(**shared)
     HostedSglangEngine(**shared, gpu_share=0.5)
     HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)

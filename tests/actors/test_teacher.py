@@ -178,7 +178,7 @@ def test_the_teacher_is_asked_at_the_policys_likeliest_tokens(top_k: int) -> Non
         assert of.policy_top_ids_NK is None, "they are part of teacher_top now"
         assert of.teacher_top is not None and of.teacher_top.k == TOP_K + top_k
         np.testing.assert_array_equal(of.teacher_top.ids_NK[:, :TOP_K], ids_NK)
-        for row, t in enumerate(np.flatnonzero(of.action_mask_T)):
+        for row, t in enumerate(np.flatnonzero(of.action_mask_T).tolist()):
             log_q_V = TEACHER.distribution_V(seen_by_teacher(of, t), of.temperature)
             ids_K = of.teacher_top.ids_NK[row]
             assert of.teacher_top.logprobs_NK[row].tolist() == log_q_V[ids_K].tolist()

@@ -259,8 +259,11 @@ def test_a_learner_has_its_turn_among_samples_and_scores_that_never_pause(
         return waited
 
     async def all_of_it() -> float:
-        waited, *_ = await asyncio.gather(learner(), *map(client, range(8)))
-        return waited
+        async with asyncio.TaskGroup() as tasks:
+            waited = tasks.create_task(learner())
+            for number in range(8):
+                tasks.create_task(client(number))
+        return waited.result()
 
     engines = loop.run_until_complete(engines_on(gpus, 2, tiny_pair, tmp_path))
     end = loop.now + lasts_s

@@ -134,18 +134,15 @@ def test_a_game_that_comes_with_the_library(
 def test_what_cannot_be_played_is_refused(
     tokenizer: PreTrainedTokenizerBase, python: str, tmp_path: Path
 ) -> None:
-    for field, settings in {
-        "env.python": {"name": "products", "python": "/nowhere/python"},
-        "env.name": {"name": "no_such_environment", "python": python},
-        "env.args": {"name": "products", "python": python, "args": "{"},
-    }.items():
+    for field, name, with_python, settings in [
+        ("env.python", "products", "/nowhere/python", {}),
+        ("env.python", "products", sys.executable, {}),
+        ("env.name", "no_such_environment", python, {}),
+        ("env.name", "with-tools", python, {}),
+        ("env.args", "products", python, {"args": "{"}),
+        ("env.name", "products", python, {"args": json.dumps({"taskset": {"number": 1}})}),
+    ]:
         with refuses(ConfigError, field):
-            dataset(tokenizer, **settings)
-    with refuses(ConfigError, "env.python"):
-        dataset(tokenizer, "products", sys.executable)
+            dataset(tokenizer, name, with_python, **settings)
     with refuses(ConfigError, "env.name", names="verifiers.utils"):
         dataset(tokenizer, "outdated", python)
-    with refuses(ConfigError, "env.name"):
-        dataset(tokenizer, "with-tools", python)
-    with refuses(ConfigError, "env.name"):
-        dataset(tokenizer, "products", python, args=json.dumps({"taskset": {"number": 1}}))

@@ -14,7 +14,7 @@ import pytest
 from actors.rollout.worker import RolloutWorker
 from distill.columns import GroupColumns
 from distill.engine import Engine, GenerateRequest, Sample, SamplingModel, Score, ScoreRequest
-from distill.envs.base import Env, EnvGroupBuilder, StepResult
+from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
 from distill.errors import EngineError
 from distill.group_share import GroupShare
 from distill.records import Lease, TrajectoryGroupMeta
@@ -50,8 +50,11 @@ class Pairs(EnvGroupBuilder):
         return [OneTurn(self.prompt_T), OneTurn(self.prompt_T)]
 
 
-class Dataset:
-    """Even groups name the teacher `even`, odd ones `odd`."""
+class Dataset(EnvStream):
+    """Even groups name the teacher `even`, odd ones `odd`. Each problem follows from its id."""
+
+    def __init__(self) -> None:
+        pass
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
         return Pairs(prompt_T=ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
