@@ -20,7 +20,7 @@ from distill.settings import ESSENTIAL, Section, flagged
 # move.
 ROWS: Final[dict[str, Any]] = {"path": "rows"}
 # A check of a row's fields, which raises DataError.
-RowCheck = Callable[[Mapping[str, Any]], None]
+RowCheck = Callable[[Mapping[str, Any]], object]
 
 
 @chz.chz

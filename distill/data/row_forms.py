@@ -16,17 +16,21 @@ SIDES = ("chosen", "rejected")
 PAIR_FIELDS = frozenset((*SIDES, "prompt", "messages", "tools"))
 
 
-def check_example(example: Mapping[str, Any]) -> None:
+def check_example(example: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Check the names of the fields of a supervised example (`distill.data.sft_rows`).
 
+    Returns the name of its form, `prompt`, `messages` or `tokens`; and the example as
+    `with_chats` makes it.
+
     Raises:
-        DataError: one is misspelt, or they are of no form, or of several.
+        DataError: a field is misspelt, or they are of no form, or of several.
     """
     refuse_misspelt(example, EXAMPLE_FIELDS)
-    form_of(with_chats(example))
+    example = with_chats(example)
+    return _form_of(example), example
 
 
-def form_of(example: Mapping[str, Any]) -> str:
+def _form_of(example: Mapping[str, Any]) -> str:
     """Name of the form of an example: `prompt`, `messages` or `tokens`."""
     given: dict[str, str] = {}
     for fields in _FORMS:

@@ -22,10 +22,9 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import MaskedTokens
-from distill.data.columns import with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
-from distill.data.row_forms import check_example, form_of
+from distill.data.row_forms import check_example
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
@@ -63,8 +62,7 @@ def load_sft_rows(
     for number, example in read(path):
         where = f"{path}:{number}"
         with located(where):
-            check_example(example)
-            chains = _chains(encoder, with_chats(example), vocab_hash)
+            chains = _chains(encoder, example, vocab_hash)
         rows += [supervised_row(chain, where) for chain in chains]
     return rows
 
@@ -72,7 +70,7 @@ def load_sft_rows(
 def _chains(
     encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
 ) -> list[MaskedTokens]:
-    form = form_of(example)
+    form, example = check_example(example)
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
         if example.get("completion") is None:
