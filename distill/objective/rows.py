@@ -234,7 +234,7 @@ def rows_by_group(
         yield group, list(islice(rows, len(list(group.segments()))))
 
 
-def with_reference(
+def groups_with_reference(
     groups_P: Sequence[TrajectoryGroup],
     logprobs: Score,
 ) -> list[TrajectoryGroup]:
