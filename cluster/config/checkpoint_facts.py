@@ -7,6 +7,7 @@ models and tokenizers are loaded.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _VOCABULARIES = (
 )
 # What Git writes in place of a large file that it has not fetched.
 _POINTER = b"version https://git-lfs.github.com/spec/"
+# How a file of torch.save begins that is no zip archive, as they were until torch 1.6.
+_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def check_readable(directory: Path) -> None:
@@ -52,13 +55,18 @@ def check_weights(directory: Path) -> None:
         CheckpointError: a file is missing or unreadable.
     """
     files = sorted(directory.glob("*.safetensors"))
-    for shard in _shards(directory):
+    pickles = [] if files else sorted(directory.glob("pytorch_model*.bin"))
+    for shard in _shards(directory, "pytorch_model.bin" if pickles else "model.safetensors"):
         if not (directory / shard).is_file():
             raise CheckpointError(
                 f"{directory} lacks {shard}, which its index names; copy it again"
             )
-    if not files and not list(directory.glob("pytorch_model*.bin")):
+    if not files and not pickles:
         raise CheckpointError(f"{directory} holds no weights (no *.safetensors file)")
+    for file in pickles:
+        _refuse_pointer(file)
+        if not (zipfile.is_zipfile(file) or _begins(file, _TORCH)):
+            raise CheckpointError(f"{file} is corrupt or cut short: torch.save did not write it")
     for file in files:
         _refuse_pointer(file)
         try:
@@ -81,21 +89,27 @@ def check_vocabulary_files(directory: Path) -> None:
 
 
 def _refuse_pointer(file: Path) -> None:
+    if _begins(file, _POINTER):
+        raise CheckpointError(
+            f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in "
+            f"{file.parent}"
+        )
+
+
+def _begins(file: Path, start: bytes) -> bool:
     with file.open("rb") as opened:
-        if opened.read(len(_POINTER)) == _POINTER:
-            raise CheckpointError(
-                f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in "
-                f"{file.parent}"
-            )
+        return opened.read(len(start)) == start
 
 
-def _shards(directory: Path) -> list[str]:
-    """Files that a sharded checkpoint's index names; empty without an index.
+def _shards(directory: Path, whole: str) -> list[str]:
+    """Files that the index of a checkpoint names which would else be in the file `whole`.
+
+    Empty without an index.
 
     Raises:
         CheckpointError: the index is unreadable.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / f"{whole}.index.json"
     if not index.is_file():
         return []
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 from rich.console import Console
 from safetensors.numpy import save_file
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from actors.envs.judge_env import Judged
 from cluster.command import parse
 from cluster.config.arguments import Arguments
+from cluster.config.checkpoint_facts import check_weights
 from cluster.config.early_checks import check_early
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import DpoConfig, SftConfig
@@ -229,6 +231,25 @@ def test_a_checkpoint_that_lacks_a_part_is_refused_before_libraries_are_loaded(
     with pytest.raises(CheckpointError) as refused:
         checked(tmp_path / "broken")
     assert str(refused.value).startswith(setting)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_weights_of_torch_are_known_by_their_form(zipped: bool, tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model-00001-of-00002.bin"
+    torch.save({"a": torch.zeros(9)}, file, _use_new_zipfile_serialization=zipped)
+    check_weights(tmp_path)
+    whole = file.read_bytes()
+    for broken in (b"cut", LFS_POINTER, whole[:-9] if zipped else whole[9:]):
+        file.write_bytes(broken)
+        with pytest.raises(CheckpointError):
+            check_weights(tmp_path)
+    file.write_bytes(whole)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"b": "pytorch_model-00002-of-00002.bin"}}')
+    with pytest.raises(CheckpointError):
+        check_weights(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")  # these are read, whatever lies beside them
+    check_weights(tmp_path)
 
 
 def test_a_head_needs_no_tokenizer(tmp_path: Path) -> None:
