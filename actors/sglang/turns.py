@@ -103,11 +103,13 @@ class TurnTakingEngine(HostedSglangEngine):
     async def _awake(self) -> AsyncIterator[None]:
         """Context in which the server is awake, and stays so."""
         await self._ready()
-        if self._sleeping.locked():
-            self._session().knock()
-        async with self._sleeping:
+        with self._session().waiting():
+            await self._sleeping.acquire()
+        try:
             self._require_turns()
             yield
+        finally:
+            self._sleeping.release()
 
     async def _take_turns(self, turn: GpuTurn) -> None:
         session = self._session()
@@ -120,7 +122,7 @@ class TurnTakingEngine(HostedSglangEngine):
                 await session.sleep(whole=True)
                 turn.give()
                 slept_s = time.monotonic() - began
-                await session.held()
+                await session.wanted()
                 await turn.taken()
                 began = time.monotonic()
                 await session.wake(self._prove)

@@ -113,7 +113,8 @@ class WeightSession:
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        self._held = asyncio.Event()  # a call has found it asleep
+        self._waiting = 0  # calls that wait for it to wake, or for a load
+        self._wanted = asyncio.Event()  # there are such calls
         self._generations, self._scorings = Traffic(), Traffic()
         self._count = 0  # of loads
         self._released: frozenset[str] = frozenset()
@@ -155,13 +156,22 @@ class WeightSession:
         """True while samples are under way."""
         return self._generations.under_way
 
-    def knock(self) -> None:
-        """Note that somebody waits for a session that is asleep, as a call that waits does."""
-        self._held.set()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait for a session that is asleep."""
+        self._waiting += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._wanted.clear()
 
-    async def held(self) -> None:
+    async def wanted(self) -> None:
         """Wait until somebody waits for a session that is asleep."""
-        await self._held.wait()
+        while not self._waiting:
+            await self._wanted.wait()
 
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
@@ -182,9 +192,9 @@ class WeightSession:
             return await send(use)
 
     async def _admission(self) -> None:
-        while not self._open.is_set():
-            self.knock()
-            await self._open.wait()
+        with self.waiting():
+            while not self._open.is_set():
+                await self._open.wait()
         self._check_whole()
 
     @property
@@ -278,7 +288,6 @@ class WeightSession:
                 self._loads.torn = str(error) or "its awakening was cut short"
                 raise
             finally:
-                self._held.clear()
                 self._open.set()
 
     async def _quiet(self, *, whole: bool = False) -> None:

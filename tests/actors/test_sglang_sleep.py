@@ -234,11 +234,11 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
     async def all_of_it() -> None:
         nonlocal waiting, late
         await session.sleep()
-        held = asyncio.create_task(session.held())
+        wanted = asyncio.create_task(session.wanted())
         await asyncio.sleep(0.01)
-        assert not held.done() and session.asleep
+        assert not wanted.done() and session.asleep
         waiting = asyncio.create_task(session.score(server.score))
-        await held
+        await wanted
         late = asyncio.create_task(session.generate(server.generate))
         if good:
             await session.wake(prove)
@@ -260,6 +260,34 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
     ]  # fmt: skip
 
 
+def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
+    server = Server("finish", keeps=True)
+    session = session_of(server, "finish", directory)
+
+    async def prove() -> None:
+        pass
+
+    async def all_of_it() -> None:
+        load = asyncio.create_task(session.load(CheckpointDirectory(path=directory), 1))
+        while not server.paused:
+            await asyncio.sleep(0)
+        assert await session.score(server.score) == 1
+        await load
+        await session.sleep()
+        gone = asyncio.create_task(session.score(server.score))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        wanted = asyncio.create_task(session.wanted())
+        await asyncio.sleep(0.01)
+        assert not wanted.done()
+        waiting = asyncio.create_task(session.score(server.score))
+        await wanted
+        await session.wake(prove)
+        assert await waiting == 1
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
 def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str) -> None:
     server = Server("finish", "/resume_memory_occupation", keeps=True)
     session = session_of(server, "finish", directory)
@@ -270,7 +298,7 @@ def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str
     async def all_of_it() -> None:
         await session.sleep()
         waiting = asyncio.create_task(session.score(server.score))
-        await session.held()
+        await session.wanted()
         with pytest.raises(EngineError):
             await session.wake(prove)
         with pytest.raises(EngineLost):
