@@ -125,6 +125,7 @@ class FrozenModel(Teacher):
         device: str,
         compute_dtype: torch.dtype | None = None,
         event: Event = (),
+        room: int | None = None,
     ) -> None:
         """Load the model. Collective: every worker of the group calls it.
 
@@ -132,12 +133,13 @@ class FrozenModel(Teacher):
             dtype: dtype of the weights.
             compute_dtype: dtype of matrix products; None: that of the weights.
             event: tokens that are one outcome (`distill.stops`).
+            room: bytes that its workers here may fill; None: those that are free.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
             ConfigError: the worker's share does not fit into memory.
         """
-        check_fits(path, device, frozen_in(dtype), group.sharers(device) / group.size)
+        check_fits(path, device, frozen_in(dtype), group.sharers(device) / group.size, room)
         self.path, self.event, self._device = path, event, device
         self._root: Root | None = None
         shares = None

@@ -29,6 +29,7 @@ from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.frozen import FrozenModel, LocalTeachers
 from learner.lora import adapter_off
+from learner.memory import room_bytes
 from learner.plan import (
     FrozenBatches,
     MicroBatch,
@@ -243,6 +244,7 @@ class LearnerWorker(ModelShard):
                 device=self.device,
                 compute_dtype=getattr(torch, self._config.dtype),
                 event=() if self._config.stops is None else self._config.stops.event,
+                room=room_bytes(self.device, self._config.gpu_part, self._config.gpu_taken),
             )
         return self._reference.logprobs(asked.batches)
 

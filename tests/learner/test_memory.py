@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from distill.settings import changed
 from learner.config import LearnerConfig, Precision
+from learner.frozen import FrozenModel
 from learner.learner import Learner
 from learner.memory import FROZEN, TRAINED, WorkerMemory, room_bytes
 from learner.memory_plan import LearnerMemory
 from learner.pass_memory import PassMemory, PassPlan, PassRequest
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.process_group import WorkerGroup
 from tests.conftest import TinyPair
 from tests.families import FAMILIES
 from tests.refusals import refuses
@@ -334,6 +336,14 @@ def test_workers_share_what_a_model_and_copies_of_teachers_take() -> None:
     assert quarter.resting == 9 * GIB
     third = WorkerMemory.of(9, FROZEN, workers=3, offloads=False, frozen=5)
     assert third.held == 12 + 2, "rounded up"
+
+
+def test_a_frozen_model_needs_no_more_than_its_room(tiny_pair: TinyPair) -> None:
+    load = partial(FrozenModel, tiny_pair.teacher, WorkerGroup(None, "cpu"), dtype=torch.float32)
+    needed = 4 * sum(p.numel() for p in load(device="cpu").model.parameters())
+    load(device="cpu", room=needed)
+    with refuses(ConfigError, None):
+        load(device="cpu", room=needed - 1)
 
 
 @pytest.mark.parametrize(
