@@ -110,7 +110,7 @@ class TeacherHead(Teacher):
 
 
 class FrozenModel(Teacher):
-    """A checkpoint without optimizer; each worker of the group holds a share of its weights.
+    """A checkpoint without optimizer; each worker of a replica holds a share of its weights.
 
     Attributes:
         model: the model; its parameters are sharded if the group has several workers.
@@ -139,7 +139,8 @@ class FrozenModel(Teacher):
             CheckpointError: the checkpoint cannot be loaded.
             ConfigError: the worker's share does not fit into memory.
         """
-        check_fits(path, device, frozen_in(dtype), group.sharers(device) / group.size, room)
+        share = group.sharers(device) / group.shards
+        check_fits(path, device, frozen_in(dtype), share, room)
         self.path, self.event, self._device = path, event, device
         self._root: Root | None = None
         shares = None

@@ -164,7 +164,10 @@ def check_fits(
 
 
 def check_offload_fits(model: str, holding: Holding, workers: int, workers_here: int) -> None:
-    """Raise ConfigError if main memory is too small for the moments of this host's workers."""
+    """Raise ConfigError if main memory is too small for the moments of this host's workers.
+
+    `workers`: those that share a replica.
+    """
     if (estimate := estimate_memory(model)) is not None:
         moments = holding.moments * estimate.parameters * workers_here // workers
         require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
@@ -190,7 +193,7 @@ class WorkerMemory:
     def of(
         cls, parameters: int, holding: Holding, *, workers: int, offloads: bool, frozen: int = 0
     ) -> WorkerMemory:
-        """`frozen`: bytes of the frozen models, which the workers share."""
+        """`workers`: those that share a replica, with frozen models of `frozen` bytes."""
         share = -(-parameters // workers)
         return cls(
             weights=share * holding.weights,
@@ -227,7 +230,8 @@ class WorkerMemory:
                 f"{what} in the learner does not fit: weights, gradients and moments"
                 f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
                 f"of a GPU in an update, and {gib(room)} are there for them. Use more "
-                "learner.workers, an adapter (lora.rank), or a smaller model"
+                "learner.workers, fewer learner.replicas, an adapter (lora.rank), or a smaller "
+                "model"
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distill.errors import ConfigError
@@ -45,6 +45,7 @@ class LearnerMemory:
         query_norm: attention normalises queries and keys.
         holding: bytes per parameter, without passes.
         frozen: bytes of the frozen models that the workers share.
+        replicas: number of replicas, each of which is shared by as many of the workers.
     """
 
     config: Any
@@ -54,6 +55,7 @@ class LearnerMemory:
     device: str
     holding: Holding = TRAINED
     frozen: int = 0
+    replicas: int = 1
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class LearnerMemory:
         device: str,
         holding: Holding = TRAINED,
         frozen: int = 0,
+        replicas: int = 1,
     ) -> LearnerMemory | None:
         """Memory of a model's learner, from config and shapes; None where those are not known."""
         estimate, shapes = estimate_memory(model), known_shapes(model)
@@ -77,6 +80,7 @@ class LearnerMemory:
             device=device,
             holding=holding,
             frozen=frozen,
+            replicas=replicas,
         )
 
     @property
@@ -89,7 +93,7 @@ class LearnerMemory:
         return WorkerMemory.of(
             self.parameters,
             self.holding,
-            workers=workers,
+            workers=workers // self.replicas,
             offloads=offloads,
             frozen=self.frozen,
         )
@@ -149,6 +153,9 @@ class LearnerMemory:
                 yield "gradient_checkpointing=True"
         if not self.device.startswith("cuda"):
             return  # workers of one machine share its memory
+        fewer = replace(self, replicas=1)
+        if self.replicas > 1 and fewer._fits(room, asked, workers, offloads=offloads):
+            yield "learner.replicas=1"
         may_offload = not offloads and self.holding.moments > 0
         if may_offload and self._fits(room, asked, workers, offloads=True):
             yield "offload_optimizer=True"
@@ -203,14 +210,20 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
     holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
     sharers = group.sharers(device)
     room = room_bytes(device, config.gpu_part, config.gpu_taken)
-    check_fits(config.model, device, holding, sharers / group.size, room)
+    check_fits(config.model, device, holding, sharers / group.shards, room)
     if offloads and device.startswith("cuda"):
-        check_offload_fits(config.model, holding, group.size, group.workers_here())
+        check_offload_fits(config.model, holding, group.shards, group.workers_here())
     asked = PassPlan(
         settings.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
         bool(settings.gradient_checkpointing),
     )
-    memory = LearnerMemory.of(config.model, dtype=config.dtype, device=device, holding=holding)
+    memory = LearnerMemory.of(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        holding=holding,
+        replicas=group.replicas,
+    )
     plan = None
     if memory is not None:
         request = PassRequest.of(settings, config.longest_rows)

@@ -5,8 +5,8 @@
 
 Calls are not this package's matter: `Followers` makes them (actor calls on Ray). A method's own
 collectives are in the same sequence on all workers. FSDP's gathers and reductions use the default
-process group, exchanges in main memory `collectives`, and the writing of a checkpoint, which runs
-concurrently with other methods, `aside`.
+process group (with replicas: a replica's own), exchanges in main memory `collectives`, and the
+writing of a checkpoint, which runs concurrently with other methods, `aside`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Membership:
         rank: 0 leads.
         timeout_s: longest that a worker waits for another in a collective.
         followers: calls of the others, on the leader.
+        replicas: number of replicas of the model, each on `size / replicas` consecutive ranks.
     """
 
     address: str
@@ -73,10 +74,17 @@ class Membership:
     size: int
     timeout_s: float
     followers: Followers = no_followers
+    replicas: int = 1
 
 
 class WorkerGroup:
-    """One process's end of the group. Of size 1 it needs no process group, and has none."""
+    """One process's end of the group. Of size 1 it needs no process group, and has none.
+
+    Attributes:
+        mesh: the workers that share this worker's replica of the model.
+        same_shard: the workers that hold this worker's shard, one of each replica; None: there is
+            one replica.
+    """
 
     def __init__(self, membership: Membership | None, device: str) -> None:
         """Returns when every worker has joined.
@@ -87,7 +95,9 @@ class WorkerGroup:
         self.rank = membership.rank if membership else 0
         self.size = membership.size if membership else 1
         self.followers = membership.followers if membership else no_followers
+        self.replicas = membership.replicas if membership else 1
         self.mesh: DeviceMesh | None = None
+        self.same_shard: dist.ProcessGroup | None = None
         self.collectives: dist.ProcessGroup | None = None
         self.aside: dist.ProcessGroup | None = None
         kind = device.partition(":")[0]
@@ -106,15 +116,29 @@ class WorkerGroup:
         )
         self.collectives = _in_memory(timeout)
         self.aside = _in_memory(timeout)
-        self.mesh = init_device_mesh(kind, (self.size,))
+        if self.replicas == 1:
+            self.mesh = init_device_mesh(kind, (self.size,))
+            return
+        # With the time-out, which a mesh of two dimensions would not give to its groups.
+        ranks = torch.arange(self.size).view(self.replicas, self.shards)
+        share, self.same_shard = (
+            dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0]
+            for each in (ranks, ranks.T)
+        )
+        self.mesh = DeviceMesh.from_group(share, kind)
+
+    @property
+    def shards(self) -> int:
+        """Number of workers that share one replica of the model."""
+        return self.size // self.replicas
 
     def total(self, value: float) -> float:
         """The sum of every worker's value; NaN and infinities spread to all."""
         return self._reduced(value, dist.ReduceOp.SUM)
 
-    def most(self, value: int) -> int:
+    def most(self, value: float) -> float:
         """The largest of every worker's values."""
-        return int(self._reduced(value, dist.ReduceOp.MAX))
+        return self._reduced(value, dist.ReduceOp.MAX)
 
     def _reduced(self, value: float, by: Any) -> float:
         reduced = torch.tensor(value, dtype=torch.float64)

@@ -196,7 +196,7 @@ class ModelShard:
 
     def fingerprints(self, _: None) -> Fingerprints:
         """Fingerprints of this worker's shards of gradient and weights."""
-        return shard_fingerprints(self.model, self._group.rank)
+        return shard_fingerprints(self.model, self._group)
 
     def _reshard_root(self) -> None:
         """Reshard FSDP2's root parameters, which a forward without gradients leaves gathered."""

@@ -6,6 +6,10 @@ in the last micro-batch of a step alone if each worker has room for whole ones
 (`PassPlan.reduces_once`). Weights outside of layers (embedding, last norm, vocabulary projection)
 are gathered for a micro-batch.
 
+With several replicas (HSDP) each is sharded over workers of its own, and gathers and sums within
+those. Gradients are summed over the replicas once, before an update (`sum_over_replicas`), which is
+then the same on all of them.
+
 Fingerprints of tensors are independent of how these are sharded. The sum of a tensor's bits, and of
 its squares, is the total of the sums of its shards. The sum of bits is exactly equal for any number
 of workers that hold equal tensors.
@@ -59,7 +63,7 @@ class Root(nn.Module):
         return run()
 
     def sum_gradients(self, now: bool) -> None:
-        """Sum gradients over the workers in the following backward passes, or keep whole ones.
+        """Sum gradients within a replica in the following backward passes, or keep whole ones.
 
         Whole gradients are float32, like the sums. The next sum includes them.
         """
@@ -76,8 +80,8 @@ def shard(
     """Shard a model over the group, a layer at a time, with the leader's values.
 
     Without `pending` the leader holds the whole model until it is sharded, and the other workers
-    one layer besides their shards. Gradients are sums over the workers, not means: losses are
-    normalised by global counts.
+    one layer besides their shards. Gradients are sums over a replica's workers, not means: losses
+    are normalised by global counts.
 
     Args:
         pending: values that the leader has not read yet.
@@ -168,14 +172,33 @@ def hand_out(
             dist.recv(part, src=0, group=group.collectives)
             own.copy_(part)
         return
-    mine, *others = whole.chunk(group.size)  # as FSDP2 cuts it; the last workers may get nothing
+    parts = whole.chunk(group.shards)  # as FSDP2 cuts it; the last workers may get nothing
     sent = [
         dist.isend(part.contiguous(), dst=rank, group=group.collectives)
-        for rank, part in enumerate(others, 1)
-        if part.numel()
+        for shard, part in enumerate(parts)
+        for rank in range(shard, group.size, group.shards)
+        if rank and part.numel()
     ]
-    own.copy_(mine)
+    own.copy_(parts[0])
     for work in sent:
+        assert work is not None
+        work.wait()
+
+
+def sum_over_replicas(model: nn.Module, group: WorkerGroup) -> None:
+    """Sum the gradients, which are summed within each replica, over the replicas. Collective.
+
+    Each worker sends its shards only. Not by a mesh of two dimensions in `fully_shard`: that sums
+    over the replicas in every micro-batch, unless each worker has room for whole gradients.
+    """
+    if group.same_shard is None:
+        return
+    pending = [
+        dist.all_reduce(shard, group=group.same_shard, async_op=True)
+        for parameter in model.parameters()
+        if parameter.grad is not None and (shard := local(parameter.grad)).numel()
+    ]
+    for work in pending:
         assert work is not None
         work.wait()
 
@@ -234,14 +257,15 @@ def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
 
 
-def shard_fingerprints(model: nn.Module, rank: int) -> Fingerprints:
-    """Fingerprints of this worker's shards.
+def shard_fingerprints(model: nn.Module, group: WorkerGroup) -> Fingerprints:
+    """Fingerprints of this worker's shards; of no tensor, except in the first replica.
 
     A tensor that is not sharded, so that every worker holds it whole, is counted on rank 0 only.
     """
     found: dict[str, dict[str, Fingerprint]] = {"gradient": {}, "weights": {}}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or (rank and not isinstance(parameter, DTensor)):
+        counted = group.rank < (group.shards if isinstance(parameter, DTensor) else 1)
+        if not parameter.requires_grad or not counted:
             continue
         for what, tensor in (("gradient", parameter.grad), ("weights", parameter)):
             if tensor is not None:

@@ -42,9 +42,7 @@ from learner.process_group import WorkerGroup
 from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
 from learner.routers import RouterBalance
 from learner.shard import ModelShard
-from learner.sharding import (
-    whole,
-)
+from learner.sharding import sum_over_replicas, whole
 from learner.trace import Stages
 
 # A micro-batch's fraction of its part's trained tokens: the weight in the mean train/router_aux.
@@ -183,14 +181,21 @@ class LearnerWorker(ModelShard):
     def _optim_step(self, divisor: float, finite: bool) -> UpdateShare:
         """Clip the gradient and update. `finite`: all of this worker's losses were finite."""
         with self._stages("optimizer"):
+            sum_over_replicas(self.model, self._group)
             if divisor != 1:
                 for parameter in self.model.parameters():
                     if parameter.grad is not None:
                         parameter.grad.div_(divisor)
-            norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), self._config.learner.max_grad_norm
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = whole(torch.nn.utils.get_total_norm(gradients)).item()
+            # One for all: replicas, each of which has summed it, stay equal to the last bit.
+            grad_norm = self._group.most(norm)
+            torch.nn.utils.clip_grads_with_norm_(
+                self.model.parameters(),
+                self._config.learner.max_grad_norm,
+                torch.tensor(grad_norm),
             )
-            grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
+            lr = self.optimizer.param_groups[0]["lr"]
             bad = self._group.total(float(not finite))
             if not bad and math.isfinite(grad_norm):
                 self._update()
@@ -332,7 +337,7 @@ class LearnerWorker(ModelShard):
         """
         budget, packs = self.passes.token_budget, self.packs
         batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
-        missing = self._group.most(len(batches)) - len(batches)
+        missing = int(self._group.most(len(batches))) - len(batches)
         padding = [[rows[0] if rows else self._rollouts.any_row]] * missing
         scored = self.logprobs([*batches, *padding])
         by_row = {

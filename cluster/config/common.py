@@ -24,7 +24,15 @@ from cluster.config.output import OutputSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.pace import LOADED_A_S
-from distill.rules import WithSections, above, at_least, at_most, not_with, setting
+from distill.rules import (
+    WithSections,
+    above,
+    at_least,
+    at_most,
+    multiple_of,
+    not_with,
+    setting,
+)
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
@@ -202,9 +210,18 @@ class RunLearnerSettings(LearnerSettings):
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
+    replicas: int = setting(
+        at_least(1),
+        default=1,
+        doc="replicas of the model (hybrid sharding, HSDP): each is shared by learner.workers / "
+        "learner.replicas workers of one node, and gradients alone are summed over the replicas, "
+        "once an update; a resumed run may have another number of them",
+        metadata=MAY_CHANGE,
+    )
     workers: int = setting(
         at_least(1),
         not_with("cluster.local", why="one process holds one learner"),
+        multiple_of("learner.replicas", why="each replica has as many of them"),
         default=1,
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
         "or CPU of its own; a resumed run may have another number of them",
@@ -224,6 +241,11 @@ class RunLearnerSettings(LearnerSettings):
         "https://ui.perfetto.dev",
         metadata=MAY_CHANGE,
     )
+
+    @property
+    def shards(self) -> int:
+        """Number of workers that share one replica of the model."""
+        return self.workers // self.replicas
 
 
 @chz.chz
@@ -302,6 +324,7 @@ class CommonConfig(
                 device=device,
                 holding=self.learner_holding,
                 frozen=frozen,
+                replicas=self.learner.replicas,
             )
         )
 

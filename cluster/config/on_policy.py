@@ -360,8 +360,8 @@ class RolloutConfig(
         dtype = self.engine.dtype_on(device)
         copies = frozen_bytes(self.copied_teachers.values(), dtype)
         heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
-        # Workers share the copies, and each has every head.
-        return None if copies is None else copies + heads * self.learner.workers
+        # Workers of a replica share the copies, and each has every head.
+        return None if copies is None else copies + heads * self.learner.shards
 
     @property
     def teaches_itself(self) -> bool:

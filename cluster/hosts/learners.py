@@ -180,7 +180,12 @@ def make_learners(
         address = own_address(nodes_alive() == 1)
         meeting_point = open_store(address, timeout_s)
         member = Membership(
-            address=address, port=meeting_point.port, rank=0, size=workers, timeout_s=timeout_s
+            address=address,
+            port=meeting_point.port,
+            rank=0,
+            size=workers,
+            timeout_s=timeout_s,
+            replicas=config.learner.replicas,
         )
         followers = [
             make(

@@ -36,7 +36,7 @@ class RolePlan:
     """Members of one kind. `memory` in bytes of one, if known.
 
     `cpus` and `gpus` are of one, on each of the `nodes` that it takes, or in each of the bundles of
-    its `span` (`ResourceDemand`).
+    its `span`; for these and `together` see `ResourceDemand`.
     """
 
     name: str
@@ -46,6 +46,7 @@ class RolePlan:
     gpus: float = 0
     nodes: int = 1
     span: int = 1
+    together: int = 1
     memory: int | None = None
     note: str = ""
 
@@ -98,6 +99,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
                 gpus=role.resources.get("GPU", 0),
                 nodes=role.nodes,
                 span=role.span,
+                together=role.together,
                 memory=memory,
                 note=note,
             )
@@ -153,6 +155,8 @@ def render(layout: Layout) -> str:
     for role in layout.roles:
         if role.nodes > 1:
             lines.append(f"         each {role.name} engine on {role.nodes} different nodes")
+        if role.together > 1:
+            lines.append(f"         every {role.together} {role.name} workers on one node")
         if role.span > 1 and role.name not in layout.turns:
             lines.append(
                 f"         each {role.name} engine on the GPUs of {role.span} learner workers"

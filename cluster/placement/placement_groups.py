@@ -16,11 +16,13 @@ member would be sent to the dead node, and die with it: give it restarts.
 A member that takes several nodes has a group of its own, of one bundle a node (STRICT_SPREAD).
 One that shares several bundles of a node with members of other roles has a group with those
 (STRICT_PACK): a policy engine of two GPUs and the two learner workers there, or engines of several
-teachers that take turns on two GPUs.
+teachers that take turns on two GPUs. So have members that are together: the learner workers of one
+replica.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,14 +69,15 @@ class _Sharers:
         return "+".join(demand.name for demand in self.demands)
 
     @property
-    def span(self) -> int:
-        return max(demand.span for demand in self.demands)
+    def together(self) -> int:
+        """Number of consecutive bundles that are on one node."""
+        return math.lcm(*(n for demand in self.demands for n in (demand.span, demand.together)))
 
     def place(self, number: int) -> tuple[str, int]:
-        """Group of a shared bundle, and its index there: one group, or one a span."""
-        if self.span == 1:
+        """Group of a shared bundle, and its index there: one group, or one for each node."""
+        if self.together == 1:
             return self.name, number
-        return _own_group(self.name, number // self.span), number % self.span
+        return _own_group(self.name, number // self.together), number % self.together
 
     def bundle(self, number: int) -> dict[str, float]:
         return sum_of(d.needed for d in self.demands if number < d.count * d.span)
@@ -109,7 +112,8 @@ class Placement:
         self._demands = {demand.name: demand for demand in demands}
         unknown = [role for roles in colocate for role in roles if role not in self._demands]
         assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
-        self._sharers: dict[str, _Sharers] = {}  # by role
+        # By role; one whose members are together has bundles of the same kind.
+        self._sharers = {d.name: _Sharers((d,)) for d in demands if d.needed and d.together > 1}
         for roles in colocate:
             together = _Sharers(tuple(d for d in demands if d.name in roles and d.needed))
             self._sharers |= {demand.name: together for demand in together.demands}
@@ -243,9 +247,10 @@ class Placement:
             assert all(demand.nodes == 1 for demand in together.demands), together.name
             for i in range(max(demand.count * demand.span for demand in together.demands)):
                 name, _ = together.place(i)
-                group = PlannedGroup(together.name, [], together=together.span > 1)
+                group = PlannedGroup(together.name, [], together=together.together > 1)
                 planned.setdefault(name, group).bundles.append(together.bundle(i))
-        return planned
+        # Those that need much of one node come before others take parts of it.
+        return dict(sorted(planned.items(), key=lambda item: not item[1].together))
 
     def _assign_bundles(self) -> None:
         for demand in self._demands.values():
@@ -315,7 +320,7 @@ class Placement:
     def _by_turns(self) -> str:
         """Remedy of pairs that each have two GPUs, and could have one by turns."""
         gpus = [[d.needed.get("GPU", 0) for d in s.demands] for s in self._sharers.values()]
-        if not any(min(needed) >= 1 for needed in gpus):
+        if not any(min(needed) >= 1 for needed in gpus if len(needed) > 1):
             return ""
         return (
             "; gpus_per_actor=0.5, with as many policy.engines as learner.workers, puts each pair "

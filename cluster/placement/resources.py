@@ -16,7 +16,8 @@ class ResourceDemand:
     """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them.
 
     One that takes several `nodes` needs these resources on each. One with a `span` needs them in so
-    many bundles of one node, each of which it shares with members of other roles.
+    many bundles of one node, each of which it shares with members of other roles. Consecutive
+    members, so many `together`, are on one node; with 1, each is wherever there is room.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ResourceDemand:
     resources: Resources
     nodes: int = 1
     span: int = 1
+    together: int = 1
 
     @property
     def bundles(self) -> int:

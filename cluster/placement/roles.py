@@ -58,7 +58,15 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     compute, turns = _compute(config, device), turn_roles(config)
     by_turns = {"CPU": 1.0, "GPU": 1 / len(turns)} if turns and device == "cuda" else {"CPU": 1.0}
     resources = by_turns if LEARNER in turns else compute
-    roles = [ResourceDemand(name=LEARNER, count=config.learner.workers, resources=resources)]
+    learner = config.learner
+    roles = [
+        ResourceDemand(
+            name=LEARNER,
+            count=learner.workers,
+            resources=resources,
+            together=learner.shards if learner.replicas > 1 else 1,
+        )
+    ]
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return roles
     if config.only_keeps:

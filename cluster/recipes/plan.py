@@ -93,7 +93,9 @@ def learner_line(config: CommonConfig, updates_per_step: int = 1) -> str:
         return "none (rollout_only=True): groups are kept, for train_from="
     estimate = estimate_memory(config.model.path, config.learner_holding) or "memory unknown"
     if config.learner.workers > 1:
-        estimate = f"{config.learner.workers} workers share {estimate}"
+        replicas = config.learner.replicas
+        each = f"in each of {replicas} replicas " if replicas > 1 else ""
+        estimate = f"{each}{config.learner.shards} workers share {estimate}"
     rate = f"lr {config.learner.lr:g}"
     if config.learner.lr > _LR_TIMES * LARGEST:
         times = config.learner.lr / LARGEST

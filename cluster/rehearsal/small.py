@@ -32,9 +32,9 @@ _MOST_ACTORS = 2
 # Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
 _NOT_HERE = (
     "cluster.gpus_per_actor", "cluster.gpu_memory_gib", "cluster.colocate",
-    "learner.offload_optimizer", "learner.liger", "learner.compile", "learner.dtype",
-    "policy.server_flags", "teacher.server_flags", "weights.transport", "engine.dtype",
-    "rollout.cpus", "teacher.gpus",
+    "learner.replicas", "learner.offload_optimizer", "learner.liger", "learner.compile",
+    "learner.dtype", "policy.server_flags", "teacher.server_flags", "weights.transport",
+    "engine.dtype", "rollout.cpus", "teacher.gpus",
     "cluster.local", "tracking.track", "tracking.wandb", "tracking.notify", "fork_from",
     "lora.adapter", "learner.trace_step",
     "checkpoint.keep_every", "checkpoint.keep_best", "learner.token_budget",

@@ -764,6 +764,9 @@ def test_settings_that_the_environment_does_not_look_at(
     ("field", "names", "settings"),
     [
         (None, "at most 8", {"learner_workers": 9}),
+        ("learner.workers", "learner.replicas=2", {"learner_workers": 3, "learner_replicas": 2}),
+        ("learner.workers", "learner.replicas=2", {"learner_replicas": 2}),
+        ("learner.replicas", "", {"learner_replicas": 0}),
         ("lora.targets", "", {"lora.rank": 4, "lora.targets": "q_proj,"}),
     ],
 )

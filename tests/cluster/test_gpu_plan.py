@@ -117,6 +117,14 @@ def test_every_worker_has_the_whole_head_of_a_served_teacher(
     assert numbers(learner, "weights", "copies of teachers") == [3.8, held]
 
 
+def test_a_worker_of_a_replica_holds_what_one_of_so_few_workers_holds(eight: Opd) -> None:
+    alone = eight(estimator="full")
+    twice = eight(estimator="full", learner_workers=16, learner_replicas=2, policy_engines=16)
+    assert line(twice, "learner") == line(alone, "learner")
+    assert "every 8 learner workers on one node" in describe_layout(twice)
+    assert "workers on one node" not in describe_layout(alone)
+
+
 def test_workers_share_the_copy_of_a_teacher(eight: Opd) -> None:
     """32.8 B parameters of 2 bytes on eight GPUs, which engines that are awake find taken, too."""
     config = eight(estimator="full")

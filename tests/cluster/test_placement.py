@@ -144,6 +144,26 @@ def test_a_member_with_a_span_shares_the_bundles_of_as_many_others() -> None:
     mine.release()
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_members_that_are_together_are_on_one_node(pairs: bool) -> None:
+    mine = placement(
+        ResourceDemand(name="policy", count=4, resources=ONE),
+        ResourceDemand(name="learner", count=4, resources=ONE, together=2),
+        colocate=("learner", "policy") if pairs else (),
+    )
+    reserve(mine)
+    groups = [_bundle_of(mine, "learner", worker, 0) for worker in range(4)]
+    assert len(set(groups)) == 4
+    assert groups[0][0] == groups[1][0] != groups[2][0] == groups[3][0]
+    for number, (group, _) in enumerate(groups):
+        [made] = [
+            each for key, each in ray.util.placement_group_table().items() if key == group.hex()
+        ]
+        assert made["strategy"] == "STRICT_PACK" and len(made["bundles"]) == 2
+        assert (_bundle_of(mine, "policy", number, 0) == groups[number]) == pairs
+    mine.release()
+
+
 def _bundle_of(mine: Placement, *member: Any) -> tuple[Any, int]:
     strategy = mine.options(*member)["scheduling_strategy"]
     return strategy.placement_group.id, strategy.placement_group_bundle_index

@@ -56,7 +56,9 @@ def settings(pair: TinyPair, out: Path, **changes: object) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_an_adapter_on_two_replicas_goes_on_with_one_worker(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     """The engines hold the merged weights, as the handshake and the probe of every push prove."""
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     before = logits(base)
@@ -72,7 +74,8 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
 
     lora = {"lora_adapter": str(tmp_path / "adapter"), "reference_kl_coef": 0.1, "lr": 3e-4}
     out = tmp_path / "run"
-    cluster.run.run(make("opd", **settings(tiny_pair, out, learner_workers=2, **lora)), QUIET)
+    replicas = {"learner_workers": 4, "learner_replicas": 2}
+    cluster.run.run(make("opd", **settings(tiny_pair, out, **replicas, **lora)), QUIET)
     cluster.run.run(make("opd", **settings(tiny_pair, out, steps=5, **lora)), QUIET)
     steps = metrics(out)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]

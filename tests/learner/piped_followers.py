@@ -29,7 +29,7 @@ class Seat(NamedTuple):
     ends: Ends
 
 
-def meet(size: int, context: Any, timeout_s: float) -> tuple[Any, list[Seat]]:
+def meet(size: int, context: Any, timeout_s: float, replicas: int = 1) -> tuple[Any, list[Seat]]:
     """The store at which workers meet, to be kept while they do, and their seats, by rank."""
     store = open_store(LOOPBACK, timeout_s)
     of_leader, of_followers = [], []
@@ -37,7 +37,14 @@ def meet(size: int, context: Any, timeout_s: float) -> tuple[Any, list[Seat]]:
         pipes = {lane: context.Pipe() for lane in get_args(Lane)}
         of_leader.append({lane: ours for lane, (ours, _) in pipes.items()})
         of_followers.append({lane: theirs for lane, (_, theirs) in pipes.items()})
-    member = Membership(address=LOOPBACK, port=store.port, rank=0, size=size, timeout_s=timeout_s)
+    member = Membership(
+        address=LOOPBACK,
+        port=store.port,
+        rank=0,
+        size=size,
+        timeout_s=timeout_s,
+        replicas=replicas,
+    )
     leads = replace(member, followers=PipedFollowers(of_leader))
     followers = [
         Seat(replace(member, rank=rank), ends) for rank, ends in enumerate(of_followers, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,17 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     for text in set(proposed) - remedies:  # beside 70 B there is room for no row at all
         shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
         assert memory.plan(ROOM, shorter, workers=workers, offloads=False)
+
+
+def test_one_replica_may_have_room_where_two_have_none() -> None:
+    one = LearnerMemory(
+        config=QWEN3_32B, parameters=int(32.76e9), query_norm=True, dtype="bfloat16", device="cuda"
+    )
+    two, asked = replace(one, replicas=2), PassRequest(longest_rows=17_408)
+    assert two.states(16, offloads=False) == one.states(8, offloads=False)
+    with refuses(ConfigError, "sampling.max_new_tokens", names="learner.replicas=1"):
+        two.plan(ROOM, asked, workers=16, offloads=False)
+    assert one.plan(ROOM, asked, workers=16, offloads=False)
 
 
 def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:

@@ -39,6 +39,7 @@ def tell(
     *,
     source: TrajectorySource | None = None,
     workers: int = WORKERS,
+    replicas: int = 1,
 ) -> Any:
     """What `story` returns, told by a leader of `workers`; the others find rollouts in `source`.
 
@@ -47,7 +48,7 @@ def tell(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    store, (leads, *others) = meet(workers, context, _DEADLINE_S)
+    store, (leads, *others) = meet(workers, context, _DEADLINE_S, replicas)
     reader, writer = context.Pipe(duplex=False)
     arguments = (config, losses, leads.membership, str(scratch), story, given, writer)
     leader = context.Process(target=_lead, args=arguments, daemon=True)
