@@ -133,7 +133,7 @@ class EvaluateConfig(
         """
         if self.data.source is None:
             return {type(self.env).__name__: None}
-        sources = unweighted_sources("prompts", self.data.source)
+        sources = unweighted_sources("data.source", self.data.source)
         return {source.name: source.place for source in sources}
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:

@@ -194,4 +194,4 @@ def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
         with whole_write(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(texts)
     except OSError as error:
-        raise ConfigError(f"{setting}={path} cannot be written: {error}") from error
+        raise ConfigError(f"{setting}={path} cannot be written: {error}", field=setting) from error

@@ -65,7 +65,9 @@ def replay(arguments: list[str], console: Console) -> None:
     number, given = given.take("step")
     blamed, given = given.take("blame")
     if out is None or number is None:
-        raise ConfigError("give out=DIR, a run's directory, and step=N")
+        raise ConfigError(
+            "give out=DIR, a run's directory, and step=N", field="out" if out is None else "step"
+        )
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
     what_if = _config(out, given.given) if given.given else None
     check_early(what_if or _config(out, {}))
@@ -74,7 +76,7 @@ def replay(arguments: list[str], console: Console) -> None:
 
 def _whole(name: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name}={text} must be a whole number, {least} or more")
+        raise ConfigError(f"{name}={text} must be a whole number, {least} or more", field=name)
     return int(text)
 
 
@@ -83,7 +85,9 @@ def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
     recipe, given = Arguments.of([f"config={out}"]).take("recipe")
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
-        raise ConfigError(f"out={out} holds a run of recipe={recipe}; opd and rl are replayed")
+        raise ConfigError(
+            f"out={out} holds a run of recipe={recipe}; opd and rl are replayed", field="out"
+        )
     settings = given.settings(kind)
     return built(kind, settings | {"out": out} | by_name(kind, changes))
 
@@ -111,7 +115,8 @@ class StepReplay:
         if self.config.only_keeps:
             raise ConfigError(
                 f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
-                f"them with train_from={out}"
+                f"them with train_from={out}",
+                field="out",
             )
         if self.config.teacher_heads:
             raise ConfigError(

@@ -69,7 +69,7 @@ from distill.rewards.registry import (
     check_answers,
     judge,
 )
-from distill.rules import above, at_least, needs, setting
+from distill.rules import above, at_least, ends_in, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.tokenizer import load_tokenizer
@@ -107,7 +107,8 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
     prompts: str = chz.field(
         doc="sources of rows, in the format of prompts= in recipe=opd", metadata=ESSENTIAL | ROWS
     )
-    data: str = chz.field(
+    data: str = setting(
+        ends_in(".jsonl", "one JSON object per line"),
         doc="file to write, .jsonl; an existing one is replaced",
         metadata=ESSENTIAL | WRITTEN,
     )
@@ -145,12 +146,11 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
 
     @chz.validate
     def _sampling_is_consistent(self) -> None:
-        if Path(self.data).suffix != ".jsonl":
-            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object per line")
         if is_url(self.model.path) != (self.name is not None):
             raise ConfigError(
                 f"model={self.model.path} with name={self.name}: an endpoint's model has a name, "
-                "and a checkpoint has none"
+                "and a checkpoint has none",
+                field="name",
             )
         if self.name is not None:
             self.address()
@@ -177,7 +177,8 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         if isinstance(reward, ModelReward):
             raise ConfigError(
                 f"reward={self.reward.function}: reward models judge runs and evaluations; give a "
-                "function"
+                "function",
+                field="reward.function",
             )
         return reward
 

@@ -93,7 +93,9 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     """
     name, given = arguments.take("recipe")
     if name is None:
-        raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
+        raise ConfigError(
+            f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}", field="recipe"
+        )
     kind, recipe = config_of(name), RECIPES[name]
     _refuse_truncation(given.given)
     _refuse_others_settings(name, given.given)
@@ -146,7 +148,8 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples of "
                 "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
-                f"{name} out (the serving decoder of evaluation has eval.top_p and eval.top_k)"
+                f"{name} out (the serving decoder of evaluation has eval.top_p and eval.top_k)",
+                field=name,
             )
 
 
@@ -160,7 +163,8 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
                 f"{key}={text_of(value)}: recipe={recipe} has no such setting; "
-                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them"
+                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them",
+                field=key,
             )
 
 

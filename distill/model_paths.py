@@ -6,7 +6,7 @@ import json
 from difflib import get_close_matches
 from pathlib import Path
 
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError
 
 
 def trained_model(path: str) -> str:
@@ -16,7 +16,7 @@ def trained_model(path: str) -> str:
     models of its checkpoints. Any other path is returned as it is.
 
     Raises:
-        ConfigError: the run keeps no such checkpoint.
+        CheckpointError: the run keeps no such checkpoint.
     """
     if (Path(path) / "final").is_dir() and not (Path(path) / "tokenizer.json").exists():
         return str(Path(path) / "final")
@@ -28,11 +28,11 @@ def trained_model(path: str) -> str:
         try:
             step = str(json.loads((checkpoints / "best.json").read_bytes())["step"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: {run} keeps no best checkpoint (keep_best=)") from error
+            raise CheckpointError(f"{path}: {run} keeps no best checkpoint (keep_best=)") from error
     model = checkpoints / f"step-{step.zfill(6)}" / "model"
     if not model.is_dir():
         kept = ", ".join(sorted(each.name for each in checkpoints.glob("step-*")))
-        raise ConfigError(f"{path}: {run} keeps no checkpoint of step {step}; it has {kept}")
+        raise CheckpointError(f"{path}: {run} keeps no checkpoint of step {step}; it has {kept}")
     return str(model)
 
 

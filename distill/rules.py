@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import Any, Final
 
 import chz
@@ -177,6 +178,17 @@ def one_of(*choices: str, or_own: bool = False) -> Rule:
         lambda _, value: f"is unknown; {known_names(value, choices)}",
         allows=choices,
         refuses=(f"no_{choices[0]}",),
+    )
+
+
+def ends_in(suffix: str, why: str) -> Rule:
+    """The value is the path of a file of one kind: `.jsonl`."""
+    return Rule(
+        f"ends in {suffix}",
+        lambda _, value: PurePath(value).suffix == suffix,
+        lambda _, __: f"must end in {suffix}: {why}",
+        allows=(f"a{suffix}",),
+        refuses=("a.no", suffix, ""),
     )
 
 

@@ -109,7 +109,7 @@ def check_same_tokenizer(
         raise ConfigError(
             f"student and teacher do not share a tokenizer: {difference}. On-policy distillation "
             "scores the student's token ids with the teacher, so the two must share a vocabulary",
-            field="teacher",
+            field="teacher.model",
         )
 
 

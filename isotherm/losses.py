@@ -79,18 +79,20 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
     whole = isinstance(loss, ObjectiveConfig) and loss.estimator == "full" and loss.kl_coef > 0
     if teacher is not None and not whole:
         raise ConfigError(
-            "teacher= changes nothing with this loss; give loss=ObjectiveConfig(estimator='full')"
+            "teacher= changes nothing with this loss; give loss=ObjectiveConfig(estimator='full')",
+            field="teacher",
         )
     if isinstance(loss, ObjectiveConfig):
         if loss.estimator == AUTO:
             raise ConfigError(
-                "estimator=auto is for isotherm.run; name the estimator", field="estimator"
+                "estimator=auto is for isotherm.run; name the estimator",
+                field="objective.estimator",
             )
         if whole and teacher is None:
             raise ConfigError(
                 "estimator=full needs the teacher's distributions: give forward_backward a "
                 "teacher=DIR, or use estimator=sampled or top_k",
-                field="estimator",
+                field="objective.estimator",
             )
         function = PolicyObjectiveLoss(objective=loss, teachers=teacher)
         return ChosenLoss(function=function, unit=loss.normalisation)

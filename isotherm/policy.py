@@ -149,12 +149,13 @@ class Policy(Samples):
             NonFiniteError: a loss is NaN or infinite. All that has accumulated is dropped.
         """
         if not batch:
-            raise ConfigError("the batch is empty; give at least one row")
+            raise ConfigError("the batch is empty; give at least one row", field="batch")
         for i, row in enumerate(batch):
             if not isinstance(row, TrainingRow):
                 raise ConfigError(
                     f"batch[{i}] is a {type(row).__name__}, not a TrainingRow; a completion makes "
-                    "one: completion.row(advantages=...)"
+                    "one: completion.row(advantages=...)",
+                    field="batch",
                 )
             self._check_tokens(row.tokens_T)
         chosen = choose_loss(loss, None if teacher is None else self._teacher(teacher))

@@ -226,7 +226,8 @@ class Sampler(Samples):
         if not prompt or not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError(
                 "a prompt is a text, a list of messages ({'role': ..., 'content': ...}) or a numpy "
-                f"array of token ids, not {prompt!r:.80}; sample_batch takes several prompts"
+                f"array of token ids, not {prompt!r:.80}; sample_batch takes several prompts",
+                field="prompt",
             )
         return render_messages(self.tokenizer, prompt)
 

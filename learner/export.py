@@ -22,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError
 from distill.models.checkpoint_names import (
     ConversionUnit,
     Shape,
@@ -62,8 +62,8 @@ def check_export(
         fresh: names of tensors that may be missing from the checkpoint.
 
     Raises:
-        CheckpointError: there is no such model at `path`.
-        ConfigError: a tensor or a field of the config differs; the message names the first one.
+        CheckpointError: there is no such model at `path`; or a tensor or a field of its config
+            differs from what is saved; the message names the first one.
     """
     if not weight_files(path):
         return
@@ -79,7 +79,7 @@ def check_export(
             known = [name, name.removeprefix(prefix), *aliases.get(name, ())]
             if name not in fresh and not any(there.get(alias) == shape for alias in known):
                 other = next((other for other in there if other not in taken), None)
-                raise ConfigError(_explain(path, model, name, shape, there, other))
+                raise CheckpointError(_explain(path, model, name, shape, there, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ class StoredWeights:
 
 
 def _check_config(path: str, model: PreTrainedModel) -> None:
-    """Raise ConfigError if a checkpoint's config would name another architecture than `path` does.
+    """Raise CheckpointError if saved checkpoints would name another architecture than `path` does.
 
     The architecture of a reward model is not compared: its class has another name.
     """
@@ -260,7 +260,7 @@ def _check_config(path: str, model: PreTrainedModel) -> None:
     for field in fields:
         there, here = getattr(origin, field), getattr(saved, field)
         if there != here:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} cannot be trained: its checkpoints would be saved with {field}={here!r}, "
                 f"where its config.json has {there!r}, and servers would not read them. Start from "
                 "a checkpoint of the text model alone"

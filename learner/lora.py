@@ -168,38 +168,49 @@ def served_form(lora: PeftModel) -> AdapterForm:
         ConfigError: SGLang has no such form of this adapter, or was not seen to serve it exactly.
     """
     model = lora.get_base_model()
+    if why := _unservable(model):
+        raise not_served(why)
+    layers = adapted_layers(model)
+    layer = next(iter(layers.values()))
+    return AdapterForm(
+        rank=layer.r[ADAPTER],
+        alpha=layer.r[ADAPTER] * layer.scaling[ADAPTER],
+        targets=tuple(sorted({_last(name) for name in layers})),
+        parameters=sum(weight.numel() for weight in lora.parameters() if weight.requires_grad),
+    )
+
+
+def not_served(why: str) -> ConfigError:
+    """The error of weights=adapter where servers cannot compute the adapter, for a reason."""
+    return ConfigError(f"weights=adapter: {why}; or use weights=auto", field="weights.transport")
+
+
+def _unservable(model: nn.Module) -> str:
+    """Reason why SGLang does not serve the adapter in `model`; empty if it does."""
     config: Any = model.config
     if (family := config.model_type) not in _SERVED_FAMILIES:
-        raise ConfigError(
+        return (
             f"SGLang was seen to serve adapters of {', '.join(_SERVED_FAMILIES)} exactly, and "
             f"this model is of type {family}"
         )
     layers = adapted_layers(model)
-    targets = {_last(name) for name in layers}
+    targets = left = {_last(name) for name in layers}
     for together in _SERVED_TARGETS:
-        if some := targets & set(together):
-            targets -= some
+        if some := left & set(together):
+            left = left - some
             if missing := set(together) - some - {"k_proj"}:
-                raise ConfigError(
+                return (
                     f"SGLang serves {', '.join(sorted(some))} only together with "
                     f"{', '.join(sorted(missing))}"
                 )
-    if targets:
-        raise ConfigError(f"SGLang's names of modules do not include {', '.join(sorted(targets))}")
-    targets = {_last(name) for name in layers}
+    if left:
+        return f"SGLang's names of modules do not include {', '.join(sorted(left))}"
     for name, module in model.named_modules():
         if _last(name) in targets and isinstance(module, nn.Linear):
-            raise ConfigError(f"{name} has no adapter, as other layers' {_last(name)} have")
-    forms = {(layer.r[ADAPTER], layer.scaling[ADAPTER]) for layer in layers.values()}
-    if len(forms) > 1:
-        raise ConfigError("its layers have several ranks or scales, and SGLang knows one of each")
-    [(rank, scale)] = forms
-    return AdapterForm(
-        rank=rank,
-        alpha=rank * scale,
-        targets=tuple(sorted(targets)),
-        parameters=sum(weight.numel() for weight in lora.parameters() if weight.requires_grad),
-    )
+            return f"{name} has no adapter, as other layers' {_last(name)} have"
+    if len({(layer.r[ADAPTER], layer.scaling[ADAPTER]) for layer in layers.values()}) > 1:
+        return "its layers have several ranks or scales, and SGLang knows one of each"
+    return ""
 
 
 def _last(name: str) -> str:
@@ -301,7 +312,9 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     head = model.get_output_embeddings()
     adaptable = {name for name in linears if model.get_submodule(name) is not head}
     if not adaptable:
-        raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
+        raise ConfigError(
+            f"{model.name_or_path!r} has no Linear that LoRA could adapt", field="lora.rank"
+        )
     # Servers know modules by their last names.
     known = sorted({_last(name) for name in adaptable})
     if settings.targets in (None, ALL_LINEAR):
@@ -349,7 +362,10 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
             "adapter"
         ) from error
     if kind != "LORA":
-        raise ConfigError(f"{file}: peft_type={kind!r}; LORA is the one that is trained here")
+        raise ConfigError(
+            f"{file}: peft_type={kind!r}; LORA is the one that is trained here",
+            field="lora.adapter",
+        )
     if saved.get("init_lora_weights") == "gaussian":  # like the default: how A was drawn
         del saved["init_lora_weights"]
     defaults = LoraConfig().to_dict()
@@ -357,7 +373,8 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
         if saved[name] and saved[name] != defaults.get(name):
             raise ConfigError(
                 f"{file}: {name}={saved[name]!r}; only plain LoRA is merged here, a Linear's "
-                "W + scale B A. Merge this adapter into its base and start from that"
+                "W + scale B A. Merge this adapter into its base and start from that",
+                field="lora.adapter",
             )
     fields = {name: saved[name] for name in _READ if name in saved}
     return fields, saved.get("base_model_name_or_path")

@@ -49,7 +49,7 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
         ConfigError: there are no teachers, or several and none of that name.
     """
     if not teachers:
-        raise ConfigError("there is no teacher to score with; give one", field="teacher")
+        raise ConfigError("there is no teacher to score with; give one", field="teacher.model")
     if len(teachers) == 1:
         [teacher] = teachers.values()
         return teacher
@@ -57,7 +57,7 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
         raise ConfigError(
             f"a prompt names the teacher {name!r}, and there is none of that name; "
             f"{known_names(name, teachers)}",
-            field="teacher",
+            field="teachers",
         )
     return teachers[name]
 

@@ -22,7 +22,7 @@ def check_url(url: str) -> None:
         raise ConfigError(
             "teacher= holds a user or a password, which would stand in config.json; give the "
             f"server's key in {API_KEY_VARIABLE}, and write http://host:port",
-            field="teacher",
+            field="teacher.model",
         )
     if parts is not None and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
         raise ConfigError(
@@ -31,9 +31,9 @@ def check_url(url: str) -> None:
             "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
             "samples of teacher.sft_steps= and teacher.sample_share= (teacher.samples_from=), and "
             "for SFT alone there are cluster.sample_to_sft and recipe=sft",
-            field="teacher",
+            field="teacher.model",
         )
     if parts is None or parts.path not in ("", "/") or parts.query:
         raise ConfigError(
-            f"teacher={url} is not an address; write http://host:port", field="teacher"
+            f"teacher={url} is not an address; write http://host:port", field="teacher.model"
         )

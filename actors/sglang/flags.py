@@ -134,31 +134,36 @@ def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
     return flags
 
 
-def parse_flags(text: str) -> Flags:
+def parse_flags(text: str, setting: str = "server_flags") -> Flags:
     """`--a 1 --b --c=2 3` as {"--a": ["1"], "--b": [], "--c": ["2", "3"]}.
+
+    Args:
+        setting: name of the setting that holds them, for errors.
 
     Raises:
         ConfigError: a value without a flag, or a flag that the engine must set itself.
     """
     flags: Flags = {}
     name = None
-    for word in _split(text):
+    for word in _split(text, setting):
         if word.startswith("--"):
             name, _, value = word.partition("=")
             if name in _OURS:
                 raise ConfigError(
-                    f"server flag {name} cannot be set here: {_OURS[name]}", field=name
+                    f"{setting}: {name} cannot be set here: {_OURS[name]}", field=setting
                 )
             flags[name] = [value] if value else []
         elif name is None:
-            raise ConfigError(f"server flags {text!r}: {word!r} belongs to no flag; write --name")
+            raise ConfigError(
+                f"{setting}={text!r}: {word!r} belongs to no flag; write --name", field=setting
+            )
         else:
             flags[name].append(word)
     return flags
 
 
-def _split(text: str) -> Sequence[str]:
+def _split(text: str, setting: str) -> Sequence[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"server flags {text!r} cannot be read: {error}") from error
+        raise ConfigError(f"{setting}={text!r} cannot be read: {error}", field=setting) from error

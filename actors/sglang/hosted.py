@@ -92,7 +92,8 @@ class HostedSglangEngine(SglangEngine):
             if address is None:
                 raise ConfigError(
                     f"server flags --nnodes {nodes}: an engine of this process alone is on one "
-                    "node; use GPUs of one node (--tp-size), or a run on a Ray cluster"
+                    "node; use GPUs of one node (--tp-size), or a run on a Ray cluster",
+                    field="flags",
                 )
             self._store = RanksStore(address(), start_deadline_s)
         server = server or start_server(

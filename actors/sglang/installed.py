@@ -33,7 +33,7 @@ def require_sglang() -> None:
         raise ConfigError(
             "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
             "CUDA machine, `make install-sglang` without one, or engine=embedded",
-            field="engine",
+            field="engine.kind",
         )
 
 

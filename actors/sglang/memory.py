@@ -159,7 +159,8 @@ class ServerMemory:
             raise ConfigError(
                 f"{what}: its layers keep a state that is not counted in tokens, so it cannot be "
                 "worked out what fits beside others on a GPU; give --max-total-tokens in its "
-                "server flags, or gpus_per_actor=1"
+                "server flags, or gpus_per_actor=1",
+                field="cluster.gpus_per_actor",
             )
         tokens = (room - self.weights - self.working) // self.token
         if tokens < least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from actors.sglang.flags import Flags, parse_flags
@@ -41,29 +42,33 @@ class Parallelism(NamedTuple):
         return self.gpus // self.nodes
 
 
-def parallelism(text: str) -> Parallelism:
+def parallelism(text: str, setting: str = "server_flags") -> Parallelism:
     """Parse the parallelism of a server from its flags.
 
+    Args:
+        setting: name of the setting that holds them, for errors.
+
     Raises:
-        ConfigError: a value is not a number above 0.
+        ConfigError: as `parse_flags`; or a value is not a number above 0.
     """
-    flags = parse_flags(text)
+    flags = parse_flags(text, setting)
+    number = partial(_number, setting, flags)
     return Parallelism(
-        tensor=_number(flags, *_TENSOR),
-        pipeline=_number(flags, *_PIPELINE),
-        data=_number(flags, *_DATA),
+        tensor=number(*_TENSOR),
+        pipeline=number(*_PIPELINE),
+        data=number(*_DATA),
         data_attention="--enable-dp-attention" in flags,
-        nodes=_number(flags, "--nnodes"),
+        nodes=number("--nnodes"),
     )
 
 
-def _number(flags: Flags, *names: str) -> int:
+def _number(setting: str, flags: Flags, *names: str) -> int:
     for name in names:
         if name in flags:
             value = " ".join(flags[name])
             if not value.isdecimal() or int(value) < 1:
                 raise ConfigError(
-                    f"server flag {name} {value!r} must be a number above 0", field=name
+                    f"{setting}: {name} {value!r} must be a number above 0", field=setting
                 )
             return int(value)
     return 1
@@ -74,7 +79,7 @@ def check_hosted(setting: str, text: str) -> None:
 
     Replicas (--dp-size) cannot be spread over nodes, except with --enable-dp-attention.
     """
-    found = parallelism(text)
+    found = parallelism(text, setting)
     if found.nodes == 1:
         return
     if found.data > 1 and not found.data_attention:
@@ -97,7 +102,7 @@ def check_pushed(setting: str, text: str) -> None:
     SGLang numbers the ranks of a push by tensor parallelism only, and rejects a push if there are
     replicas (managers/tokenizer_control_mixin.py: dp_size == 1, except for attention).
     """
-    found = parallelism(text)
+    found = parallelism(text, setting)
     if found.pipeline > 1:
         raise ConfigError(
             f"{setting} --pp-size {found.pipeline}: weights cannot be pushed into a pipeline; "

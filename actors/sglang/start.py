@@ -141,7 +141,7 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
         raise ConfigError(
             "nvidia-smi does not say how large the GPU is that this engine shares; install the "
             "driver's tools, or use gpus_per_actor=1 without colocate",
-            field="gpus_per_actor",
+            field="cluster.gpus_per_actor",
         )
 
     return memory.tokens_in(part_bytes(total, share, beside), what, least)

@@ -12,7 +12,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.weights.adapter import AdapterForm
-from learner.lora import served_adapter
+from learner.lora import not_served, served_adapter
 
 
 def adapter_push(config: RolloutConfig) -> str:
@@ -28,9 +28,9 @@ def adapter_push(config: RolloutConfig) -> str:
         return ""
     try:
         form = _served(config)
-    except ConfigError as error:
+    except ConfigError:
         if config.weights.transport == "adapter":
-            raise ConfigError(f"weights=adapter: {error}", field="weights.transport") from error
+            raise
         return ""
     if config.weights.transport == "auto":
         return "weights=auto: the adapter is pushed merged; weights=adapter would push it alone"
@@ -40,23 +40,30 @@ def adapter_push(config: RolloutConfig) -> str:
 
 def _served(config: RolloutConfig) -> AdapterForm:
     """Form of the adapter on the servers. Raises ConfigError with the reason if they cannot."""
+    if why := _unservable(config):
+        raise not_served(why)
+    return served_adapter(config.lora, config.model.path)
+
+
+def _unservable(config: RolloutConfig) -> str:
+    """Reason why the engines cannot take an adapter alone; empty if they can."""
     given = config.policy.server_flags
     parallel = parallelism(given)
     if not (config.lora.trains_adapter and config.pushes):
-        raise ConfigError("no adapter is trained, and pushed; set lora.rank, or use weights=auto")
+        return "no adapter is trained, and pushed; set lora.rank"
     if config.engine.kind_on(config.cluster.device) != "sglang":
-        raise ConfigError("the embedded engine computes no adapter")
+        return "the embedded engine computes no adapter"
     if not checks_adapters():
-        raise ConfigError("the SGLang that is installed here compares no checksums of an adapter")
+        return "the SGLang that is installed here compares no checksums of an adapter"
     if parallel.data > 1 or parallel.nodes > 1:
-        raise ConfigError("SGLang loads no adapters into replicas, nor over several nodes")
+        return "SGLang loads no adapters into replicas, nor over several nodes"
     if any(flag.startswith("--speculative") for flag in parse_flags(given)):
-        raise ConfigError("a draft model would not have the adapter")
+        return "a draft model would not have the adapter"
     if config.engines_sleep:
-        raise ConfigError("engines that sleep give their base up (colocate=sleep)")
-    if config.engine.on_weight_update != "continue":
-        raise ConfigError(
-            f"on_weight_update={config.engine.on_weight_update} is about merged weights; samples "
-            "keep the adapter that they began with"
+        return "engines that sleep give their base up (colocate=sleep)"
+    if (update := config.engine.on_weight_update) != "continue":
+        return (
+            f"on_weight_update={update} is about merged weights; samples keep the adapter that "
+            "they began with"
         )
-    return served_adapter(config.lora, config.model.path)
+    return ""

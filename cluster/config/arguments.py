@@ -123,7 +123,9 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
         if not equals or key != name:
             raise ConfigError(f"{argument!r} is not key=value; write {name}={meant}")
         if not value and loose and "=" not in following:
-            raise ConfigError(f"{argument} has no value; write {key}={meant}, without a space")
+            raise ConfigError(
+                f"{argument} has no value; write {key}={meant}, without a space", field=key
+            )
         given[key] = value
     return given
 
@@ -346,4 +348,4 @@ def _check_complete(kind: type, given: Mapping[str, Any]) -> None:
             if path not in given and each._default is each._default_factory is MISSING
         ]
     if missing:
-        raise ConfigError(f"not given: {'; '.join(missing)}")
+        raise ConfigError(f"not given: {'; '.join(missing)}", field=missing[0].partition("=")[0])

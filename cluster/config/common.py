@@ -16,8 +16,8 @@ from actors.config import (
     choose_dtype,
     start_deadline,
 )
-from actors.sglang.flags import parse_flags
 from actors.sglang.installed import require_sglang
+from actors.sglang.parallelism import parallelism
 from cluster.config.early_checks import RUN
 from cluster.config.model import ModelSettings
 from cluster.config.output import OutputSettings
@@ -132,16 +132,9 @@ class ServerSettings:
         metadata=MAY_CHANGE,
     )
 
-
-@chz.chz
-class LocalServerSettings(ServerSettings):
-    """SGLang server of a command's model."""
-
-    section: ClassVar[Section] = Section.ENGINES
-
     @chz.validate
     def _flags_are_flags(self) -> None:
-        parse_flags(self.server_flags)
+        parallelism(self.server_flags, f"{self.within}server_flags")
 
 
 @chz.chz
@@ -171,7 +164,7 @@ class LocalEngineConfig(WithSections):
 
     engine: LocalEngineSettings = section_field(LocalEngineSettings)
     cluster: LocalMachineSettings = section_field(LocalMachineSettings)
-    policy: LocalServerSettings = section_field(LocalServerSettings)
+    policy: ServerSettings = section_field(ServerSettings)
 
     def engine_config(
         self, model: str, stops: StopTokens | None = None, server_flags: str | None = None
@@ -288,7 +281,8 @@ class CommonConfig(
             raise ConfigError(
                 f"learner.workers={self.learner.workers} but an optimizer step has {units} "
                 f"({what}): some workers would have nothing to do; use at most {units} workers, or "
-                "larger steps"
+                "larger steps",
+                field="learner.workers",
             )
 
     @property

@@ -93,7 +93,8 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     raise ConfigError(
         f"estimator=auto finds none for divergence={config.objective.divergence}: {apart}, and a "
         f"vocabulary of {width} is little more than {DEFAULT_TOP_K} likely tokens; give "
-        "estimator=top_k and a teacher_top_k"
+        "estimator=top_k and a teacher_top_k",
+        field="objective.estimator",
     )
 
 

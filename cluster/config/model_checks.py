@@ -71,7 +71,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are",
-                field="teacher",
+                field="teacher.model",
             )
         return CheckedScorer(
             model=model,

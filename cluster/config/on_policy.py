@@ -23,7 +23,7 @@ from cluster.config.pools import (
     VerifySettings,
     WeightsSettings,
 )
-from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings
+from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings, check_read
 from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
@@ -204,11 +204,7 @@ class RolloutConfig(
     def _check_env(self) -> None:
         """Raises ConfigError for settings that the environment does not use."""
         self.env.check_group(self.sampling.group_size)
-        if self.eval.source is not None and not self.env.reads_prompts:
-            name = type(self.env).__name__
-            raise ConfigError(
-                f"eval.source={self.eval.source} changes nothing: env={name} reads no file"
-            )
+        check_read("eval.source", self.eval.source, self.env)
 
     def check_keep_best(self, *, judged: bool = True) -> None:
         """Check that evaluations measure `checkpoint.keep_best`.

@@ -335,7 +335,7 @@ def _load_problems(
     rollout = config.sampling.max_new_tokens
     longest = max(rollout, config.eval.sampling(rollout).max_new_tokens)
     evaluation = config.env.evaluation()
-    sources = [] if config.data.source is None else parse_sources("prompts", config.data.source)
+    sources = [] if config.data.source is None else parse_sources("data.source", config.data.source)
     if config.eval.source is None:
         train = load(config.env, sources, longest)
         same = evaluation is config.env
@@ -414,7 +414,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
                 "teacher=policy is the student itself, at every step, and sees what the student "
                 "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
                 "`teacher_prompt` or `teacher_messages` with each prompt)",
-                field="teacher",
+                field="teacher.model",
             )
         fork = config.fork_from is not None and not config.teacher_moves
         if same and not hinted and objective.reward_coef == 0 and not fork:
@@ -422,7 +422,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
                 "the KL and its gradient are zero. Give another teacher, or show it more than the "
                 "student (`teacher_prompt` or `teacher_messages` with each prompt)",
-                field="teacher",
+                field="teacher.model",
             )
 
 

@@ -46,24 +46,15 @@ class PromptSettings(PromptColumns):
 
     def check(self, env: EnvConfig) -> None:
         """Raises ConfigError for prompts that the environment does not read, or lacks."""
-        name = type(env).__name__
-        if self.source is not None and not env.reads_prompts:
+        for field in ("source", *chz.chz_fields(PromptColumns)):
+            check_read(f"data.{field}", getattr(self, field), env)
+        if self.source is not None:
+            parse_sources("data.source", self.source)
+        elif env.reads_prompts:
             raise ConfigError(
-                f"prompts={self.source} changes nothing: env={name} reads no file",
+                f"env={type(env).__name__} reads a file of prompts; give prompts=FILE.jsonl",
                 field="data.source",
             )
-        if self.source is None and env.reads_prompts:
-            raise ConfigError(
-                f"env={name} reads a file of prompts; give prompts=FILE.jsonl", field="data.source"
-            )
-        if self.source is not None:
-            parse_sources("prompts", self.source)
-        for field in chz.chz_fields(PromptColumns):
-            if (value := getattr(self, field)) and not env.reads_prompts:
-                raise ConfigError(
-                    f"data.{field}={value} changes nothing: env={name} reads no file",
-                    field=f"data.{field}",
-                )
 
 
 @chz.chz
@@ -131,7 +122,17 @@ class RowSettings(Columns):
 
     @chz.validate
     def _sources_are_readable(self) -> None:
-        parse_sources("data", self.source)
+        parse_sources("data.source", self.source)
+
+
+def check_read(setting: str, value: object, env: EnvConfig) -> None:
+    """Raises ConfigError for a value about a file of problems, if the environment reads none."""
+    if value and not env.reads_prompts:
+        raise ConfigError(
+            f"{setting}={value} changes nothing: env={type(env).__name__} reads no file",
+            field=setting,
+            value=value,
+        )
 
 
 def unweighted_sources(setting: str, value: str) -> list[Source]:

@@ -145,7 +145,7 @@ def _supervised_inputs(
     rows_D: list[TrainingRow] = []
     parts: list[MixedPart] = []
     held_out: list[HeldOut] = []
-    sources = parse_sources("data", config.data.source)
+    sources = parse_sources("data.source", config.data.source)
     units_by_source = [load(source.place) for source in sources]
     if config.eval.size:
         units_by_source, held_out = _hold_out_rows(config, sources, units_by_source)
@@ -206,7 +206,7 @@ def _rows_apart(
     Raises:
         ConfigError: a source is trained on as well.
     """
-    trained = {source.place for source in parse_sources("data", config.data.source)}
+    trained = {source.place for source in parse_sources("data.source", config.data.source)}
     keys = {key for units in trained_units for key in unit_keys(units)}
     held_out, overlap = [], 0
     for source in unweighted_sources("eval.source", place):

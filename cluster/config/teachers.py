@@ -12,7 +12,7 @@ from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_pushed, parallelism
-from cluster.config.common import LocalServerSettings
+from cluster.config.common import ServerSettings
 from cluster.config.early_checks import HEAD, OWN, model_field
 from cluster.config.pools import (
     EnginePoolSettings,
@@ -30,6 +30,7 @@ from learner.config import ShadowRule
 TeacherGpus = Literal["own", "shared", "policy"]
 
 _NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
+_NOT_ALONE = not_with("rollout_only", why="the student's weights stay, and so would the teacher's")
 
 
 def teacher_setting(name: str) -> str:
@@ -38,7 +39,7 @@ def teacher_setting(name: str) -> str:
 
 
 @chz.chz
-class LocalTeacherSettings(LocalServerSettings):
+class LocalTeacherSettings(ServerSettings):
     """The teacher of a command, which trains no student."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -123,6 +124,7 @@ class TeacherSettings(EnginePoolSettings):
         ),
         needs("teacher.model", OWN),
         not_with("teacher.ema", why="a teacher follows in one way"),
+        _NOT_ALONE,
         default=0,
         doc="teacher=policy: steps between two copies of the student's weights to the teacher, "
         "which is 0 to teacher.lag - 1 steps older, on engines of its own; 0: the live student",
@@ -131,6 +133,7 @@ class TeacherSettings(EnginePoolSettings):
         above(0, "at 0 the teacher is the live student; leave it out"),
         below(1, "at 1 the teacher is the student's first checkpoint; name that as the teacher"),
         needs("teacher.model", OWN),
+        _NOT_ALONE,
         default=None,
         doc="teacher=policy: the teacher is a moving average of the student's weights, on engines "
         "of its own, and keeps this share of its weights at each step (for example 0.99)",
@@ -353,7 +356,7 @@ class TeacherSettings(EnginePoolSettings):
         """
         self._check_feedback(objective)
         if self.moves:
-            self._check_own(only_keeps)
+            self._check_own()
         self._check_heads(models, objective, engines_train=not (only_keeps or replays))
 
     def _check_feedback(self, objective: OpdObjective) -> None:
@@ -399,7 +402,7 @@ class TeacherSettings(EnginePoolSettings):
                 field="teacher.head",
             )
 
-    def _check_own(self, only_keeps: bool) -> None:
+    def _check_own(self) -> None:
         """Raises ConfigError for settings that conflict with teacher=policy."""
         for name in ("sft_steps", "sample_share"):
             if (value := getattr(self, name)) and self.samples_from is None:
@@ -409,11 +412,6 @@ class TeacherSettings(EnginePoolSettings):
                     "samples (teacher.samples_from=)",
                     field=f"teacher.{name}",
                 )
-        if self.rule is not None and only_keeps:
-            raise ConfigError(
-                f"teacher.lag={self.lag} teacher.ema={self.ema} with rollout_only=True: weights "
-                "that stay are followed by none that move; leave the teacher's setting out"
-            )
         if self.rule is not None:
             check_pushed("teacher.server_flags", self.server_flags)
             return
@@ -443,23 +441,31 @@ class TeachersSettings:
     @chz.validate
     def _teachers_in_range(self) -> None:
         if (self.teacher.model is None) != bool(self.teachers):
+            names = ", ".join(self.teachers)
             raise ConfigError(
-                f"teacher={self.teacher.model} and teachers.NAME ({', '.join(self.teachers)}) are "
-                "both given: give teacher=DIR for one, or teachers.NAME.model=DIR for several"
-                if self.teachers
-                else "there is no teacher: give teacher=DIR, or teachers.NAME.model=DIR for several"
+                (
+                    f"teacher={self.teacher.model} and teachers.NAME ({names}) are both given: "
+                    if self.teachers
+                    else "there is no teacher: "
+                )
+                + "give teacher=DIR for one, or teachers.NAME.model=DIR for several",
+                field="teacher.model",
             )
         for name, teacher in self.teachers.items():
             if teacher.model == OWN:
                 raise ConfigError(
                     f"teachers.{name}.model={OWN}: a teacher that moves is the only one; use "
-                    f"teacher={OWN}, or give a checkpoint"
+                    f"teacher={OWN}, or give a checkpoint",
+                    field=f"teachers.{name}.model",
                 )
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
-                raise ConfigError(f"teachers.{name}: a name has letters, digits, _ and - only")
+                raise ConfigError(
+                    f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
+                )
             if not 0 < teacher.weight < float("inf"):
                 raise ConfigError(
-                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
+                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite",
+                    field=f"teachers.{name}.weight",
                 )
 
     @property

@@ -144,12 +144,12 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
             say(f"{setting} is not tried before the run: {error}")
             continue
         except TimeoutError:
-            raise ConfigError(
-                f"{setting}, tried before the run on made-up numbers, did not end within "
-                f"{START_S:g} s. {_WAY_OUT}"
-            ) from None
+            wrong = f"{setting} did not end within {START_S:g} s"
         if wrong is not None:
-            raise ConfigError(f"{wrong}; tried before the run on made-up numbers. {_WAY_OUT}")
+            raise ConfigError(
+                f"{wrong}; tried before the run on made-up numbers. {_WAY_OUT}",
+                field=f"objective.{setting.partition('=')[0]}",
+            )
 
 
 def _has_user_code(config: RolloutConfig) -> bool:

@@ -182,7 +182,9 @@ def fresh_directory(out: Path, command: str) -> Path:
     """
     marker = out / f".isotherm-{command}"
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ConfigError(f"out={out} is not empty and no {command} made it; choose another out=")
+        raise ConfigError(
+            f"out={out} is not empty and no {command} made it; choose another out=", field="out"
+        )
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     marker.touch()

@@ -24,8 +24,9 @@ from cluster.inspect.witnesses import Witnesses
 from cluster.queue.adoption import Kept
 from cluster.queue.journal import Replay, adopted_of, broken_links, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
-from distill.errors import ConfigError, DataError, IsothermError
+from distill.errors import DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups
+from distill.rules import at_least, needs, setting
 
 # Problems that are printed; further ones are only counted.
 _SHOWN = 8
@@ -451,21 +452,15 @@ class AuditConfig:
     """Was each prompt group of a run trained exactly once?"""
 
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
-    steps: int | None = chz.field(
-        default=None, doc="number of steps that the run should have trained"
+    steps: int | None = setting(
+        at_least(1), default=None, doc="number of steps that the run should have trained"
     )
-    groups_per_step: int | None = chz.field(
-        default=None, doc="groups per step; default: the number with which the ledger was started"
+    groups_per_step: int | None = setting(
+        at_least(1),
+        needs("steps", remedy="give it, too"),
+        default=None,
+        doc="groups per step; default: the number with which the ledger was started",
     )
-
-    @chz.validate
-    def _in_range(self) -> None:
-        for name in ("steps", "groups_per_step"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        if self.groups_per_step is not None and self.steps is None:
-            raise ConfigError(f"groups_per_step={self.groups_per_step} needs steps=, too")
 
 
 def print_audit(config: AuditConfig, console: Console) -> None:

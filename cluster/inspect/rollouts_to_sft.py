@@ -29,6 +29,7 @@ from cluster.jsonl_log import write_rows
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
 from distill.chat.token_text import decode
 from distill.errors import CheckpointError, ConfigError, DataError
+from distill.rules import ends_in, setting
 from distill.tokenizer import fingerprint
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ class RolloutsToSftConfig:
     """Turns a run's kept rollouts into rows for recipe=sft."""
 
     out: str = chz.field(doc="directory of the run")
-    data: str = chz.field(
-        doc="file to write, .jsonl; an existing one is replaced", metadata=WRITTEN
+    data: str = setting(
+        ends_in(".jsonl", "one JSON object per line"),
+        doc="file to write, .jsonl; an existing one is replaced",
+        metadata=WRITTEN,
     )
     min_reward: float = chz.field(
         default=1.0,
@@ -51,11 +54,6 @@ class RolloutsToSftConfig:
         default="all",
         doc="trajectories that are written: all; condensed: those of more than one segment",
     )
-
-    @chz.validate
-    def _data_is_jsonl(self) -> None:
-        if Path(self.data).suffix != ".jsonl":
-            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object per line")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +74,9 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
     """
     run, data = read_run(Path(config.out)), Path(config.data)
     if data.resolve() == (run.out / "rollouts.jsonl").resolve():
-        raise ConfigError(f"data={data} holds the rollouts themselves; name another file")
+        raise ConfigError(
+            f"data={data} holds the rollouts themselves; name another file", field="data"
+        )
     taken = _qualifying(run, config)
     rows = list(_rows(taken, _tokenizer(run)))
     write_rows("data", data, rows)

@@ -159,6 +159,7 @@ def learner_resting(config: RolloutConfig, device: str) -> int:
         raise ConfigError(
             f"{missing} with colocate={config.cluster.colocate}: its files are not on this "
             "machine, so it cannot be worked out what the engines leave to the learner; give a "
-            "directory"
+            "directory",
+            field="teacher.model" if unknown else "model.path",
         )
     return memory.states(config.learner.workers, offloads=True).resting

@@ -89,5 +89,6 @@ def require_lenders(config: RolloutConfig) -> None:
         )
         raise ConfigError(
             f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "
-            "learner worker is; use colocate=sleep gpus_per_actor=0.5, or weights=auto"
+            "learner worker is; use colocate=sleep gpus_per_actor=0.5, or weights=auto",
+            field="weights.transport",
         )

@@ -98,7 +98,8 @@ def clear_place(place: Path) -> Path:
     """
     if place.exists() and any(place.iterdir()) and not (place / _REPORT).exists():
         raise ConfigError(
-            f"{place} is where the rehearsal would write, and is no rehearsal's; move it away"
+            f"{place} is where the rehearsal would write, and is no rehearsal's; move it away",
+            field="out",
         )
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)

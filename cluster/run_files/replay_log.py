@@ -28,7 +28,7 @@ from cluster.run_files.out_directory import KEPT
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from cluster.store.group_store import GROUPS
 from distill.durable_files import whole_write
-from distill.errors import ConfigError, described
+from distill.errors import ConfigError, DataError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
@@ -161,7 +161,7 @@ class KeptSteps:
         try:
             return read_groups(path)
         except UNREADABLE as error:
-            raise ConfigError(
+            raise DataError(
                 f"{path} cannot be read ({described(error)}): another version of isotherm kept it, "
                 "or it is damaged; make these groups again"
             ) from error

@@ -159,7 +159,8 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.ledger} is of run {of}, and {self.path} holds run {self.run_id}; put its "
                 "own ledger back, or move this one away: the audit then proves nothing of what "
-                "came before"
+                "came before",
+                field="out",
             )
 
     def _check_same_run(self) -> None:

@@ -42,7 +42,9 @@ class RunLock:
             holder = f"out={path.parent} is in use by a running job{_holder(path)}"
             if time.monotonic() >= deadline:
                 waited = f" after {wait_s:.0f} s" if wait_s else ""
-                raise ConfigError(f"{holder}{waited}; wait for its end, or choose another out=")
+                raise ConfigError(
+                    f"{holder}{waited}; wait for its end, or choose another out=", field="out"
+                )
             if not told:
                 say(f"{holder}: waiting for its end, for {wait_s:.0f} s at most")
                 told = True

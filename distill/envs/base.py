@@ -499,7 +499,7 @@ def only_teacher(setting: EnvContext) -> str:
         raise ConfigError(
             f"there are teachers {', '.join(sorted(setting.teachers))}, and this environment's "
             "problems name none; give one teacher",
-            field="teacher",
+            field="teachers",
         )
     return next(iter(setting.teachers), "")
 

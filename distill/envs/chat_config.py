@@ -191,10 +191,11 @@ class ChatConfig(EnvConfig):
     time_s: float = setting(
         above(0), default=600.0, doc="longest episode, in seconds, checked between two turns"
     )
-    tool_timeout_s: float = chz.field(
-        default=_TOOL_TIMEOUT_S, doc="seconds that a call of a tool may take"
+    tool_timeout_s: float = setting(
+        above(0), default=_TOOL_TIMEOUT_S, doc="seconds that a call of a tool may take"
     )
-    tool_max_tokens: int = chz.field(
+    tool_max_tokens: int = setting(
+        at_least(1),
         default=_TOOL_MAX_TOKENS,
         doc="tokens of a tool's answer that the model sees; the rest is cut, with a note",
     )
@@ -244,18 +245,11 @@ class ChatConfig(EnvConfig):
         "default: to summarise",
     )
 
-    @chz.validate
-    def _limits_are_valid(self) -> None:
-        self._tool_limits()
-
     def _condenser_sampling(self, max_new_tokens: int) -> EvalSampling:
         return EvalSampling(
             temperature=self.condenser_temperature,
             max_new_tokens=self.condenser_tokens or max_new_tokens,
         )
-
-    def _tool_limits(self) -> ToolLimits:
-        return ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens)
 
     def toolbox(self) -> Sequence[Tool]:
         """The tools of these environments; the chat template must support tool calls."""
@@ -311,7 +305,7 @@ class ChatConfig(EnvConfig):
             max_tokens=longest,
             teacher_tokens=teacher_room - setting.max_new_tokens,
             time_s=self.time_s,
-            tools=self._tool_limits(),
+            tools=ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens),
         )
 
     def _condensing(self, setting: EnvContext) -> Condensing | None:
@@ -442,7 +436,8 @@ class ChatEnvConfig(ChatConfig):
         if unnamed:
             raise ConfigError(
                 f"{type(self).__name__}: its environments have the tool {min(unnamed)!r}, which "
-                f"{type(self).__name__}.toolbox() does not return; return all of them there"
+                f"{type(self).__name__}.toolbox() does not return; return all of them there",
+                field="env",
             )
 
 
@@ -471,7 +466,8 @@ def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
     if length > chat.limits.teacher_tokens:
         raise ConfigError(
             f"{what}: the teacher sees {length} tokens in place of the prompt, and has room for "
-            f"{chat.limits.teacher_tokens} before a turn; shorten them, or lower max_new_tokens"
+            f"{chat.limits.teacher_tokens} before a turn; shorten them, or lower max_new_tokens",
+            field="sampling.max_new_tokens",
         )
 
 
@@ -481,5 +477,6 @@ def require_room(what: str, length: int, chat: ChatSetting, max_new_tokens: int)
         raise ConfigError(
             f"{what} begins with {length} tokens, and max_new_tokens={max_new_tokens} more exceed "
             f"the limit of {chat.limits.max_tokens} (env.max_tokens or the models' context); "
-            "shorten the system prompt or the problem, or give env.condenser"
+            "shorten the system prompt or the problem, or give env.condenser",
+            field="sampling.max_new_tokens",
         )

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import CheckpointError, ConfigError, first_line
+from distill.errors import CheckpointError, first_line
 from distill.models.loading import (
     MAKING,
     exact_attention,
@@ -125,12 +125,12 @@ def padding_token(
         lasts: tokens that end rows.
 
     Raises:
-        ConfigError: every special token may end a row.
+        CheckpointError: every special token may end a row.
     """
     for id_ in _candidates(tokenizer):
         if id_ not in lasts and id_ < model_vocab:
             return id_
-    raise ConfigError(
+    raise CheckpointError(
         "the tokenizer has no special token for padding that ends no row: the score of a row would "
         "be read one token too early. Give it a padding token of its own (`pad_token` in its "
         "tokenizer_config.json)"

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError
 from distill.models.linear_stats import (
     LinearStats,
     StatsOfLogits,
@@ -62,10 +62,10 @@ def kept_until_backward(
 
 
 def projection_of(model: PreTrainedModel) -> nn.Module:
-    """The model's vocabulary projection. Raises ConfigError if it has none."""
+    """The model's vocabulary projection. Raises CheckpointError if it has none."""
     projection = model.get_output_embeddings()
     if projection is None:
-        raise ConfigError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
+        raise CheckpointError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
     return projection
 
 
@@ -94,7 +94,7 @@ class VocabularyHead:
         """A model's head, checked once against the model.
 
         Raises:
-            ConfigError: the logits are no known function of its hidden states.
+            CheckpointError: the logits are no known function of its hidden states.
         """
         head = cls(projection_of(model), model.config, event)
         head._check(model)
@@ -130,7 +130,7 @@ class VocabularyHead:
         decoder = model.base_model
         hidden_BTH = getattr(decoder(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
         if hidden_BTH is None:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{type(model).__name__} has no decoder of its own: base_model is "
                 f"{type(decoder).__name__}, which gives no last_hidden_state. isotherm projects "
                 "hidden states itself; give a checkpoint of a model class that has one"
@@ -141,7 +141,7 @@ class VocabularyHead:
         gap = (self(hidden_NH).float() - expected_NV.float()).abs().max().item()
         scale = expected_NV.float().abs().max().item()
         if not gap <= 1e-2 * max(scale, 1e-3):
-            raise ConfigError(
+            raise CheckpointError(
                 f"{type(model).__name__} changes its logits after lm_head (by {gap:.3g} on a "
                 "probe), in a way isotherm does not know; its log-probs would be wrong"
             )

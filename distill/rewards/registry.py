@@ -314,8 +314,8 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
         return _BUILT_IN[name]
     if (model := ModelReward.named(name)) is not None:
         return model
-    function = resolve_function("reward", name, _BUILT_IN)
-    require_arguments("reward", name, function, "response", "answer")
+    function = resolve_function("reward.function", name, _BUILT_IN)
+    require_arguments("reward.function", name, function, "response", "answer")
     return CheckedReward(name=name, function=function, timeout_s=timeout_s)
 
 

@@ -75,7 +75,7 @@ def load_condenser(name: str, tokenizer: PreTrainedTokenizerBase) -> Condenser:
     if name == "keywords":
         require_library("bm25s", "condenser=keywords", "bm25s")
         return KeywordCondenser(tokenizer=tokenizer)
-    function = resolve_function("condenser", name, ["keywords"])
+    function = resolve_function("env.condenser", name, ["keywords"])
     return CheckedCondenser(name=name, function=function, tokenizer=tokenizer)
 
 

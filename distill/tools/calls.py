@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distill.chat.template import Message
 from distill.chat.tool_readers import ToolCall
-from distill.errors import ConfigError, IsothermError
+from distill.errors import IsothermError
 from distill.json_values import loads, require_plain
 from distill.lookup import known_names
 from distill.text.foreign import encodable, longest_prefix, neutralised
@@ -34,21 +34,10 @@ _LONGEST_COMPLAINT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """Limits of one call: its time and the size of its result.
-
-    Raises:
-        ConfigError: a limit that is not positive.
-    """
+    """Limits of one call: its time and the size of its result."""
 
     timeout_s: float = 30.0
     max_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        for name, value in (("timeout_s", self.timeout_s), ("max_tokens", self.max_tokens)):
-            if not value > 0:
-                raise ConfigError(
-                    f"tool_{name} must be positive, got {value}", field=f"tool_{name}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,13 +32,13 @@ def function_tool(function: Callable[..., Any]) -> Tool:
         raise ConfigError(
             f"tool {name} cannot be sent to other processes, which find it by its name; define it "
             "at the top of a module",
-            field="tools",
+            field="env.tools",
         )
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _BY_NAME:
             raise ConfigError(
                 f"tool {name}: {parameter} cannot be given by name, as a model gives arguments",
-                field="tools",
+                field="env.tools",
             )
     return _FunctionTool(name, function)
 
@@ -59,7 +59,7 @@ class _FunctionTool(Tool):
             raise ConfigError(
                 f"tool {place} does not say how to call it: {error}. It needs a docstring with an "
                 "entry under `Args:` for each argument, and a type for each",
-                field="tools",
+                field="env.tools",
             ) from error
         self._place = place
         self._function = function

@@ -37,7 +37,7 @@ def load_tools(names: str) -> tuple[Tool, ...]:
     for name, count in Counter(tool.name for tool in tools).items():
         if count > 1:
             raise ConfigError(
-                f"tools={names!r} has {count} tools named {name!r}; keep one", field="tools"
+                f"tools={names!r} has {count} tools named {name!r}; keep one", field="env.tools"
             )
     return tools
 
@@ -50,7 +50,7 @@ def require_tools(names: str) -> None:
     """
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in _BUILT_IN and name.partition(":")[0] not in _RETRIEVAL:
-            require_module("tools", name, _KNOWN)
+            require_module("env.tools", name, _KNOWN)
 
 
 def _calculator() -> Tool:
@@ -72,14 +72,14 @@ def _load(name: str) -> Tool:
     if module in _RETRIEVAL:
         if not attribute:
             raise ConfigError(
-                f"tools={name!r} needs a directory of texts: {module}:DIRECTORY", field="tools"
+                f"tools={name!r} needs a directory of texts: {module}:DIRECTORY", field="env.tools"
             )
         return Retrieval(attribute)
     return _user_s(name)
 
 
 def _user_s(name: str) -> Tool:
-    found = resolve("tools", name, _KNOWN)
+    found = resolve("env.tools", name, _KNOWN)
     if isinstance(found, type) and issubclass(found, Tool):
         try:
             found = found()
@@ -87,13 +87,13 @@ def _user_s(name: str) -> Tool:
             raise ConfigError(
                 f"tools={name!r} cannot be made: {type(error).__name__}: {error}. A class of tools "
                 "takes no arguments",
-                field="tools",
+                field="env.tools",
             ) from error
     if isinstance(found, Tool):
         return found
     if isinstance(found, type) or not callable(found):
         raise ConfigError(
             f"tools={name!r} is {found!r}: neither a function nor a Tool (distill.tools.base)",
-            field="tools",
+            field="env.tools",
         )
     return function_tool(found)

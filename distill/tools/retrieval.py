@@ -43,12 +43,14 @@ class Retrieval(Tool):
         require_library("bm25s", f"retrieval:{directory}", "bm25s")
         self._directory = str(directory)
         if not Path(directory).is_dir():
-            raise ConfigError(f"retrieval:{directory}: there is no such directory", field="tools")
+            raise ConfigError(
+                f"retrieval:{directory}: there is no such directory", field="env.tools"
+            )
         if not any(path.stat().st_size for path in _files(Path(directory))):
             raise ConfigError(
                 f"retrieval:{directory}: it has no text; put *.txt, *.md or *.jsonl (with `text`) "
                 "files there",
-                field="tools",
+                field="env.tools",
             )
 
     @property

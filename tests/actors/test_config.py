@@ -36,7 +36,7 @@ def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
     if installed:
         assert choose_engine("sglang", "cpu") == "sglang"
     else:
-        with refuses(ConfigError, "engine"):
+        with refuses(ConfigError, "engine.kind"):
             choose_engine("sglang", "cpu")
 
 
@@ -106,9 +106,9 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
     [
         ({"max_running_requests": 0}, "max_running_requests"),
         ({"start_deadline_s": 0}, "start_deadline_s"),
-        ({"server_flags": "tp 2"}, None),
-        ({"model": "http://host?x=1"}, "teacher"),
-        ({"model": "http://host/v1"}, "teacher"),
+        ({"server_flags": "tp 2"}, "server_flags"),
+        ({"model": "http://host?x=1"}, "teacher.model"),
+        ({"model": "http://host/v1"}, "teacher.model"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict, field: str | None) -> None:

@@ -380,12 +380,12 @@ def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
 
 @pytest.mark.parametrize("url", ["http://", "http://host:port", "http://host?x=1"])
 def test_an_external_address_must_be_one(url: str) -> None:
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teacher.model"):
         ExternalSglangEngine(url=url)
 
 
 def test_an_endpoint_that_answers_in_text_cannot_score() -> None:
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teacher.model"):
         ExternalSglangEngine(url="http://host:1/v1")
 
 

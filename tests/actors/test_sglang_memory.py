@@ -137,7 +137,7 @@ def test_parallelism_is_read_off_the_flags() -> None:
     assert everything == Parallelism(tensor=4, pipeline=2, data=3, nodes=2)
     assert everything.gpus == 24 and everything.split == 8 and everything.gpus_a_node == 12
     assert parallelism("--tp 8 --dp 8 --enable-dp-attention").gpus == 8
-    with refuses(ConfigError, "--tp-size"):
+    with refuses(ConfigError, "server_flags"):
         parallelism("--tp-size two")
 
 
@@ -212,7 +212,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     # Two layers of one head of 64, twice, in bfloat16; (80 - 4) / 2 and 80 - 4 - 50 GiB.
     assert tokens[0] - tokens[1] == pytest.approx(12 * GIB / (2 * 2 * 64 * 2), abs=1)
     monkeypatch.setattr(start, "gpu_bytes", lambda: None)
-    with refuses(ConfigError, "gpus_per_actor"):
+    with refuses(ConfigError, "cluster.gpus_per_actor"):
         HostedSglangEngine(**shared, gpu_share=0.5)
 
 

@@ -278,7 +278,7 @@ def test_without_teachers_only_the_reference_scores_and_without_both_nobody() ->
     ["meths", ""],
 )
 def test_an_unknown_teacher_is_named_with_the_known_ones(name: str) -> None:
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teachers"):
         teacher_of({"maths": TEACHER, "code": OTHER}, name)
 
 

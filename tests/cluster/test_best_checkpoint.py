@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config.output import CheckpointSettings
 from cluster.run_files.best_checkpoint import BestCheckpoint
-from distill.errors import ConfigError
+from distill.errors import CheckpointError, ConfigError
 from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
 from tests.refusals import refuses
@@ -182,7 +182,7 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     run = store.root.parent
     for step in (4, 8):
         store.save(step=step, write=lambda path: (path / "model").mkdir(), delivery={})
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         trained_model(f"{run}:best")
     store.mark_best(Best(step=4, metric="eval/accuracy", value=0.5))
     kept = f"{store.root}/step-000004/model"
@@ -190,5 +190,5 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     for other in ("Qwen/Qwen3-0.6B", str(run), "no-run:4"):
         assert trained_model(other) == other
     for step in ("6", "new"):
-        with pytest.raises(ConfigError):
+        with pytest.raises(CheckpointError):
             trained_model(f"{run}:{step}")

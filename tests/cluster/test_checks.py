@@ -76,12 +76,12 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
     save_file(tensors, file, metadata={"format": "pt"})
     named = "experts.1.up_proj"
     for lora in ({}, {"lora.rank": 2}):
-        with refuses(ConfigError, None, names=named):
+        with refuses(CheckpointError, None, names=named):
             check_rollout(opd(student=mixture, **lora))
-        with refuses(ConfigError, None, names=named):
+        with refuses(CheckpointError, None, names=named):
             check_sft(sft(model=mixture, **lora))
     pairs = make("dpo", model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
-    with refuses(ConfigError, None, names=named):
+    with refuses(CheckpointError, None, names=named):
         check_dpo(pairs)
 
 
@@ -177,7 +177,7 @@ def test_corrupt_and_missing_weights(opd: NewOpd, sft: NewSft, broken: Path) -> 
 
 def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
     save_tokenizer(broken, alphabet="0123456798")
-    with refuses(ConfigError, "teacher", names="id 11"):
+    with refuses(ConfigError, "teacher.model", names="id 11"):
         check_rollout(opd(teacher=str(broken)))
 
 
@@ -250,17 +250,24 @@ def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
 # Objectives that have no gradient, or not the one they name
 
 
-@pytest.mark.parametrize(("name", "weight"), [("a/b", 1.0), ("a", 0.0), ("a", math.inf)])
+@pytest.mark.parametrize(
+    ("name", "weight", "field"),
+    [
+        ("a/b", 1.0, "teachers"),
+        ("a", 0.0, "teachers.a.weight"),
+        ("a", math.inf, "teachers.a.weight"),
+    ],
+)
 def test_teachers_have_names_and_weights(
-    opd: NewOpd, tiny_pair: TinyPair, name: str, weight: float
+    opd: NewOpd, tiny_pair: TinyPair, name: str, weight: float, field: str
 ) -> None:
     teachers = {name: {"model": tiny_pair.teacher, "weight": weight}}
-    with refuses(ConfigError, None, names=f"teachers.{name}"):
+    with refuses(ConfigError, field, names=f"teachers.{name}"):
         opd(teacher=None, teachers=teachers)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
-    with refuses(ConfigError, "teacher", names=f"teacher={tiny_pair.student}"):
+    with refuses(ConfigError, "teacher.model", names=f"teacher={tiny_pair.student}"):
         check_rollout(opd(teacher=tiny_pair.student))
     assert len(check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train)
     hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
@@ -334,7 +341,7 @@ def test_settings_of_a_teacher_that_moves(
 )
 def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
     config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, sft_steps=2)
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teacher.model"):
         check_rollout(with_estimator(config)[0])
 
 
@@ -538,7 +545,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
         check_rollout(opd(reward=f"model:{tiny_pair.student}", **graded))
     with refuses(CheckpointError, None, names="/nowhere"):
         check_rollout(opd(reward="model:/nowhere", **graded))
-    with refuses(ConfigError, "reward"):
+    with refuses(ConfigError, "reward.function"):
         opd(reward="model:")
     with refuses(ConfigError, "reward.function", names="env=Reading"):
         opd(reward="model:DIR", env=Reading())

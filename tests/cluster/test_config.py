@@ -417,7 +417,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["run.yaml"], None, "config=run.yaml"),
         (["runs/a/config.json"], None, "config=runs/a/config.json"),
         (["config=/"], "config", "config.json"),
-        (["temperature=", "0.7"], None, "temperature=0.7"),
+        (["temperature=", "0.7"], "temperature", "temperature=0.7"),
         (["temperature="], "sampling.temperature", ""),
         (["lr=abc"], "learner.lr", "auto"),
         (["lora.rank=1.5"], "lora.rank", ""),
@@ -740,7 +740,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
     ("field", "names", "settings"),
     [
         ("data.source", "", {"prompts": "p"}),
-        (None, "eval.source=p", {"eval.source": "p"}),
+        ("eval.source", "eval.source=p", {"eval.source": "p"}),
         ("reward.function", "", {"reward": "contains"}),
         ("sampling.group_size", "", {"group_size": 3}),
         (
@@ -763,7 +763,7 @@ def test_settings_that_the_environment_does_not_look_at(
 @pytest.mark.parametrize(
     ("field", "names", "settings"),
     [
-        (None, "at most 8", {"learner_workers": 9}),
+        ("learner.workers", "at most 8", {"learner_workers": 9}),
         ("learner.workers", "learner.replicas=2", {"learner_workers": 3, "learner_replicas": 2}),
         ("learner.workers", "learner.replicas=2", {"learner_replicas": 2}),
         ("learner.replicas", "", {"learner_replicas": 0}),

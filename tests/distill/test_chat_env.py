@@ -457,12 +457,6 @@ def test_what_must_stay_is_longer_than_the_budget(
         )
 
 
-@pytest.mark.parametrize("name", ["tool_timeout_s", "tool_max_tokens"])
-def test_a_tool_has_time_and_room(name: str) -> None:
-    with refuses(ConfigError, name):
-        Echoes(**{name: 0})
-
-
 @pytest.mark.parametrize(
     "settings", [{"tool_timeout_s": 5.0}, {"tool_max_tokens": 9}, {"malformed_penalty": 0.5}]
 )

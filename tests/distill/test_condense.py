@@ -260,7 +260,7 @@ def test_a_function_that_breaks_its_promise(
     ],
 )
 def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
-    with refuses(ConfigError, "condenser"):
+    with refuses(ConfigError, "env.condenser"):
         load_condenser(name, BYTES)
 
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError
 from distill.models import linear_stats, vocabulary_head
 from distill.models.loading import new_qwen3
 from distill.models.logprobs import (
@@ -345,7 +345,7 @@ class _Strange(Qwen3ForCausalLM):
 
 def test_an_unknown_post_processing_is_refused() -> None:
     model = _Strange(qwen3().config)
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         VocabularyHead.of(model)
 
 
@@ -359,7 +359,7 @@ def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
         attn_implementation="eager",
     )
     model = Llama4ForCausalLM(config)
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         VocabularyHead.of(model)
 
 

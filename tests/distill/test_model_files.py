@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 import isotherm
 from distill.durable_files import is_full
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError
 from distill.models.loading import load_causal_lm, meta_causal_lm, stop_token_ids
 from distill.models.model_files import check_model_files, generation_settings
 from distill.models.twins import save_twin
@@ -136,7 +136,7 @@ def test_a_config_that_servers_would_not_read_is_refused_before_a_run(tmp_path: 
         model.config.__class__ = type("OtherConfig", (type(model.config),), {})
         return model
 
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         check_export(str(tmp_path), of_an_unknown_kind)
 
 

@@ -207,7 +207,7 @@ def test_whatever_a_reward_raises_is_an_error_of_the_reward(
     ],
 )
 def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
-    with refuses(ConfigError, "reward"):
+    with refuses(ConfigError, "reward.function"):
         load_reward(name)
 
 

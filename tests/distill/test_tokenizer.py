@@ -37,14 +37,14 @@ def make(tmp_path: Path):
 def test_the_first_difference_is_named(make, settings: dict) -> None:
     student, teacher = make(alphabet="abc"), make(**settings)
     assert fingerprint(student) != fingerprint(teacher)
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teacher.model"):
         check_same_tokenizer(student, teacher)
 
 
 def test_one_vocabulary_two_encodings(make) -> None:
     student, teacher = make(), make()
     teacher.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with refuses(ConfigError, "teacher"):
+    with refuses(ConfigError, "teacher.model"):
         check_same_tokenizer(student, teacher)
 
 

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError
 from distill.models.loading import tensor_shapes
 from learner.export import check_export
 from tests.tiny import SIZES, VOCAB_SIZE
@@ -88,7 +88,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     del tensors[name]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         check_export(path)
 
 
@@ -104,5 +104,5 @@ def test_another_shape_is_named(tmp_path: Path) -> None:
     path = saved(new(PLAIN["llama"]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         check_export(path)

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
 from distill.data.preferences import scored_row
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError
 from distill.models.reward import (
     HEAD_WEIGHT,
     load_reward_model,
@@ -157,7 +157,7 @@ def test_a_padding_that_ends_rows_is_not_taken(tmp_path: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     assert padding_token(tokenizer, 160, {eos}) == PAD  # by its name
     assert padding_token(tokenizer, 160, {eos, PAD}) == unknown
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         padding_token(tokenizer, 160, {eos, PAD, unknown})
 
 

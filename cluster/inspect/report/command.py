@@ -30,7 +30,7 @@ from cluster.config.job_upload import refuse_upload
 from cluster.inspect.report.compare import compared_data
 from cluster.inspect.report.data import report_data
 from cluster.inspect.report.page import report_page
-from cluster.inspect.report.run_files import read_run
+from cluster.inspect.report.run_files import read_run, require_directory
 from cluster.inspect.report.timeline import timeline
 from distill.errors import ConfigError
 from distill.rules import at_least, at_most, not_with, setting
@@ -67,7 +67,9 @@ class ReportConfig:
     @chz.validate
     def _runs_differ(self) -> None:
         if self.against is not None and Path(self.against).resolve() == Path(self.out).resolve():
-            raise ConfigError(f"against={self.against} is out= itself; give another run")
+            raise ConfigError(
+                f"against={self.against} is out= itself; give another run", field="against"
+            )
 
 
 def report(config: ReportConfig, console: Console) -> None:
@@ -82,7 +84,7 @@ def report(config: ReportConfig, console: Console) -> None:
     try:
         page.write_text(report_page(data), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"html={page} cannot be written: {error}") from error
+        raise ConfigError(f"html={page} cannot be written: {error}", field="html") from error
     shown = len(data["groups"])
     kept = f"{shown} of {data['kept']} kept groups" if data["kept"] else "no kept rollouts"
     console.print(f"the report of {out} is in {page}: {kept}", highlight=False, markup=False)
@@ -110,10 +112,11 @@ def _serve(config: ReportConfig, port: int, console: Console) -> None:
             markup=False,
         )
 
-    if not Path(config.out).is_dir():
-        raise ConfigError(f"out={config.out} is not a directory; give a run's directory")
-    directories = [Path(each) for each in (config.out, config.against) if each is not None]
-    live = LiveReport(directories, lambda: _data(config))
+    named = {"out": config.out, "against": config.against}
+    directories = {name: Path(each) for name, each in named.items() if each is not None}
+    for name, directory in directories.items():
+        require_directory(directory, name)
+    live = LiveReport(list(directories.values()), lambda: _data(config))
     with suppress(KeyboardInterrupt):
         asyncio.run(live.serve(port, started))
 

@@ -41,6 +41,14 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return bool(measured) and all(name.startswith(("eval/", "time/eval")) for name in measured)
 
 
+def require_directory(out: Path, setting: str) -> None:
+    """Raise ConfigError if `out`, which `setting` names, is not a directory."""
+    if not out.is_dir():
+        raise ConfigError(
+            f"{setting}={out} is not a directory; give a run's directory", field=setting
+        )
+
+
 def read_run(out: Path, setting: str = "out") -> RunFiles:
     """The run in `out`, finished or not; `setting` is what names the directory.
 
@@ -48,8 +56,7 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
         ConfigError: there is no such directory.
         DataError: it has neither events nor metrics, or something in it cannot be read.
     """
-    if not out.is_dir():
-        raise ConfigError(f"{setting}={out} is not a directory; give a run's directory")
+    require_directory(out, setting)
     metrics = _metrics(out / "metrics.jsonl")
     events = _events(out / "events.jsonl")
     if not events and not metrics:

@@ -131,10 +131,10 @@ def test_a_function_that_leaves_does_not_take_us_with_it(mine, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["silent", "untyped", "many"])
 def test_functions_that_say_too_little(mine, name: str) -> None:
-    with refuses(ConfigError, "tools"):
+    with refuses(ConfigError, "env.tools"):
         function_tool(getattr(mine, name))
 
 
 def test_a_function_without_a_place() -> None:
-    with refuses(ConfigError, "tools"):
+    with refuses(ConfigError, "env.tools"):
         function_tool(lambda: 1)

@@ -68,5 +68,5 @@ def test_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_cannot_be_loaded(names: str) -> None:
-    with refuses(ConfigError, "tools"):
+    with refuses(ConfigError, "env.tools"):
         load_tools(names)

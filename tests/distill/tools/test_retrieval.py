@@ -76,10 +76,10 @@ assert "torch" not in sys.modules
 
 
 def test_directories_without_text(tmp_path: Path) -> None:
-    with refuses(ConfigError, "tools"):
+    with refuses(ConfigError, "env.tools"):
         Retrieval(tmp_path / "none")
     (tmp_path / "a.txt").touch()
-    with refuses(ConfigError, "tools"):
+    with refuses(ConfigError, "env.tools"):
         Retrieval(tmp_path)
 
 

@@ -1,0 +1,92 @@
+"""Fields of errors: every ConfigError that names one names a setting that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.envs.mcp_tools import McpToolUse
+from cluster.calibrate import CalibrateConfig
+from cluster.config.teachers import TeacherConfig
+from cluster.inspect.audit import AuditConfig
+from cluster.inspect.rollouts_to_sft import RolloutsToSftConfig
+from distill.envs.base import EnvConfig
+from distill.envs.games.textarena_game import TextArena
+from distill.settings import fields_of
+from tests.cluster.test_rules import KINDS
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("distill", "actors", "learner", "cluster", "isotherm")
+OTHERS = (AuditConfig, CalibrateConfig, McpToolUse, RolloutsToSftConfig, TextArena)
+# Words of command lines that are no fields of settings: a recipe and a file of them, and replay's.
+WORDS = {"recipe", "config", "step", "blame"}
+SETTINGS = (
+    WORDS
+    | {
+        f"env.{path}" if issubclass(kind, EnvConfig) else path
+        for kind in (*KINDS.values(), *OTHERS)
+        for path in fields_of(kind)
+    }
+    | {f"teachers.NAME.{path}" for path in fields_of(TeacherConfig)}
+    | {"columns.NAME"}
+)
+VARIABLE = re.compile("[A-Z_]+")
+
+
+def raised() -> Iterator[tuple[str, ast.expr, set[str]]]:
+    """Place and field of every ConfigError with a field, and the arguments of what raises it."""
+    for file in sorted(file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")):
+        yield from _raised_in(str(file.relative_to(ROOT)), ast.parse(file.read_text()), set())
+
+
+def _raised_in(
+    file: str, node: ast.AST, arguments: set[str]
+) -> Iterator[tuple[str, ast.expr, set[str]]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        own = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        arguments = arguments | {each.arg for each in own}
+    if isinstance(node, ast.ClassDef):
+        own = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+        arguments = arguments | {each.id for each in own if isinstance(each, ast.Name)}
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError":
+        for keyword in node.keywords:
+            if keyword.arg == "field":
+                for value in _branches(keyword.value):
+                    yield f"{file}:{node.lineno}", value, arguments
+    for child in ast.iter_child_nodes(node):
+        yield from _raised_in(file, child, arguments)
+
+
+def _branches(value: ast.expr) -> list[ast.expr]:
+    return [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+
+
+def pattern(value: ast.expr) -> re.Pattern[str] | None:
+    """What a text, or one with `{names}` within, may be; None for other expressions."""
+    parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+    texts = [str(each.value) if isinstance(each, ast.Constant) else None for each in parts]
+    if not any(texts):
+        return None
+    return re.compile("".join(".+" if each is None else re.escape(each) for each in texts))
+
+
+FIELDS = [
+    pytest.param(found, arguments, id=f"{place} {found.pattern}")
+    for place, value, arguments in raised()
+    if (found := pattern(value)) is not None
+]
+
+
+@pytest.mark.parametrize(("field", "arguments"), FIELDS)
+def test_the_field_of_an_error_is_a_setting(field: re.Pattern[str], arguments: set[str]) -> None:
+    """Or an environment variable, or, in a library's part, an argument of what raises it."""
+    named = field.pattern.replace("\\", "")
+    assert VARIABLE.fullmatch(named) or any(map(field.fullmatch, SETTINGS | arguments)), named
+
+
+def test_errors_have_fields() -> None:
+    assert len(FIELDS) > 200
