@@ -69,7 +69,7 @@ from distill.rewards.registry import (
     check_answers,
     judge,
 )
-from distill.rules import above, at_least, ends_in, needs, setting
+from distill.rules import above, at_least, at_most, ends_in, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.tokenizer import load_tokenizer
@@ -117,9 +117,11 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         doc="show the model a row's teacher_messages or teacher_prompt in place of the prompt; the "
         "written rows have the prompt alone",
     )
-    temperature: float = chz.field(default=1.0, doc="temperature of the samples; 0: greedy")
+    temperature: float = setting(
+        at_least(0), default=1.0, doc="temperature of the samples; 0: greedy"
+    )
     sampling: LengthSettings = section_field(LengthSettings)
-    top_p: float = chz.field(default=1.0, doc="top-p of the samples; 1: off")
+    top_p: float = setting(above(0), at_most(1), default=1.0, doc="top-p of the samples; 1: off")
     samples: int = setting(
         at_least(1),
         needs("temperature", remedy="all samples would be the same; give a temperature above 0"),
@@ -155,7 +157,6 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         if self.name is not None:
             self.address()
         unweighted_sources("prompts", self.prompts)
-        self.decoder()
 
     def address(self) -> EndpointAddress:
         """The endpoint's; of a `name` that is given."""

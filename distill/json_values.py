@@ -30,6 +30,14 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     return value, stop
 
 
+def read_object(text: str) -> dict[str, Any]:
+    """The JSON object that is the whole of `text`. Raises ValueError: as `loads`, or another."""
+    value = loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}; write names and values in braces")
+    return value
+
+
 def loads(text: str) -> Any:
     """The JSON value that is the whole of `text`.
 

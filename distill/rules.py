@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any, Final
@@ -23,7 +24,7 @@ from typing import Any, Final
 import chz
 from chz.field import Field
 
-from distill.errors import ConfigError
+from distill.errors import ConfigError, first_line
 from distill.lookup import known_names
 
 _RULES = "rules"
@@ -192,6 +193,36 @@ def ends_in(suffix: str, why: str) -> Rule:
     )
 
 
+def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuses: str) -> Rule:
+    """The value is a text that `read` takes: a regular expression, a date, JSON."""
+
+    def complaint(value: str) -> str:
+        try:
+            read(value)
+        except (ValueError, re.error, RecursionError, OverflowError) as error:
+            return first_line(error)
+        return ""
+
+    return Rule(
+        what,
+        lambda _, value: not complaint(value),
+        lambda _, value: f"is no {what}: {complaint(value)}",
+        allows=(allows,),
+        refuses=(refuses,),
+    )
+
+
+def not_blank(remedy: str) -> Rule:
+    """The value is a text with more than white space in it."""
+    return Rule(
+        "not blank",
+        lambda _, value: bool(value.strip()),
+        lambda _, __: f"is blank; {remedy}",
+        allows=("a",),
+        refuses=("", " "),
+    )
+
+
 def multiple_of(other: str, why: str) -> Rule:
     """The value is a multiple of another setting."""
     return Rule(
@@ -242,6 +273,15 @@ def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of the
         lambda settings, _: f"with {_shown(settings, other)}: {why}; {remedy}",
         other=other,
         only_given=True,
+    )
+
+
+def only_for(value: Any, rule: Rule) -> Rule:
+    """A rule about other settings that only one value of the setting has to meet."""
+    return replace(
+        rule,
+        text=f"{value}: {rule.text}",
+        holds=lambda settings, given: given != value or rule.holds(settings, given),
     )
 
 

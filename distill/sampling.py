@@ -33,7 +33,7 @@ def check_temperature(temperature: float, field: str) -> None:
 def _check_max_new_tokens(max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} must be at least 1", field="sampling.max_new_tokens"
+            f"max_new_tokens={max_new_tokens} must be at least 1", field="max_new_tokens"
         )
 
 
@@ -63,7 +63,8 @@ class EvalSampling:
     sampled to each prompt.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a temperature or a length out of range. The settings of commands and recipes
+            have the ranges of all.
     """
 
     temperature: float
@@ -75,29 +76,10 @@ class EvalSampling:
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ConfigError(
-                f"eval.temperature={self.temperature} must be 0 (greedy) or above",
-                field="eval.temperature",
+                f"temperature={self.temperature} must be 0 (greedy) or above", field="temperature"
             )
         _check_max_new_tokens(self.max_new_tokens)
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"eval.top_p={self.top_p} must be in (0, 1]; 1 truncates nothing",
-                field="eval.top_p",
-            )
-        if self.top_k < 0:
-            raise ConfigError(
-                f"eval.top_k={self.top_k} must be 0 (off) or above", field="eval.top_k"
-            )
-        if self.num_samples < 1:
-            raise ConfigError(
-                f"eval.samples={self.num_samples} must be at least 1", field="eval.samples"
-            )
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"eval.samples={self.num_samples} with eval.temperature=0: greedy decoding gives "
-                "the same response again; set eval.temperature above 0, or eval.samples=1",
-                field="eval.samples",
-            )
+        assert 0 < self.top_p <= 1 and self.top_k >= 0 and self.num_samples >= 1
 
 
 Sampling = TrainSampling | EvalSampling

@@ -60,7 +60,7 @@ class Judge:
         max_chars: of an answer, that the judge sees.
 
     Raises:
-        ConfigError: a setting that cannot work; named as settings of
+        ConfigError: the address cannot work. The other settings have their ranges in
             `actors.envs.judge_env.Judged`.
     """
 
@@ -74,27 +74,6 @@ class Judge:
 
     def __post_init__(self) -> None:
         check_url("env.judge_url", self.url, API_KEY_VARIABLE)
-        if not self.model.strip():
-            raise ConfigError(
-                "env.judge_model is blank; give the model's name at the judge's",
-                field="env.judge_model",
-            )
-        for name, least in {
-            "max_concurrent": 1,
-            "retries": 0,
-            "max_tokens": 1,
-            "max_chars": 1,
-        }.items():
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"env.judge_{name}={getattr(self, name)} must be at least {least}",
-                    field=f"env.judge_{name}",
-                )
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(
-                f"env.judge_timeout_s={self.timeout_s} must be above 0, and finite",
-                field="env.judge_timeout_s",
-            )
 
     async def check(self) -> None:
         """Asks which models there are (`GET .../models`), which costs nothing; nothing is judged.

@@ -40,7 +40,7 @@ from distill.errors import ConfigError
 from distill.model_paths import trained_model
 from distill.rewards.model_reward import conversation, scores_of
 from distill.rewards.token_rewards import phrase_bonuses
-from distill.rules import needs, one_of, setting
+from distill.rules import above, at_least, needs, not_blank, not_with, one_of, setting
 
 MODES = ("score", "pairs")
 
@@ -135,6 +135,9 @@ class Answered(MessageEnv):
         )
 
 
+_JUDGES = not_with("reward_model", why="it reads no rubric, and compares every pair")
+
+
 @chz.chz
 class Judged(ChatEnvConfig):
     """env=actors.envs.judge_env:Judged: prompts as chats, rewarded by a judge."""
@@ -143,14 +146,23 @@ class Judged(ChatEnvConfig):
     row_fields = FIELDS
     check_row = staticmethod(check_form)
 
-    judge_url: str | None = chz.field(
+    judge_url: str | None = setting(
+        _JUDGES,
         default=None,
         doc="judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it needs one, "
         "in the environment variable ISOTHERM_JUDGE_API_KEY",
     )
-    judge_model: str | None = chz.field(default=None, doc="name of the judge's model at judge_url")
-    rubric: str | None = chz.field(
-        default=None, doc="criteria of a good answer, for the judge to read; or @FILE"
+    judge_model: str | None = setting(
+        not_blank("give the model's name at the judge's"),
+        _JUDGES,
+        default=None,
+        doc="name of the judge's model at judge_url",
+    )
+    rubric: str | None = setting(
+        not_blank("say what makes an answer good, or give @FILE"),
+        _JUDGES,
+        default=None,
+        doc="criteria of a good answer, for the judge to read; or @FILE",
     )
     reward_model: str | None = chz.field(
         default=None,
@@ -166,51 +178,44 @@ class Judged(ChatEnvConfig):
     )
     max_pairs: int | None = setting(
         needs("mode", "pairs"),
+        _JUDGES,
         default=None,
         doc="mode=pairs: most comparisons in a group, with each response in equally many; a "
         "comparison is two requests; default: every pair",
     )
-    judge_timeout_s: float = chz.field(
-        default=120.0, doc="seconds that a request to the judge may take"
+    judge_timeout_s: float = setting(
+        above(0), _JUDGES, default=120.0, doc="seconds that a request to the judge may take"
     )
-    judge_max_concurrent: int = chz.field(
-        default=16, doc="requests to the judge at the same time, of each rollout worker"
+    judge_max_concurrent: int = setting(
+        at_least(1),
+        _JUDGES,
+        default=16,
+        doc="requests to the judge at the same time, of each rollout worker",
     )
-    judge_retries: int = chz.field(
-        default=3, doc="further attempts if the judge is busy, fails or is lost"
+    judge_retries: int = setting(
+        at_least(0),
+        _JUDGES,
+        default=3,
+        doc="further attempts if the judge is busy, fails or is lost",
     )
-    judge_max_tokens: int = chz.field(
-        default=1024, doc="longest verdict, in tokens; a judge that reasons first needs more"
+    judge_max_tokens: int = setting(
+        at_least(1),
+        _JUDGES,
+        default=1024,
+        doc="longest verdict, in tokens; a judge that reasons first needs more",
     )
-    judge_max_chars: int = chz.field(
+    judge_max_chars: int = setting(
+        at_least(1),
+        _JUDGES,
         default=20_000,
         doc="characters of a response that the judge sees; it is told how many it does not see",
     )
     system: str | None = chz.field(default=None, doc="system message before every prompt")
 
     @chz.validate
-    def _judged_in_range(self) -> None:
+    def _something_judges(self) -> None:
         if self.reward_model is None:
             self.judge()
-        else:
-            self._refuse_judge(self.reward_model)
-        if self.rubric is not None and not self.rubric.strip():
-            raise ConfigError(
-                "env.rubric is blank; say what makes an answer good, or give @FILE",
-                field="env.rubric",
-            )
-
-    def _refuse_judge(self, reward_model: str) -> None:
-        """Raises ConfigError for a setting that a reward model does not look at."""
-        fields = chz.chz_fields(type(self))
-        judges = [name for name in fields if name.startswith("judge_")]
-        for name in (*judges, "rubric", "max_pairs"):
-            if (value := getattr(self, name)) != fields[name]._default:
-                raise ConfigError(
-                    f"env.{name}={value} changes nothing with env.reward_model={reward_model}, "
-                    "which reads no rubric and compares every pair; leave one of them out",
-                    field=f"env.{name}",
-                )
 
     @property
     def own_reward_model(self) -> str | None:

@@ -35,6 +35,7 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
+from distill.rules import above, readable_as, setting
 from distill.tools.base import Tool, ToolError
 
 if TYPE_CHECKING:
@@ -284,7 +285,11 @@ class McpToolUse(ToolUse):
     tools: str = chz.field(
         default="", doc="tools besides the server's, commas between; as of env=ToolUse"
     )
-    mcp_command: str = chz.field(default="", doc="runs a server that speaks through its stdio")
+    mcp_command: str = setting(
+        readable_as("command line", shlex.split, allows="a 'b'", refuses="a 'b"),
+        default="",
+        doc="runs a server that speaks through its stdio",
+    )
     mcp_url: str = chz.field(default="", doc="a running server, streamable HTTP; or mcp_command")
     mcp_tools: str = chz.field(
         default="", doc="those of the server's tools that the model has, commas between; none: all"
@@ -292,7 +297,7 @@ class McpToolUse(ToolUse):
     mcp_environment: str = chz.field(
         default="", doc="variables that mcp_command sees besides PATH and HOME, commas between"
     )
-    mcp_start_s: float = chz.field(default=60.0, doc="longest start of a server, seconds")
+    mcp_start_s: float = setting(above(0), default=60.0, doc="longest start of a server, seconds")
 
     @chz.validate
     def _one_server(self) -> None:
@@ -301,10 +306,6 @@ class McpToolUse(ToolUse):
                 f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}",
                 field="env.mcp_command",
             )
-        if not self.mcp_start_s > 0:
-            raise ConfigError(
-                f"env.mcp_start_s={self.mcp_start_s} must be above 0", field="env.mcp_start_s"
-            )
         for name in _names(self.mcp_environment):
             if name not in os.environ:
                 raise ConfigError(
@@ -312,14 +313,8 @@ class McpToolUse(ToolUse):
                 )
 
     def server(self) -> McpServer:
-        try:
-            command = tuple(shlex.split(self.mcp_command))
-        except ValueError as error:
-            raise ConfigError(
-                f"env.mcp_command={self.mcp_command!r}: {error}", field="env.mcp_command"
-            ) from error
         return McpServer(
-            command=command,
+            command=tuple(shlex.split(self.mcp_command)),
             url=self.mcp_url.strip(),
             environment=_names(self.mcp_environment),
             start_s=self.mcp_start_s,

@@ -31,7 +31,8 @@ from actors.envs.agent_process import AgentProgram
 from distill.data.prompts import teacher_named
 from distill.envs.base import EnvContext
 from distill.errors import ConfigError
-from distill.rules import at_least, setting
+from distill.json_values import read_object
+from distill.rules import at_least, readable_as, setting
 from distill.sandbox.guard import guarded, lifeline
 
 # What this was written for, and run with.
@@ -129,7 +130,8 @@ class Verifiers(AgentLimits):
     python: str = chz.field(
         doc="interpreter that has verifiers, uv and the environment, on each node of a worker"
     )
-    args: str = chz.field(
+    args: str = setting(
+        readable_as("JSON object", read_object, allows="{}", refuses="[]"),
         default="{}",
         doc='the environment\'s own settings, as JSON: {"taskset": {"num_tasks": 100}}, '
         '{"agent": {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}}',
@@ -139,12 +141,11 @@ class Verifiers(AgentLimits):
     )
 
     def check_here(self) -> None:
-        self._args()
         verifiers_version(self.python)
 
     def __call__(self, path: str | None, setting: EnvContext) -> AgentDataset:
         self.check_here()
-        settings = {"name": self.name, "args": self._args(), "most": self.problems}
+        settings = {"name": self.name, "args": read_object(self.args), "most": self.problems}
         program = VerifiersProgram(
             command=self.name,
             directory=os.getcwd(),
@@ -162,14 +163,3 @@ class Verifiers(AgentLimits):
             for number, row in enumerate(program.problems(), start=1)
         ]
         return AgentDataset(problems_P, AgentSetting.of(self, program, setting))
-
-    def _args(self) -> dict[str, Any]:
-        try:
-            args = json.loads(self.args)
-        except ValueError as error:
-            raise ConfigError(
-                f"env.args={self.args!r} is not JSON: {error}", field="env.args"
-            ) from error
-        if not isinstance(args, dict):
-            raise ConfigError(f"env.args={self.args!r} must be a JSON object", field="env.args")
-        return args

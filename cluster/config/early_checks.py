@@ -33,7 +33,7 @@ from distill.errors import CheckpointError, ConfigError, DataError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
 from distill.model_paths import check_model_path, directory_meant, trained_model
-from distill.rules import ABSENT, get
+from distill.rules import ABSENT, Rule, get, setting
 
 # Deadline of the hub's first answer.
 _ANSWER_S = 5.0
@@ -49,9 +49,9 @@ _MODEL: Final[dict[str, Any]] = {"path": "model"}
 HEAD: Final[dict[str, Any]] = {"path": "head"}
 
 
-def model_field(*, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
-    """A chz field of a model's path; the directory of a run stands for its trained model."""
-    return chz.field(munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
+def model_field(*rules: Rule, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
+    """A setting of a model's path; the directory of a run stands for its trained model."""
+    return setting(*rules, munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
 
 
 def _trained(_config: Any, path: str | None) -> str | None:

@@ -156,11 +156,10 @@ class RolloutConfig(
         self._check_reference()
         self.policy.check_place(self.cluster)
         self.rollout.size.check_place("rollout.workers", self.cluster)
-        served, local = self.engine.kind != "embedded", self.cluster.local
-        self.weights.check(self.policy, served=served, local=local)
+        self.weights.check(self.policy, served=self.engine.kind != "embedded")
         if not self.only_keeps:
             self.policy.check_shared_gpus(self.cluster, self.learner.workers)
-            self.cluster.check_sleep(self.engine)
+            self.cluster.check_sleep()
 
     def _check_reference(self) -> None:
         """Raises ConfigError for a reference model that is missing, or that nothing uses."""

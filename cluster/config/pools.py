@@ -6,12 +6,11 @@ from typing import ClassVar, Literal, NamedTuple
 
 import chz
 
-from actors.config import PolicyEngineSettings
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import ClusterSettings, ServerSettings
 from distill.errors import ConfigError
 from distill.records import OnStale
-from distill.rules import above, at_least, setting
+from distill.rules import above, at_least, not_with, only_for, setting
 from distill.settings import MAY_CHANGE, Section
 
 # Steps between two canaries, by default.
@@ -27,7 +26,25 @@ class PolicyClusterSettings(ClusterSettings):
 
     section: ClassVar[Section] = Section.ENGINES
 
-    colocate: Colocation = chz.field(
+    colocate: Colocation = setting(
+        only_for(
+            "sleep",
+            not_with(
+                "engine.kind",
+                "embedded",
+                why="the embedded engine keeps its memory",
+                remedy="use engine=sglang, or colocate=share",
+            ),
+        ),
+        only_for(
+            "sleep",
+            not_with(
+                "engine.on_weight_update",
+                "in_place",
+                why="samples under way would need the cache that sleep releases",
+                remedy="use on_weight_update=continue",
+            ),
+        ),
         default="no",
         doc="place learner worker i and policy engine i together: they share memory, and with "
         "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
@@ -45,28 +62,14 @@ class PolicyClusterSettings(ClusterSettings):
         """Part of a GPU that a learner worker and the policy engine beside it have by turns."""
         return min(1.0, 2 * self.gpus_per_actor)
 
-    def check_sleep(self, engine: PolicyEngineSettings) -> None:
-        """Raises ConfigError if engines are set to sleep and cannot."""
-        if self.colocate != "sleep":
-            return
-        if engine.kind == "embedded":
-            raise ConfigError(
-                "colocate=sleep needs engine=sglang: the embedded engine keeps its memory; use "
-                "colocate=share",
-                field="cluster.colocate",
-            )
-        if self.device == "cuda" and self.gpus_per_actor >= 1:
+    def check_sleep(self) -> None:
+        """Raises ConfigError if engines are set to sleep on GPUs of their own."""
+        if self.colocate == "sleep" and self.device == "cuda" and self.gpus_per_actor >= 1:
             raise ConfigError(
                 f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
                 "have GPUs of their own, so sleep frees no memory for the other; use "
                 "gpus_per_actor=0.5, or colocate=share to place them on one node",
                 field="cluster.colocate",
-            )
-        if engine.on_weight_update == "in_place":
-            raise ConfigError(
-                "on_weight_update=in_place with colocate=sleep: samples under way would need the "
-                "cache that sleep releases; use on_weight_update=continue",
-                field="engine.on_weight_update",
             )
 
 
@@ -197,7 +200,15 @@ class WeightsSettings:
     within: ClassVar[str] = "weights."
     main: ClassVar[str] = "transport"
 
-    transport: WeightsChoice = chz.field(
+    transport: WeightsChoice = setting(
+        only_for(
+            "group",
+            not_with(
+                "cluster.local",
+                why="the engines are in the learner's own process",
+                remedy="use weights=auto",
+            ),
+        ),
         default="auto",
         doc="transport of new weights to the policy engines. shared_memory: engines on the "
         "learner's node; group: engines on other nodes or GPUs, by torch.distributed (NCCL or "
@@ -208,20 +219,13 @@ class WeightsSettings:
         metadata=MAY_CHANGE,
     )
 
-    def check(self, policy: PolicyPoolSettings, *, served: bool, local: bool) -> None:
+    def check(self, policy: PolicyPoolSettings, *, served: bool) -> None:
         """Raises ConfigError for a transport that does not reach the policy's engines.
 
         Args:
             served: they may be SGLang servers.
-            local: engines and learner are in one process.
         """
         flags, transport = policy.server_flags, self.transport
-        if local and transport == "group":
-            raise ConfigError(
-                "weights=group with local=True: the engines are in the learner's own process; use "
-                "weights=auto",
-                field="weights.transport",
-            )
         if (nodes := parallelism(flags).nodes) > 1 and transport in ("shared_memory", "ipc"):
             raise ConfigError(
                 f"weights={transport} reaches the first of the {nodes} nodes of a policy server "

@@ -23,8 +23,6 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distill.errors import ConfigError
-
 OPERAND_DIGITS = 2
 ANSWER_TOKENS = OPERAND_DIGITS + 2  # the sum's digits and EOS: max_new_tokens of this task
 ALPHABET = "0123456789+="
@@ -68,14 +66,9 @@ class Problems:
 
     @classmethod
     def split(cls, *, held_out: int, seed: int) -> Problems:
-        """`held_out` problems by a seeded permutation; the rest are for training.
-
-        Raises:
-            ConfigError: a size that leaves one of the two empty.
-        """
+        """`held_out` problems by a seeded permutation; the rest are for training."""
         count = 10 ** (2 * OPERAND_DIGITS)
-        if not 0 < held_out < count:
-            raise ConfigError(f"held_out={held_out} must be in [1, {count - 1}]", field="held_out")
+        assert 0 < held_out < count
         order = np.random.default_rng(seed).permutation(count).tolist()
         problems = tuple(Problem(*divmod(index, 10**OPERAND_DIGITS)) for index in order)
         return cls(train=problems[held_out:], held_out=problems[:held_out])
@@ -102,14 +95,8 @@ def write_careless_sft(
     """`write_sft` from the careless book: `editions` answers to each problem, drawn apart.
 
     With one edition its slips are facts that a student learns by heart instead of the digits.
-
-    Raises:
-        ConfigError: `forget_carry` is not a probability, or there is no edition.
     """
-    if not 0 <= forget_carry <= 1:
-        raise ConfigError(f"forget_carry={forget_carry} must be in [0, 1]", field="forget_carry")
-    if editions < 1:
-        raise ConfigError(f"editions={editions} must be at least 1", field="editions")
+    assert 0 <= forget_carry <= 1 and editions >= 1
     rng = np.random.default_rng(seed)
     write_jsonl(
         path,

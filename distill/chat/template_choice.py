@@ -18,10 +18,20 @@ import chz
 
 from distill.chat.template import set_chat_time
 from distill.errors import ConfigError
+from distill.json_values import read_object
+from distill.rules import readable_as, setting
 from distill.settings import Section
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Arguments of a chat template by name. Raises ValueError: they are none."""
+    given = read_object(text) if text else {}
+    if wrong := [name for name in given if not name.isidentifier()]:
+        raise ValueError(f"{wrong[0]!r} is no name")
+    return given
 
 
 @chz.chz
@@ -35,54 +45,28 @@ class ChatTemplateSettings:
         default=None,
         doc="file of a chat template (Jinja) that replaces the checkpoint's own; final/ has it too",
     )
-    chat_template_kwargs: str = chz.field(
+    chat_template_kwargs: str = setting(
+        readable_as(
+            "JSON object of names and values, such as '{\"enable_thinking\": false}'",
+            _arguments,
+            allows='{"a": 1}',
+            refuses='{"a b": 1}',
+        ),
         default="",
         doc='arguments of the chat template as a JSON object, for example \'{"enable_thinking": '
         "false}'; they become defaults in the template of final/",
     )
 
-    chat_date: str | None = chz.field(
+    chat_date: str | None = setting(
+        readable_as("date", datetime.fromisoformat, allows="2026-01-31", refuses="2026-02-31"),
         default=None,
         doc="date that chat templates print, YYYY-MM-DD; default: the day on which the run in out= "
         "began, else today",
     )
 
-    @chz.validate
-    def _date_is_one(self) -> None:
-        try:
-            self.chat_day()
-        except ValueError as error:
-            raise ConfigError(
-                f"chat_date={self.chat_date} is no date: {error}", field="model.chat_date"
-            ) from error
-
     def chat_day(self) -> datetime:
         """Time that chat templates receive: the start of `chat_date`, or else the present."""
         return datetime.now() if self.chat_date is None else datetime.fromisoformat(self.chat_date)
-
-    @chz.validate
-    def _template_arguments_are_json(self) -> None:
-        self.template_arguments()
-
-    def template_arguments(self) -> dict[str, Any]:
-        """`chat_template_kwargs` as values by name."""
-        if not self.chat_template_kwargs:
-            return {}
-        asked = f"chat_template_kwargs={self.chat_template_kwargs!r}"
-        try:
-            given = json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{asked} is not JSON: {error}; write '{{\"enable_thinking\": false}}'",
-                field="model.chat_template_kwargs",
-            ) from error
-        if not isinstance(given, dict) or not all(map(str.isidentifier, given)):
-            raise ConfigError(
-                f"{asked} must be a JSON object of names and values, such as "
-                "'{\"enable_thinking\": false}'",
-                field="model.chat_template_kwargs",
-            )
-        return given
 
     def choose_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         """The tokenizer, whose chat template is now the run's.
@@ -93,7 +77,7 @@ class ChatTemplateSettings:
         template = tokenizer.chat_template
         if self.chat_template is not None:
             template = _read(self.chat_template)
-        arguments = self.template_arguments()
+        arguments = _arguments(self.chat_template_kwargs)
         if arguments and not template:
             raise ConfigError(
                 f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the "
@@ -125,7 +109,7 @@ class ChatTemplateSettings:
             return run
         known = {
             name: value
-            for name, value in self.template_arguments().items()
+            for name, value in _arguments(self.chat_template_kwargs).items()
             if _mentions(template, name)
         }
         teacher.chat_template = _with_defaults(template, known)

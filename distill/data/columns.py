@@ -12,7 +12,8 @@ import chz
 from distill.chat.messages import parsed_json
 from distill.data.answers import answer_text
 from distill.data.row_files import Rows, located
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
+from distill.rules import readable_as, setting
 from distill.settings import Section
 
 # Of each, a row has one: beside the first, no word is a misspelling of the second.
@@ -53,15 +54,15 @@ class Columns:
         """
         found = set().union(*(row for _, row in rows))
         given = {}
-        for setting, (column, field) in self.read_as().items():
+        for name, (column, field) in self.read_as().items():
             own = {field, "messages"} if field == "prompt" else {field}
             if any(has_column(row, column) for _, row in rows):
                 given[column] = (field, own)
             elif not own & found:
                 raise DataError(
-                    f"{setting}={column}: no row of {place} has this column; they have "
+                    f"{name}={column}: no row of {place} has this column; they have "
                     f"{', '.join(sorted(found))}",
-                    field=setting,
+                    field=name,
                 )
         if not given:
             return rows
@@ -118,23 +119,12 @@ class PromptColumns(Columns):
 
     section: ClassVar[Section] = Section.MODEL
 
-    answer_pattern: str | None = chz.field(
+    answer_pattern: str | None = setting(
+        readable_as("regular expression", re.compile, allows="a+", refuses="("),
         default=None,
         doc="regular expression that finds the answer in its column (its last match, or the first "
         "group of that), for example '#### (.+)' for GSM8K",
     )
-
-    @chz.validate
-    def _pattern_compiles(self) -> None:
-        if self.answer_pattern is None:
-            return
-        try:
-            re.compile(self.answer_pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}",
-                field="answer_pattern",
-            ) from error
 
     def wanted(self) -> dict[str, str]:
         if self.answer_pattern is None:

@@ -31,10 +31,10 @@ from distill.engine import SamplingModel
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
 from distill.rewards.key_facts import key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
-from distill.rules import at_least, setting
+from distill.rules import at_least, readable_as, setting
 from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser
 
@@ -183,6 +183,14 @@ def _condensed_group(
 _FIELDS = frozenset(("document", "question", "answer", "facts", "tag"))
 
 
+def _boundary(pattern: str) -> None:
+    """Raise ValueError for a pattern that passages cannot begin with."""
+    if re.compile(pattern).fullmatch("") is not None:
+        raise ValueError(
+            "it matches the empty text, which is everywhere; give what a passage begins with"
+        )
+
+
 @chz.chz
 class Reading(ChatEnvConfig):
     """env=Reading: rows of `document`, `question`, `answer`, and optionally `facts` and `tag`."""
@@ -200,7 +208,8 @@ class Reading(ChatEnvConfig):
         default=None,
         doc="tokens of a part, or of what a condenser leaves; default: as many as fit",
     )
-    passage_boundary: str | None = chz.field(
+    passage_boundary: str | None = setting(
+        readable_as("regular expression of a beginning", _boundary, allows="^#", refuses="#*"),
         default=None,
         doc="regular expression of the beginning of a passage, such as '(?m)^## '; no part has "
         "text of two passages; default: parts end where a reader would pause",
@@ -215,24 +224,6 @@ class Reading(ChatEnvConfig):
     max_turns: int = setting(
         at_least(1), default=64, doc="most turns: one for each part, and one for the answer"
     )
-
-    @chz.validate
-    def _boundary_is_a_pattern(self) -> None:
-        if self.passage_boundary is not None:
-            try:
-                matches_nothing = re.compile(self.passage_boundary).fullmatch("") is not None
-            except re.error as error:
-                raise ConfigError(
-                    f"env.passage_boundary={self.passage_boundary!r} is no regular expression: "
-                    f"{error}",
-                    field="env.passage_boundary",
-                ) from error
-            if matches_nothing:
-                raise ConfigError(
-                    f"env.passage_boundary={self.passage_boundary!r} matches the empty text, which "
-                    "is everywhere; give what a passage begins with",
-                    field="env.passage_boundary",
-                )
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
@@ -275,7 +266,7 @@ class Reading(ChatEnvConfig):
                     field="document",
                 )
         else:
-            condenser = load_condenser(self.by, setting.tokenizer)
+            condenser = load_condenser(self.by, setting.tokenizer, "env.by")
             make_group = partial(
                 _condensed_group, document, wording, setting.reward_function(), condenser, room
             )

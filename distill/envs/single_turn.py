@@ -23,11 +23,12 @@ from distill.envs.base import (
     StepResult,
     require_path,
 )
-from distill.rewards.formats import Format, matches
+from distill.rewards.formats import Format, compiled, matches
 from distill.rewards.model_reward import ModelReward, conversation, scores_of
 from distill.rewards.registry import Reward, answer_of, exact_match, judge, verdict
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.rewards.verdict import Verdict
+from distill.rules import at_least, needs, readable_as, setting
 from distill.types import FloatArray, TokenArray
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ class PromptDataset(EnvDataset):
 
 
 def format_field() -> Any:
-    return chz.field(
+    return setting(
+        readable_as("regular expression", compiled, allows="a+", refuses="("),
         default=None,
         doc=r"regular expression that the whole response should match, such as "
         r"'<think>.*</think>\s*\d+' (a dot is any character); counted in env/format",
@@ -204,7 +206,9 @@ def format_field() -> Any:
 
 
 def format_reward_field() -> Any:
-    return chz.field(
+    return setting(
+        at_least(0),
+        needs("format", remedy="give the regular expression that a response should match"),
         default=0.0,
         doc="reward of a response that matches env.format, spread over its tokens",
     )
@@ -220,10 +224,6 @@ class SingleTurn(EnvConfig):
 
     format: str | None = format_field()
     format_reward: float = format_reward_field()
-
-    @chz.validate
-    def _format(self) -> None:
-        Format(pattern=self.format, reward=self.format_reward)
 
     def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
         source = require_path(path, "SingleTurn")

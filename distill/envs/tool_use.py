@@ -72,10 +72,6 @@ class ToolUse(ChatEnvConfig):
     format: str | None = format_field()
     format_reward: float = format_reward_field()
 
-    @chz.validate
-    def _format(self) -> None:
-        Format(pattern=self.format, reward=self.format_reward)
-
     def check_here(self) -> None:
         require_tools(self.tools)
 

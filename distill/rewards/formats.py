@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
 from distill.json_values import loads
 from distill.sandbox.bounded_calls import OverLimit, in_child
 
@@ -103,32 +103,7 @@ def _fits(response: str, answer: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """Required pattern of every response, and the reward for matching it.
-
-    Raises:
-        ConfigError: no regular expression, a negative reward, or one without a pattern.
-    """
+    """Required pattern of every response, and the reward for matching it."""
 
     pattern: str | None
     reward: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reward < float("inf"):
-            raise ConfigError(
-                f"env.format_reward={self.reward} must be 0 or more, and finite",
-                field="env.format_reward",
-            )
-        if self.pattern is None:
-            if self.reward:
-                raise ConfigError(
-                    f"env.format_reward={self.reward} changes nothing without env.format; give the "
-                    "regular expression that a response should match",
-                    field="env.format_reward",
-                )
-            return
-        try:
-            compiled(self.pattern)
-        except ValueError as error:
-            raise ConfigError(
-                f"env.format={self.pattern!r} is no regular expression: {error}", field="env.format"
-            ) from error

@@ -64,7 +64,9 @@ class Condenser(Protocol):
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str: ...
 
 
-def load_condenser(name: str, tokenizer: PreTrainedTokenizerBase) -> Condenser:
+def load_condenser(
+    name: str, tokenizer: PreTrainedTokenizerBase, setting: str = "env.condenser"
+) -> Condenser:
     """`keywords`, or the function at `package.module:function`, checked.
 
     The function takes (text, focus, max_tokens) and returns a string; it may be async.
@@ -73,9 +75,9 @@ def load_condenser(name: str, tokenizer: PreTrainedTokenizerBase) -> Condenser:
         ConfigError: an unknown name, something that cannot be imported or called, or no bm25s.
     """
     if name == "keywords":
-        require_library("bm25s", "condenser=keywords", "bm25s")
+        require_library("bm25s", f"{setting}=keywords", "bm25s")
         return KeywordCondenser(tokenizer=tokenizer)
-    function = resolve_function("env.condenser", name, ["keywords"])
+    function = resolve_function(setting, name, ["keywords"])
     return CheckedCondenser(name=name, function=function, tokenizer=tokenizer)
 
 
@@ -291,8 +293,7 @@ async def condense_history(
     def num_tokens(given: Sequence[Message]) -> int:
         return len(render_messages(tokenizer, given, tools=tools))
 
-    if keep_last < 0:
-        raise ConfigError(f"keep_last={keep_last} must be 0 or above", field="keep_last")
+    assert keep_last >= 0
     total = num_tokens(messages)
     if total <= max_tokens:
         return list(messages)

@@ -139,7 +139,6 @@ def test_what_cannot_be_played_is_refused(
         ("env.python", "products", sys.executable, {}),
         ("env.name", "no_such_environment", python, {}),
         ("env.name", "with-tools", python, {}),
-        ("env.args", "products", python, {"args": "{"}),
         ("env.name", "products", python, {"args": json.dumps({"taskset": {"number": 1}})}),
     ]:
         with refuses(ConfigError, field):

@@ -47,12 +47,6 @@ def test_every_problem_is_on_exactly_one_side() -> None:
     assert sorted(PROBLEMS.train + PROBLEMS.held_out) == every
 
 
-@pytest.mark.parametrize("held_out", [0, 10_000])
-def test_neither_side_may_be_empty(held_out: int) -> None:
-    with refuses(ConfigError, "held_out"):
-        Problems.split(held_out=held_out, seed=0)
-
-
 @pytest.mark.parametrize(
     ("left", "right", "prompt", "answer"),
     [

@@ -11,9 +11,7 @@ import pytest
 
 from cluster.config.chat_date import with_chat_date
 from cluster.config.on_policy import OpdConfig
-from distill.errors import ConfigError
 from distill.settings import changed
-from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
 
@@ -40,8 +38,3 @@ def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
 def test_a_run_without_a_date_goes_on_without(opd: NewOpd, tmp_path: Path, written: str) -> None:
     (tmp_path / "config.json").write_text(written)
     assert with_chat_date(opd(out=str(tmp_path))).model.chat_date is None
-
-
-def test_what_is_no_date_is_refused(opd: NewOpd) -> None:
-    with refuses(ConfigError, "model.chat_date"):
-        opd(chat_date="yesterday")

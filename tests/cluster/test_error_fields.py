@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.mcp_tools import McpToolUse
 from cluster.calibrate import CalibrateConfig
 from cluster.config.teachers import TeacherConfig
-from cluster.inspect.audit import AuditConfig
-from cluster.inspect.rollouts_to_sft import RolloutsToSftConfig
 from distill.envs.base import EnvConfig
 from distill.envs.games.textarena_game import TextArena
 from distill.settings import fields_of
@@ -21,7 +18,7 @@ from tests.cluster.test_rules import KINDS
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("distill", "actors", "learner", "cluster", "isotherm")
-OTHERS = (AuditConfig, CalibrateConfig, McpToolUse, RolloutsToSftConfig, TextArena)
+OTHERS = (CalibrateConfig, TextArena)
 # Words of command lines that are no fields of settings: a recipe and a file of them, and replay's.
 WORDS = {"recipe", "config", "step", "blame"}
 SETTINGS = (

@@ -10,13 +10,16 @@ import pytest
 from chz.field import Field
 
 from actors.envs.judge_env import Judged
+from actors.envs.mcp_tools import McpToolUse
 from cluster.config.arguments import built
 from cluster.config.env import BUILT_IN
 from cluster.config.files import by_name
 from cluster.config.recipes import CONFIGS, make
 from cluster.evaluate import EvaluateConfig
+from cluster.inspect.audit import AuditConfig
 from cluster.inspect.forecast.command import ForecastConfig
 from cluster.inspect.report.command import ReportConfig
+from cluster.inspect.rollouts_to_sft import RolloutsToSftConfig
 from cluster.sample_to_sft import SampleToSftConfig
 from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
@@ -37,6 +40,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "Agent": {"command": "m:f"},
     "Verifiers": {"name": "n", "python": "p"},
     "Judged": {"reward_model": "m"},
+    "McpToolUse": {"mcp_url": "http://h"},
+    "AuditConfig": {"out": "o"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
     "ForecastConfig": {
         "student": "s",
@@ -45,14 +50,24 @@ GIVEN: dict[str, dict[str, Any]] = {
         "sampling.temperature": 0.7,
     },
     "ReportConfig": {"out": "o"},
+    "RolloutsToSftConfig": {"out": "o", "data": "d.jsonl"},
     "SampleToSftConfig": {"model": "m", "prompts": "p", "data": "d.jsonl", "temperature": 0.7},
 }
-COMMANDS = (EvaluateConfig, ForecastConfig, ReportConfig, SampleToSftConfig)
-KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, *COMMANDS)}
+COMMANDS = (
+    AuditConfig,
+    EvaluateConfig,
+    ForecastConfig,
+    ReportConfig,
+    RolloutsToSftConfig,
+    SampleToSftConfig,
+)
+KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, McpToolUse, *COMMANDS)}
 # Further settings with which a setting means something.
 _REWARDS = {"objective.reward_coef": 1.0}
 _TOP_K = {"objective.estimator": "top_k"}
+_JUDGE = {"reward_model": None, "judge_url": "http://h", "judge_model": "m", "rubric": "r"}
 WITH: dict[str, dict[str, Any]] = {
+    **{name: _JUDGE for name in fields_of(Judged) if name.startswith(("judge_", "rubric"))},
     "objective.baseline": _REWARDS,
     "condense_to": {"condenser": "keywords"},
     "condenser_temperature": {"condenser": "model"},
@@ -73,6 +88,10 @@ WITH: dict[str, dict[str, Any]] = {
     "lora.targets": {"lora.rank": 4},
     "sampling.group_size": {"teacher.model": "t", "sampling.temperature": 0.7},
     "sft.coef": {"sft.data": "f"},
+    "format_reward": {"format": "a"},
+    "groups_per_step": {"steps": 1},
+    "mcp_command": {"mcp_url": ""},
+    "opponent_temperature": {"opponent": "reference"},
 }
 
 

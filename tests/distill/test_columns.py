@@ -10,7 +10,7 @@ from distill.data.columns import (
     refuse_misspelt,
 )
 from distill.data.prompts import FIELDS
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
 from tests.refusals import refuses
 
 GSM8K = {"question": "Natalia sold 48 clips. How many?", "answer": "48/2 = 24\n#### 72"}
@@ -80,11 +80,6 @@ def test_the_last_match_or_its_first_group(pattern: str, answer: object, found: 
     columns = PromptColumns(answer_pattern=pattern)
     assert mapped(columns, {"prompt": "a", "answer": answer}) == [{"prompt": "a", "answer": found}]
     assert mapped(columns, {"prompt": "a"}) == [{"prompt": "a"}]
-
-
-def test_a_pattern_that_is_none_is_refused() -> None:
-    with refuses(ConfigError, "answer_pattern"):
-        PromptColumns(answer_pattern="(")
 
 
 def test_completions_and_pairs() -> None:

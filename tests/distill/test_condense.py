@@ -385,8 +385,6 @@ def test_a_budget_below_what_must_stay() -> None:
 def test_nothing_between_to_condense() -> None:
     with refuses(DataError, "max_tokens"):
         condense([*HISTORY[-2:], message("user", STORY)], 60, keep_last=3)
-    with refuses(ConfigError, "keep_last"):
-        condense(HISTORY, 60, keep_last=-1)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=8), st.integers(80, 200), st.integers(0, 3))

@@ -7,13 +7,10 @@ import json
 import socket
 from pathlib import Path
 
-import chz
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.envs.base import EnvConfig
 from distill.envs.single_turn import SingleTurn
-from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.registry import judge, load_reward
@@ -192,18 +189,3 @@ def test_answers_are_read_before_anything_starts(
             SingleTurn()(str(path), room)
     else:
         assert len(SingleTurn()(str(path), room)) == 2
-
-
-@pytest.mark.parametrize("env", [SingleTurn, ToolUse])
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"format": "("}, "env.format"),
-        ({"format": "a", "format_reward": -1.0}, "env.format_reward"),
-        ({"format_reward": 1.0}, "env.format_reward"),
-    ],
-)
-def test_formats_that_cannot_be(env: type[EnvConfig], settings: dict, field: str) -> None:
-    assert chz.is_chz(env)
-    with refuses(ConfigError, field):
-        env(**settings)

@@ -44,18 +44,14 @@ def test_greedy_evaluation_truncates_nothing_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "field"),
+    ("name", "value"),
     [
-        ("temperature", -0.1, "eval.temperature"),
-        ("temperature", math.nan, "eval.temperature"),
-        ("temperature", math.inf, "eval.temperature"),
-        ("top_p", 0.0, "eval.top_p"),
-        ("top_p", 1.01, "eval.top_p"),
-        ("top_p", math.nan, "eval.top_p"),
-        ("top_k", -1, "eval.top_k"),
-        ("num_samples", 0, "eval.samples"),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("max_new_tokens", 0),
     ],
 )
-def test_evaluation_ranges(name: str, value: float, field: str) -> None:
-    with refuses(ConfigError, field):
+def test_evaluation_ranges(name: str, value: float) -> None:
+    with refuses(ConfigError, name):
         EvalSampling(**{"temperature": 1.0, "max_new_tokens": 3, name: value})

@@ -79,7 +79,7 @@ def test_any_json_value_arrives(tmp_path: Path, value: str, written: str) -> Non
 
 
 def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
-    for bad in ("{", "[1]", '{"a b": 1}'):
+    for bad in ("{", "[1]"):
         with refuses(ConfigError, "model.chat_template_kwargs"):
             ChatTemplateSettings(chat_template_kwargs=bad)
     with refuses(ConfigError, "model.chat_template_kwargs"):

@@ -56,13 +56,8 @@ def test_openings_follow_their_number() -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"random_moves": 5}, "env.random_moves"),
-        ({"games": 0}, "env.games"),
-        ({"forfeit_reward": -0.5}, "env.forfeit_reward"),
-        ({"forfeit_reward": float("nan")}, "env.forfeit_reward"),
         ({"opponent": "perfekt"}, "env.opponent"),
-        ({"opponent": "reference"}, "env.opponent"),
-        ({"opponent_temperature": 0.5}, "env.opponent"),
+        ({"opponent": "reference"}, "env.opponent_temperature"),
         ({"eval_opponent": "nobody"}, "env.eval_opponent"),
     ],
 )

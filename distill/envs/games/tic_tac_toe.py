@@ -10,7 +10,7 @@ import chz
 import numpy as np
 
 from distill.envs.games.two_player import Game, IllegalMove, Player, TwoPlayerConfig
-from distill.errors import ConfigError
+from distill.rules import at_least, at_most, setting
 
 MARKS = "XO"
 FREE = "."
@@ -110,18 +110,12 @@ class PerfectPlayer(RandomPlayer):
 class TicTacToeGames(TwoPlayerConfig):
     """env=TicTacToeGames: the policy plays itself (opponent=self), or random or perfect players."""
 
-    random_moves: int = chz.field(
-        default=2, doc="most random moves in an opening, so that games differ"
+    random_moves: int = setting(
+        at_least(0),
+        at_most(4, "with 5 a game may be over before it begins"),
+        default=2,
+        doc="most random moves in an opening, so that games differ",
     )
-
-    @chz.validate
-    def _opening_in_range(self) -> None:
-        if not 0 <= self.random_moves <= 4:
-            raise ConfigError(
-                f"env.random_moves={self.random_moves} must be between 0 and 4: with 5 a game may "
-                "be over before it begins",
-                field="env.random_moves",
-            )
 
     def players(self) -> Mapping[str, Callable[[int], Player]]:
         return {"random": RandomPlayer, "perfect": PerfectPlayer}

@@ -27,7 +27,7 @@ from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
 from distill.envs.chat_config import ChatConfig, first_length, require_room
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import at_least, at_most, setting
+from distill.rules import at_least, at_most, needs, setting
 from distill.sampling import EvalSampling
 from distill.types import StopReason
 
@@ -317,8 +317,11 @@ class TwoPlayerConfig(ChatConfig):
         doc="opponent in training. self: the policy, both seats are trained; reference: the run's "
         "reference=DIR, which does not change; or one of the game's own players",
     )
-    opponent_temperature: float | None = chz.field(
-        default=None, doc="temperature of the moves of opponent=reference; 0: greedy"
+    opponent_temperature: float | None = setting(
+        at_least(0),
+        needs("opponent", FROZEN),
+        default=None,
+        doc="temperature of the moves of opponent=reference; 0: greedy",
     )
     eval_opponent: str = chz.field(default="random", doc="opponent in evaluations, as opponent")
     forfeit_reward: float = setting(
@@ -334,15 +337,11 @@ class TwoPlayerConfig(ChatConfig):
 
     @chz.validate
     def _opponents_are_known(self) -> None:
-        if (self.opponent_temperature is None) == (self.opponent == FROZEN):
+        if self.opponent == FROZEN and self.opponent_temperature is None:
             raise ConfigError(
-                f"env.opponent={self.opponent} with env.opponent_temperature="
-                f"{self.opponent_temperature}: a temperature goes with env.opponent={FROZEN}, and "
-                "with no other opponent; 0 is greedy",
-                field="env.opponent",
+                f"env.opponent={FROZEN} needs env.opponent_temperature=; 0 is greedy",
+                field="env.opponent_temperature",
             )
-        if self.opponent_temperature is not None:
-            EvalSampling(temperature=self.opponent_temperature, max_new_tokens=1)
         for name, models in (("opponent", ["self", FROZEN]), ("eval_opponent", ["self"])):
             given, known = getattr(self, name), [*models, *self.players()]
             if given not in known:
