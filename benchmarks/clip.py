@@ -25,11 +25,11 @@ from cluster.demos.demo import (
     STUDENT,
     TEACHER,
     distillation,
-    fresh_directory,
     schooling,
     write_data,
     write_untrained,
 )
+from cluster.run_files.out_directory import claim_directory
 from distill.errors import ConfigError
 from distill.settings import changed
 
@@ -59,7 +59,7 @@ class ClipConfig:
 
 def clip(config: ClipConfig, console: Console) -> None:
     """Schools both models, distils, prints the table, writes clip.json."""
-    out = fresh_directory(Path(config.out).resolve(), "clip")
+    out = claim_directory(config.out, "clip")
     data = write_data(out, FORGET_CARRY, seed=0)
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
         school = changed(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)

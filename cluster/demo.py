@@ -8,6 +8,7 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.config.demos import DemoConfig
+from cluster.run_files.out_directory import claim_directory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: DemoConfig, console: Console) -> None:
+    claim_directory(config.out, "demo")  # refused before seconds of imports
     from cluster.demos.demo import demo  # Ray and torch: not for --help
 
     demo(config, console)

@@ -26,7 +26,7 @@ from rich.table import Table
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, built
-from cluster.config.early_checks import check_early
+from cluster.config.early_checks import check_early, check_run
 from cluster.config.files import by_name
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS
@@ -69,6 +69,7 @@ def replay(arguments: list[str], console: Console) -> None:
             "give out=DIR, a run's directory, and step=N", field="out" if out is None else "step"
         )
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
+    check_run("out", out)
     what_if = _config(out, given.given) if given.given else None
     check_early(what_if or _config(out, {}))
     StepReplay(Path(out), step, console).run(what_if, blame)

@@ -28,6 +28,8 @@ from distill.errors import ConfigError, first_line
 from distill.lookup import known_names
 
 _RULES = "rules"
+# Characters of a refused value that are shown.
+_SHOWN = 120
 # Value of a setting that an object does not have.
 ABSENT: Final = object()
 
@@ -125,8 +127,10 @@ def _require(rule: Rule, settings: Any, path: str, value: Any, field: Field) -> 
     if rule.only_given and value == default_of(field):
         return
     if not rule.holds(settings, value):
+        text = str(value)
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise ConfigError(
-            f"{path}={value} {rule.problem(settings, value)}", field=path, value=value
+            f"{path}={shown} {rule.problem(settings, value)}", field=path, value=value
         )
 
 
@@ -252,7 +256,9 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
         f"needs {other}{options}",
         holds,
         lambda settings, _: (
-            f"changes nothing with {_shown(settings, other)}: it needs "
+            f"changes nothing without {_path(settings, other)}; {remedy}"
+            if get(settings, other) is None
+            else f"changes nothing with {_shown(settings, other)}: it needs "
             f"{_path(settings, other)}{options}; {remedy}"
         ),
         other=other,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -19,6 +19,7 @@ from chz.field import Field
 from chz.tiepin import CastError, is_subtype_instance, type_repr
 from chz.util import MISSING
 
+from cluster.config.early_checks import check_path
 from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings, text_of
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
@@ -28,7 +29,7 @@ from distill.settings import fields_of, is_section, meant_by, short_names
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
 # A whole number in decimal or scientific notation: 1e3, 1_000.0.
-_DECIMAL = re.compile(r"[+-]?\d[\d_]*(\.\d*)?(e\+?\d)?", re.IGNORECASE)
+_DECIMAL = re.compile(r"[+-]?\d+(_\d+)*(\.\d*)?(e\+?\d)?", re.IGNORECASE)
 _NAMES = {
     int: "a whole number",
     float: "a number",
@@ -162,7 +163,7 @@ class Arguments:
         """Values by name, `config` among them. Raises as `read_settings`."""
         file = text_of(given.get(CONFIG, ""))
         rest = {name: value for name, value in given.items() if name != CONFIG}
-        return Arguments(rest, file, read_settings(file) if file else {})
+        return Arguments(rest, file, read_settings(file) if CONFIG in given else {})
 
     def take(self, name: str) -> tuple[str | None, Arguments]:
         """The text of `name`, which is not a setting, and the remaining arguments."""
@@ -232,14 +233,24 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
 def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields = fields_of(kind)
     parts = key.split(".")
+    if len(parts) > 1 and (within := _within(kind, parts[0], given)):
+        return known_names(".".join(parts[1:]), within)
     last = next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in _ELSEWHERE), "")
     near = [name for name in _ELSEWHERE.get(last, ()) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
-    if not near:  # search the docs for a name that other libraries use: learning_rate
+    if (
+        not near and len(key) > 3
+    ):  # search the docs for a name that other libraries use: learning_rate
         words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} all lists them"
+
+
+def _within(kind: type, name: str, given: Mapping[str, Any]) -> Collection[str]:
+    """Names of the settings of an object that is a setting itself, such as `env`."""
+    field = fields_of(kind).get(name)
+    return settings_within(field, given.get(name)) if field else ()
 
 
 def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
@@ -251,18 +262,22 @@ def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) -> Any:
-    """Check `NAME.setting=value` in a mapping of settings. Other objects are left to chz."""
-    if _choices(field.x_type):
+    """Check `NAME=value` or `NAME.setting=value` in a mapping. Other objects are left to chz."""
+    plain = get_origin(field.x_type) is Mapping and not chz.is_chz(get_args(field.x_type)[1])
+    if _choices(field.x_type) or (plain and len(rest) > 1):
         raise ConfigError(
-            f"{key}={text_of(value)}: {field.logical_name} has no settings of its own", field=key
+            f"{key}={text_of(value)}: {key.rpartition('.')[0]} has no settings of its own",
+            field=key,
         )
-    if get_origin(field.x_type) is not Mapping or not chz.is_chz(get_args(field.x_type)[1]):
+    if get_origin(field.x_type) is not Mapping:
         return value
     of = get_args(field.x_type)[1]
-    if len(rest) == 1 and isinstance(value, of):
+    if len(rest) == 1 and (isinstance(value, of) or (plain and isinstance(value, Castable))):
         return value
+    if plain:
+        raise ConfigError(f"{key}={text_of(value)} is not {_NAMES.get(of, of)}", field=key)
     within = chz.chz_fields(of)
-    if len(rest) != 2 or rest[1] not in within:
+    if len(rest) != 2 or not rest[0] or rest[1] not in within:
         raise ConfigError(
             f"{key}={text_of(value)}: no such setting of {field.logical_name}.{rest[0]}; "
             f"{known_names(rest[-1], within)}",
@@ -273,6 +288,14 @@ def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) ->
 
 def _checked_value(field: Field, key: str, value: Any) -> Any:
     choices = _choices(field.x_type)
+    if get_origin(field.x_type) is Mapping:
+        of = get_args(field.x_type)[1]
+        within = f".{next(iter(chz.chz_fields(of)))}" if chz.is_chz(of) else ""
+        raise ConfigError(
+            f"{key}={text_of(value)} is no mapping; write {key}.NAME{within}=VALUE", field=key
+        )
+    if kind := (field.metadata or {}).get("path"):
+        check_path(key, kind, text_of(value))
     if not isinstance(value, Castable):
         value = _as_number(value, choices)
         if not _fits(field, value):
@@ -322,7 +345,7 @@ def _as_number(value: Any, choices: set[Any]) -> Any:
 
 def _as_whole(value: str) -> str:
     """Rewrite a whole number like 1e3 as 1000; other texts are returned unchanged."""
-    if _DECIMAL.fullmatch(value) and (number := float(value)).is_integer():
+    if _DECIMAL.fullmatch(value.strip()) and (number := float(value)).is_integer():
         return str(int(number)) if number < 2**53 else value
     return value
 

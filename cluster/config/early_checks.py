@@ -6,7 +6,9 @@ WRITTEN_DIRECTORY, RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` 
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,7 @@ from distill.errors import CheckpointError, ConfigError, DataError
 from distill.gpu import no_gpu_here
 from distill.lookup import require_module
 from distill.model_paths import check_model_path, directory_meant, trained_model
-from distill.rules import ABSENT, Rule, get, setting
+from distill.rules import ABSENT, get
 
 # Deadline of the hub's first answer.
 _ANSWER_S = 5.0
@@ -49,13 +51,37 @@ _MODEL: Final[dict[str, Any]] = {"path": "model"}
 HEAD: Final[dict[str, Any]] = {"path": "head"}
 
 
-def model_field(*rules: Rule, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
-    """A setting of a model's path; the directory of a run stands for its trained model."""
-    return setting(*rules, munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
+def model_field(*, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
+    """A chz field of a model's path; the directory of a run stands for its trained model."""
+    return chz.field(munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
 
 
 def _trained(_config: Any, path: str | None) -> str | None:
     return path if path is None or path == OWN or is_url(path) else trained_model(path)
+
+
+def check_path(name: str, kind: str, text: str) -> None:
+    """Check that a path, or each of several sources of rows, is one to the operating system.
+
+    Args:
+        kind: the setting's flag: what it names.
+
+    Raises:
+        ConfigError: it is too long, has a NUL, or has what a shell would have replaced.
+    """
+    for path in text.split(",") if kind == "rows" else [text] if kind != "function" else []:
+        why = ""
+        try:
+            if not os.path.lexists(path) and _OF_A_SHELL.match(path):
+                why = "only a shell replaces ~ and $NAME; write the path itself"
+            os.stat(path)
+        except ValueError as error:
+            why = str(error)
+        except OSError as error:
+            why = (error.strerror or "") if error.errno == errno.ENAMETOOLONG else why
+        if why:
+            shown = path if len(path) < _SHOWN else f"{path[:_SHOWN]}..."
+            raise ConfigError(f"{name}={shown} is no path: {why}", field=name)
 
 
 def check_early(config: Any, *, elsewhere: bool = False) -> None:
@@ -69,7 +95,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     """
     begun = (Path(getattr(config, "out", None) or "") / "config.json").is_file()
     for name, kind, value in _paths(config):
-        if not value:
+        if not value.strip():
             raise ConfigError(f"{name}= is empty; give a value, or leave it out", field=name)
         if not (begun and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
@@ -78,7 +104,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
         for name, (read, check_row) in row_readers().items():
             _check_small_files(name, get(config, name), read, check_row)
     if (reward_model := getattr(config, "reward_model", None)) is not None:
-        _check_model("reward_model", reward_model)
+        check_model("reward_model", reward_model)
     if (template := get(config, "model.chat_template")) not in (None, ABSENT):
         template_text(template)
     if (env := getattr(config, "env", None)) is not None:
@@ -104,7 +130,8 @@ def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
                 yield f"{prefix}{name}", kind, each
 
 
-def _check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
+def check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
+    """Raises CheckpointError if `path`, a directory or a hub name, holds no model."""
     if path == OWN or is_url(path):
         return
     try:
@@ -117,7 +144,7 @@ def _check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
         if tokenizer:
             check_vocabulary_files(directory)
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+        raise CheckpointError(f"{name}: {error}", field=name, value=path) from error
 
 
 def require_hub(name: str) -> None:
@@ -127,7 +154,15 @@ def require_hub(name: str) -> None:
         CheckpointError: it is not in this machine's cache, and the hub does not answer.
     """
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"cannot read a model config from {name!r}: there is no such directory, and no name of "
+            f"the hub is written so: {error}"
+        ) from error
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     if silent := _hub_silent():
@@ -212,7 +247,8 @@ def _check_small_files(name: str, value: str | None, read: RowReader, check_row:
                 check_row(row)
 
 
-def _check_run(name: str, path: str) -> None:
+def check_run(name: str, path: str) -> None:
+    """Raises ConfigError if `path`, RUN or RUN:STEP, leads to no run."""
     run = path if Path(path).exists() else path.rpartition(":")[0] or path
     if not (Path(run) / "config.json").is_file():
         raise ConfigError(
@@ -254,12 +290,12 @@ def _check_written(name: str, path: str) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, str], None]] = {
-    "model": _check_model,
-    "head": partial(_check_model, tokenizer=False),
+    "model": check_model,
+    "head": partial(check_model, tokenizer=False),
     "rows": _check_rows,
     "written": _check_written,
     "written directory": refuse_upload,
-    "run": _check_run,
+    "run": check_run,
     "adapter": _check_adapter,
     "function": _check_function,
 }
@@ -270,5 +306,9 @@ _FITTING: dict[str, Callable[[Path, Any], None]] = {
 }
 # Checks of what a run reads when it begins, and not when it is resumed.
 _OF_THE_START = ("run", "adapter")
+# A home directory, or an environment variable, at the start of a path or within.
+_OF_A_SHELL = re.compile(r"~|.*\$\{?\w")
+# Characters of a path that is too long that are shown.
+_SHOWN = 80
 # Rows of a smaller file are read at once: they take less than 0.1 s.
 _SMALL_BYTES = 4 << 20

@@ -58,7 +58,7 @@ def read_settings(path: str) -> dict[str, Any]:
         ) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
-            f"config={path} is no {file.suffix[1:]}: {error}", field="config"
+            f"config={path} is no {file.suffix[1:]}: {' '.join(str(error).split())}", field="config"
         ) from error
     if tree is None:
         raise ConfigError(
@@ -165,6 +165,8 @@ def text_of(value: Any) -> str:
     """A value of a setting as text, as the command line has it."""
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
+    if isinstance(value, Mapping):
+        return json.dumps(_plain(value), default=str)
     return value.value if isinstance(value, Castable) else str(value)
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from cluster.config.early_checks import check_model
 from cluster.config.files import text_of
+from distill.model_paths import trained_model
 
 AUTO = "auto"
 _LR = "learner.lr"
@@ -52,9 +54,11 @@ def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str,
     model = given.get("model.path")
     if text_of(given.get(_LR)) != AUTO or model is None:  # without a model there is no run
         return dict(given), ""
+    path = trained_model(text_of(model))
+    check_model("model.path", path)
     from distill.models.loading import load_config  # transformers: seconds of imports
 
-    width = load_config(text_of(model)).get_text_config().hidden_size
+    width = load_config(path).get_text_config().hidden_size
     adapter = "lora.rank" in given or "lora.adapter" in given
     lr = suggested_lr(stage, width, adapter=adapter)
     trained = "an adapter" if adapter else "all weights"

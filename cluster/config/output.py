@@ -132,7 +132,8 @@ class TrackingSettings:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ConfigError(
-                    f"tracking.track={self.track}: {known_names(name, TRACKERS)}",
+                    f"tracking.track={self.track}: {name!r} is no tracker; "
+                    f"{known_names(name, TRACKERS)}",
                     field="tracking.track",
                 )
 

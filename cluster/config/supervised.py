@@ -48,7 +48,8 @@ class SupervisedConfig(CommonConfig):
     check_row: ClassVar[RowCheck] = staticmethod(check_pair)
     measured: ClassVar[Collection[str]] = ("loss", "accuracy", "margin")
 
-    steps: int = chz.field(
+    steps: int = setting(
+        at_least(1),
         default=None,
         munger=default_munger(_steps),
         x_type=int | None,

@@ -46,20 +46,17 @@ class LocalTeacherSettings(ServerSettings):
     within: ClassVar[str] = "teacher."
     main: ClassVar[str] = "model"
 
-    model: str | None = model_field(
-        never(
-            OWN,
-            "is the student of a training run, as it moves, and nothing is trained here; give the "
-            "student's checkpoint, as which such a teacher begins (a directory of that name is "
-            f"./{OWN})",
-        ),
-        default=None,
-        doc="teacher checkpoint",
-        metadata=ESSENTIAL,
-    )
+    model: str | None = model_field(default=None, doc="teacher checkpoint", metadata=ESSENTIAL)
 
     @chz.validate
-    def _flags_are_used(self) -> None:
+    def _model_stands_still(self) -> None:
+        if self.model == OWN:
+            raise ConfigError(
+                f"teacher={OWN} is the student of a training run, as it moves, and nothing is "
+                "trained here; give the student's checkpoint, as which such a teacher begins (a "
+                f"directory of that name is ./{OWN})",
+                field="teacher.model",
+            )
         if self.server_flags and (self.model is None or is_url(self.model)):
             raise ConfigError(
                 f"teacher.server_flags={self.server_flags} changes nothing with "

@@ -11,7 +11,6 @@ output is in DIR/*.log.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,8 +41,8 @@ from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines, read_object
 from cluster.recipes.observer import Observer, observed_by
+from cluster.run_files.out_directory import claim_directory
 from cluster.runtime.driver import Signals
-from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
 
 HELD_OUT = 500
@@ -69,7 +68,7 @@ def demo(config: DemoConfig, console: Console) -> None:
         RunFailed: a stage failed, or an accuracy is below what the demo must reach.
     """
     started = time.perf_counter()
-    out = fresh_directory(Path(config.out).resolve(), "demo")
+    out = claim_directory(config.out, "demo")
     data = write_data(out, FORGET_CARRY, config.seed)
     opd = distillation(config, out, data)
     console.print(
@@ -172,23 +171,6 @@ class Data:
     prompts: Path
     held_out: Path
     books: dict[str, Path]
-
-
-def fresh_directory(out: Path, command: str) -> Path:
-    """Create an empty `out`; files of an earlier run of the command are removed.
-
-    Raises:
-        ConfigError: the directory is not empty, and the command did not make it.
-    """
-    marker = out / f".isotherm-{command}"
-    if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ConfigError(
-            f"out={out} is not empty and no {command} made it; choose another out=", field="out"
-        )
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    marker.touch()
-    return out
 
 
 def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,28 @@ def check_out(path: Path) -> None:
             pass
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def claim_directory(out: str, command: str, *, keep: bool = False) -> Path:
+    """Create the directory of a command that is no run, such as the demo; returns its whole path.
+
+    Args:
+        keep: keep the files of an earlier one; they are removed otherwise.
+
+    Raises:
+        ConfigError: the directory is not empty, and the command did not make it.
+    """
+    path = Path(out).resolve()
+    marker = path / f".isotherm-{command}"
+    if path.exists() and any(path.iterdir()) and not marker.exists():
+        raise ConfigError(
+            f"out={path} is not empty and no {command} made it; choose another out=", field="out"
+        )
+    if not keep:
+        shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    return path
 
 
 def check_permissions(path: Path) -> None:

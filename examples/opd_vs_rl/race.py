@@ -33,6 +33,7 @@ from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.recipes.observer import Observer, observed_by
+from cluster.run_files.out_directory import claim_directory
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
@@ -97,11 +98,12 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
     if config.steps is not None and config.steps < least:
         raise ConfigError(
             f"steps={config.steps} must be at least {least}: the target counts as reached after "
-            f"{HOLD} evaluations in a row"
+            f"{HOLD} evaluations in a row",
+            field="steps",
         )
     check_plots()
     started = time.perf_counter()
-    out = _directory(Path(config.out).resolve())
+    out = claim_directory(config.out, "opd-vs-rl", keep=True)
     school(config, out, console)
     race = Race(config, out, console)
     for length in config.lengths:
@@ -113,15 +115,6 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
 def eval_every(length: int) -> int:
     """Steps between evaluations; fewer for longer answers, on which a step learns more."""
     return max(1, 2 * LINK_TOKENS // length)
-
-
-def _directory(out: Path) -> Path:
-    marker = out / ".isotherm-opd-vs-rl"
-    if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ConfigError(f"out={out} is not empty and no opd_vs_rl made it; choose another out=")
-    out.mkdir(parents=True, exist_ok=True)
-    marker.touch()
-    return out
 
 
 @contextmanager

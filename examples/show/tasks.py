@@ -27,8 +27,8 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import write_jsonl
-from cluster.demos.demo import fresh_directory
 from cluster.recipes.opening import connected
+from cluster.run_files.out_directory import claim_directory
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from examples.show.chat_worlds import (
@@ -193,7 +193,7 @@ def show(config: ShowConfig, console: Console) -> None:
         RunFailed: a promise was not kept.
     """
     started = time.perf_counter()
-    out = fresh_directory(Path(config.out).resolve(), "show")
+    out = claim_directory(config.out, "show")
     chosen = SHOWS[config.task]
     world = chosen.world(config.seed)
     _write(out, world, config.seed)

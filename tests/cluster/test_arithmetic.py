@@ -22,9 +22,7 @@ from cluster.demos.arithmetic import (
 from distill.data.prompts import load_prompts
 from distill.data.row_files import read_rows
 from distill.data.sft_rows import load_sft_rows
-from distill.errors import ConfigError
 from distill.tokenizer import load_tokenizer
-from tests.refusals import refuses
 
 PROBLEMS = Problems.split(held_out=500, seed=0)
 SOME = PROBLEMS.train[:200]
@@ -107,21 +105,6 @@ def test_the_careless_file_draws_every_edition_from_its_seed(tmp_path: Path) -> 
     assert [row["prompt"] for row in first] == [row["prompt"] for row in second]
     assert [row["prompt"] for row in first] == [problem.prompt for problem in SOME]
     assert book(0) == book(0) != book(1)
-
-
-@pytest.mark.parametrize(
-    ("forget_carry", "editions", "field"),
-    [(1.5, 1, "forget_carry"), (float("nan"), 1, "forget_carry"), (0.6, 0, "editions")],
-)
-def test_a_book_that_cannot_be_is_refused(
-    tmp_path: Path, forget_carry: float, editions: int, field: str
-) -> None:
-    path = tmp_path / "careless.jsonl"
-    with refuses(ConfigError, field):
-        write_careless_sft(
-            path, PROBLEMS.train, forget_carry=forget_carry, editions=editions, seed=0
-        )
-    assert not path.exists()
 
 
 def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

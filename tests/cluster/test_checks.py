@@ -313,14 +313,14 @@ def test_what_a_teacher_that_moves_is_told(
         ("teacher.server_flags", {"teacher.server_flags": "--tp-size 2"}),
         ("objective.kl_coef", {"kl_coef": 0.0}),
         ("objective.estimator", {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"}),
-        (None, {"teacher.lag": 4, "rollout_only": True}),
+        ("teacher.lag", {"teacher.lag": 4, "rollout_only": True}),
         ("teacher.server_flags", {"teacher.ema": 0.9, "teacher.server_flags": "--pp-size 2"}),
         ("objective.correct_reward_threshold", {"correct_reward_threshold": 0.5}),
         ("teacher.feedback", {"teacher.feedback": "{prompt}{anwser}"}),
         ("teacher.feedback", {"teacher.feedback": "{answer}"}),
         ("teacher.feedback", {"teacher.feedback": "{prompt!r}"}),
         ("teacher.feedback", {"teacher.feedback": "{prompt}{"}),
-        (None, {"teacher": None, "teachers": {"a": {"model": "policy"}}}),
+        ("teachers.a.model", {"teacher": None, "teachers": {"a": {"model": "policy"}}}),
     ],
 )
 def test_settings_of_a_teacher_that_moves(
@@ -686,7 +686,7 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
-@pytest.mark.parametrize("name", ["prompts", "eval.source", "sft.data"])
+@pytest.mark.parametrize("name", ["data.source", "eval.source", "sft.data"])
 def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
     with refuses(ConfigError, name):
         opd(**{name: value})

@@ -438,7 +438,8 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["env=json:dupms"], "env", "AttributeError"),
         (["env=no.where.Env"], "env", "ModuleNotFoundError"),
         ([f"env={__name__}:Undecorated"], "env", "@chz.chz"),
-        (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
+        (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'max_turns'"),
+        (["env.max_turns=3"], "env.max_turns", "format_reward"),
         (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
         (["teachers.a=m"], "teachers.a", "head, model"),
@@ -446,6 +447,17 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["keep_lst=3"], "keep_lst", "'keep_last'"),
         (["checkpoint=3"], "checkpoint", "'checkpoint.every'"),
         (["...lr=abc"], "...lr", "--help"),
+        (["steps=1_0_"], "steps", "1_0_"),
+        (["config="], "config", ".yaml"),
+        (["teachers=3"], "teachers", "teachers.NAME.model="),
+        (["teachers..model=3"], "teachers..model", ""),
+        (["columns=3"], "data.columns", "data.columns.NAME="),
+        (["columns.answer.x=3"], "data.columns.answer.x", ""),
+        (["out=~/runs"], "out", "~/runs"),
+        (["student=${HOME}/model"], "model.path", "${HOME}/model"),
+        (["prompts=a.jsonl,$DATA/b.jsonl"], "data.source", "$DATA/b.jsonl"),
+        (["out=" + "x" * 300], "out", "too long"),
+        (["env.format=" + "(" * 5000], "env.format", "((..."),
     ],
 )
 def test_a_slip_is_refused_in_one_line(
@@ -453,7 +465,7 @@ def test_a_slip_is_refused_in_one_line(
 ) -> None:
     with refuses(ConfigError, field, names=names) as refused:
         parse(OpdConfig, [*arguments(opd())[1:], *written])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
 class Undecorated(SingleTurn):

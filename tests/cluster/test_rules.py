@@ -12,6 +12,7 @@ from chz.field import Field
 from actors.envs.judge_env import Judged
 from actors.envs.mcp_tools import McpToolUse
 from cluster.config.arguments import built
+from cluster.config.demos import DemoConfig
 from cluster.config.env import BUILT_IN
 from cluster.config.files import by_name
 from cluster.config.recipes import CONFIGS, make
@@ -42,6 +43,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "Judged": {"reward_model": "m"},
     "McpToolUse": {"mcp_url": "http://h"},
     "AuditConfig": {"out": "o"},
+    "DemoConfig": {"out": "o"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
     "ForecastConfig": {
         "student": "s",
@@ -55,6 +57,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 COMMANDS = (
     AuditConfig,
+    DemoConfig,
     EvaluateConfig,
     ForecastConfig,
     ReportConfig,
@@ -210,6 +213,13 @@ def test_a_conflict_with_another_setting_is_refused(owner: str, name: str, rule:
     beside = WITH.get(rule.other or "", {})
     with refuses(ConfigError, path(owner, name)):
         build(owner, GIVEN[owner] | beside | counter_example(owner, name, rule))
+
+
+@pytest.mark.parametrize("owner", ["opd", "rl", "sft", "dpo", "reward_model"])
+def test_a_recipe_trains_a_step_at_least(owner: str) -> None:
+    """`steps` has a derived default in some recipes, and stands in their own class."""
+    with refuses(ConfigError, "steps"):
+        build(owner, GIVEN[owner] | {"steps": 0})
 
 
 def test_rules_refer_to_settings() -> None:
