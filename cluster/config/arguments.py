@@ -227,6 +227,8 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
             return _checked_element(field, key, value, rest)
         if not fields:
             return _checked_value(field, key, value)
+        if value is None and not rest:
+            raise _misfit(field, key, value)
     return value
 
 
@@ -339,6 +341,7 @@ def _as_number(value: Any, choices: set[Any]) -> Any:
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
         whole = int in choices and float not in choices and number.is_integer()
+        whole = whole and abs(number) < 2**53
         return int(number) if whole else number
     return value
 

@@ -255,7 +255,12 @@ class CommonConfig(
     cluster: ClusterSettings = section_field(ClusterSettings)
     lora: LoraSettings = section_field(LoraSettings)
     learner: RunLearnerSettings = learner_section(RunLearnerSettings)
-    seed: int = setting(at_least(0), default=0, doc="seed of the prompt order, sampling and torch")
+    seed: int = setting(
+        at_least(0),
+        at_most(2**63 - 1, "torch takes no larger one"),
+        default=0,
+        doc="seed of the prompt order, sampling and torch",
+    )
     steps: int = setting(
         at_least(1), default=100, doc="optimizer steps", metadata=ESSENTIAL | MAY_CHANGE
     )

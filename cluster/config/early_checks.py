@@ -104,7 +104,8 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
         for name, (read, check_row) in row_readers().items():
             _check_small_files(name, get(config, name), read, check_row)
     if (reward_model := getattr(config, "reward_model", None)) is not None:
-        check_model("reward_model", reward_model)
+        own = config.env.own_reward_model is not None
+        check_model("env.reward_model" if own else "reward.function", reward_model)
     if (template := get(config, "model.chat_template")) not in (None, ABSENT):
         template_text(template)
     if (env := getattr(config, "env", None)) is not None:

@@ -192,7 +192,10 @@ def _by_name(
                         field=f"{path}.{key}",
                     )
         elif field is not None and not settings_within(field, None):
-            yield path, json.dumps(_plain(value))
+            try:
+                yield path, json.dumps(_plain(value))
+            except TypeError as error:
+                raise ConfigError(f"{path} is no mapping of JSON: {error}", field=path) from error
         else:
             yield from _object(field, value, path)
 

@@ -234,6 +234,7 @@ def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -
         ("run.yaml", "? [a]\n: 3", "run.yaml is no yaml: while constructing"),
         ("run.yaml", "columns: {answer: [a]}", "data.columns.answer=a is not a text"),
         ("run.yaml", "columns: [a]", "data.columns=a is no mapping"),
+        ("run.yaml", "env: ~", "env=None is not"),
         ("run.yaml", 'out: "a\\0b"', "out=a\0b is no path"),
         ("run.txt", "steps: 1", "run.txt is not named .yaml, .yml, .toml, .json, nor a run's"),
     ],
