@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,11 +41,11 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.objective.sums import meta_of
 from distill.records import RowPlace, TrainedGroups, TrajectorySource
-from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from learner.plan import Dealing, Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
-from learner.rollout_share import Built, RolloutShare, Shares, TrajectoryShare
+from learner.rollout_share import RolloutShare, TrajectoryShare
 from learner.rollouts import Rollouts
 from tests.queues import queue_on_ray
 from tests.samples import segment, trajectory
@@ -142,21 +143,24 @@ class ByteQueue:
         return taken
 
 
+def _scores_none(_rows: Sequence[TrainingRow]) -> list[FloatArray]:
+    raise AssertionError("this objective scores no rows")
+
+
 class LearnerWorker:
     """A learner's worker without a model: it fetches, makes its rows, and reads them."""
 
     def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
-        self._share = RolloutShare(source, objective(k), (), group)
+        self.rollouts = RolloutShare(
+            source, objective(k), (), group, score=_scores_none, score_reference=_scores_none
+        )
 
-    def hold_rollouts(self, step: Shares) -> Any:
-        return self._share.hold(step)
-
-    def build_rows(self, _: None) -> Built:
-        return self._share.build()
+    def take_rollouts_from(self, _source: TrajectorySource, _loss: PolicyObjectiveLoss) -> None:
+        """It has been told."""
 
     def step(self, places: Sequence[RowPlace]) -> int:
         """See `read`."""
-        return self.read([self._share.row(place) for place in places])
+        return self.read([self.rollouts.row(place) for place in places])
 
     def read(self, rows: Sequence[TrainingRow]) -> int:
         """Bytes of the rows' arrays, each of which has been read."""
@@ -178,7 +182,7 @@ class Follower:
         self._worker = LearnerWorker(queue, k, WorkerGroup(membership, "cpu"))
 
     def execute(self, method: str, argument: Any) -> Any:
-        return getattr(self._worker, method)(argument)
+        return attrgetter(method)(self._worker)(argument)
 
 
 class Leader:
@@ -189,13 +193,10 @@ class Leader:
     ) -> None:
         self._followers, self.workers = followers, group.size
         self._sent: dict[str, list[Any]] = {}
-        self._worker = LearnerWorker(source, k, group)
+        self.worker = LearnerWorker(source, k, group)
         self.dealing = Dealing(
             workers=group.size, token_budget=TOKEN_BUDGET, most_mask=0, packs=False
         )
-
-    def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
-        """It has been told."""
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
         return self.on_each(method, [argument] * self.workers)
@@ -203,7 +204,7 @@ class Leader:
     def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         calls = list(zip(self._followers, arguments[1:], strict=True))
         begun = [follower.execute.remote(method, argument) for follower, argument in calls]
-        own = getattr(self._worker, method)(arguments[0])
+        own = attrgetter(method)(self.worker)(arguments[0])
         results = ray.get(begun)
         self._sent[method] = [*((method, argument) for _, argument in calls), *results]
         return [own, *results]

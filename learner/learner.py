@@ -17,7 +17,7 @@ from distill.objective.batching import (
     TrainingRow,
 )
 from distill.objective.losses import add_metrics, finish_metrics
-from distill.records import RowPlace, TrajectorySource
+from distill.records import RowPlace
 from distill.types import FloatArray
 from learner.canaries import CopyAnswer, CopyQuestion
 from learner.config import LearnerConfig
@@ -33,9 +33,7 @@ from learner.plan import (
     UpdateShare,
     summed,
 )
-from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
-from learner.rollout_share import Shares
 from learner.sharded_model import ShardedModel
 
 
@@ -168,17 +166,6 @@ class Learner(ShardedModel):
             assert self._group.size == 1, f"the other workers do not know {loss}"
             losses.append(loss)
         return losses.index(loss)
-
-    def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
-        """Set the source of rollouts of the leader's worker.
-
-        Other workers get theirs where they are constructed.
-        """
-        self.worker.take_rollouts_from(source, loss)
-
-    def fetch_ahead(self, shares: Sequence[Shares]) -> None:
-        """Make each worker prefetch its shares, concurrently with its other methods."""
-        self.on_each("fetch_ahead", shares, "ahead")
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the current weights, one array per row."""

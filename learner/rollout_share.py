@@ -118,7 +118,8 @@ class KeptRow(NamedTuple):
 class RolloutShare:
     """One worker's share of the rollouts of a step, from `hold` to the next `hold`.
 
-    Where a method takes a `Score`, it is collective: each worker calls it with its own rows.
+    A method that scores is collective: each worker calls it with its own rows. The leader calls
+    methods by name (`LearnerWorker.execute`), each with one argument.
 
     It also stores the trajectories that were prefetched for the next step. They are used only if
     the next `hold` holds the same objects.
@@ -130,10 +131,18 @@ class RolloutShare:
         objective: ObjectiveConfig,
         stop_event: tuple[int, ...],
         group: WorkerGroup,
+        *,
+        score: Score,
+        score_reference: Score,
         heads: Collection[str] = (),
     ) -> None:
-        """`heads`: names of the teachers whose heads the learner has, in place of the teachers."""
-        self._heads = heads
+        """
+        Args:
+            score: log-probs of rows by the current weights.
+            score_reference: those by the reference policy.
+            heads: names of the teachers whose heads the learner has, in place of the teachers.
+        """
+        self._score, self._score_reference, self._heads = score, score_reference, heads
         self._source, self._objective, self._stop_event = source, objective, stop_event
         self._group = group
         self._shares: Sequence[TrajectoryShare] = ()
@@ -205,14 +214,14 @@ class RolloutShare:
         """An arbitrary row, as a filler in collective passes."""
         return next(iter(self._rows.values()))
 
-    def score_reference(self, score: Score) -> dict[RowPlace, FloatArray]:
+    def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
         """Score the segments that the policy sampled with the reference policy.
 
         Returns the log-probs that other workers need as well, for `add_reference`.
         """
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
-        self._referred = dict(zip(trained, score(rows), strict=True))
+        self._referred = dict(zip(trained, self._score_reference(rows), strict=True))
         shared = {share.place for share in self._shares if share.shared}
         return {place: each for place, each in self._referred.items() if place.trajectory in shared}
 
@@ -233,7 +242,7 @@ class RolloutShare:
             )
             self._trajectories[place] = replace(trajectory, segments=segments)
 
-    def build(self) -> Built:
+    def build(self, _: None) -> Built:
         """Build the rows of the trajectories. Collective if there is a reference term."""
         mean_kl = None
         if self._objective.reference_kl_coef:
@@ -271,21 +280,21 @@ class RolloutShare:
         )
         return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
 
-    def add_proximal(self, score: Score) -> None:
+    def add_proximal(self, _: None) -> None:
         """Score the rows with the weights at the start of the step, for the ratios of updates."""
         trained = self._trained()
         rows = [self._rows[place] for place in trained]
-        for place, row, logprobs_N in zip(trained, rows, score(rows), strict=True):
+        for place, row, logprobs_N in zip(trained, rows, self._score(rows), strict=True):
             proximal_T = np.zeros(len(row), np.float32)
             proximal_T[row.loss_mask_T] = logprobs_N
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
 
-    def sums(self, places: Sequence[RowPlace], score: Score) -> dict[RowPlace, RowSums]:
+    def sums(self, places: Sequence[RowPlace]) -> dict[RowPlace, RowSums]:
         """Sums of these rows, for `join`, which adds up those of other rows of a sequence."""
         rows = [self._rows[place] for place in places]
         return {
             place: row_sums(row, logprobs_N, self._objective)
-            for place, row, logprobs_N in zip(places, rows, score(rows), strict=True)
+            for place, row, logprobs_N in zip(places, rows, self._score(rows), strict=True)
         }
 
     def join(self, sums: Mapping[RowPlace, RowSums]) -> None:

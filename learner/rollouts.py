@@ -80,7 +80,7 @@ class Rollouts:
         self._objective = loss.objective
         self.turn = 0  # of the step that is held, as `Shares` has it
         self._teacher_loss = TeacherSamplesLoss(normalisation=loss.objective.normalisation)
-        learner.take_rollouts_from(source, loss)
+        learner.worker.take_rollouts_from(source, loss)  # the others were told at their start
 
     def plan(self, groups_P: Sequence[TrajectoryGroupMeta]) -> StepPlan:
         """Deals the rows of the groups, but for those that are filtered out."""
@@ -140,7 +140,7 @@ class Rollouts:
     def hold(self, plan: StepPlan) -> dict[int, str]:
         """Has each worker fetch its share; returns the groups that are lost, and why."""
         self.turn += 1
-        return _united(self._learner.on_each("hold_rollouts", self._by_worker(plan, self.turn)))
+        return _united(self._learner.on_each("rollouts.hold", self._by_worker(plan, self.turn)))
 
     def fetch_ahead(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
         """Has each worker fetch its share of groups that the step after `turn` may train on, and
@@ -148,22 +148,24 @@ class Rollouts:
 
         A worker alone may be told of them bit by bit; several are dealt a whole step.
         """
-        self._learner.fetch_ahead(self._by_worker(self.plan(groups_P), turn))
+        shares = self._by_worker(self.plan(groups_P), turn)
+        self._learner.on_each("rollouts.fetch_ahead", shares, "ahead")
 
     def _by_worker(self, plan: StepPlan, turn: int) -> list[Shares]:
         return [Shares(turn, shares) for shares in plan.shares]
 
     def add_reference(self) -> None:
         """Has them score their segments by the model without its adapter."""
-        self._learner.on_all("add_reference", _united(self._learner.on_all("score_reference")))
+        scored = _united(self._learner.on_all("rollouts.score_reference"))
+        self._learner.on_all("rollouts.add_reference", scored)
 
     def build(self, plan: StepPlan) -> dict[str, float]:
         """Has them make the rows; returns metrics of the advantages, if there are any."""
         if not plan.groups_P:
             return {}
-        built: list[Built] = self._learner.on_all("build_rows")
+        built: list[Built] = self._learner.on_all("rollouts.build")
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
-            self._learner.on_all("add_proximal")
+            self._learner.on_all("rollouts.add_proximal")
         metrics = advantage_metrics([each.advantages for each in built], self._objective)
         held = sum(each.trajectories for each in built)
         metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
@@ -187,15 +189,15 @@ class Rollouts:
             for batches in part.dealt
         ]
         if any(places):
-            sums = self._learner.on_each("row_sums", [sorted(mine) for mine in places])
-            self._learner.on_all("join_rows", _united(sums))
+            sums = self._learner.on_each("rollouts.sums", [sorted(mine) for mine in places])
+            self._learner.on_all("rollouts.join", _united(sums))
 
     def kept(self, plan: StepPlan, group_ids: Collection[int]) -> KeptRollouts:
         """Groups of the step as they were trained on."""
         ids = frozenset(group_ids)
         rows: list[KeptRow] = []
         tables: list[TokenTable | None] = []
-        for kept, of_worker in self._learner.on_all("kept_rollouts", ids):
+        for kept, of_worker in self._learner.on_all("rollouts.kept", ids):
             rows += kept
             tables += of_worker
         by_place = {each.place: each for each in rows}

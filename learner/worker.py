@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from torch import Tensor
 
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
-from distill.objective.metrics import TokenTable
-from distill.objective.rows import RowSums
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from learner.canaries import Base, CopyAnswer, CopyQuestion, WatchedModel, watched
@@ -30,16 +29,10 @@ from learner.forward import LossFunction
 from learner.frozen import FrozenModel, LocalTeachers
 from learner.lora import adapter_off
 from learner.memory import room_bytes
-from learner.plan import (
-    FrozenBatches,
-    MicroBatch,
-    PassShare,
-    StepShare,
-    UpdateShare,
-)
+from learner.plan import FrozenBatches, MicroBatch, PassShare, StepShare, UpdateShare
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
-from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
+from learner.rollout_share import RolloutShare
 from learner.routers import RouterBalance
 from learner.shard import ModelShard
 from learner.sharding import sum_over_replicas, whole
@@ -70,8 +63,8 @@ class LearnerWorker(ModelShard):
         self._balance = RouterBalance(self.model) if config.learner.router_aux_coef else None
 
     def execute(self, method: str, argument: Any) -> Any:
-        """Run a method by its name; the leader calls it on every worker."""
-        answer = getattr(self, method)(argument)
+        """Run a method by its name, `rollouts.hold` say; the leader calls it on every worker."""
+        answer = attrgetter(method)(self)(argument)
         self.progress.mark()
         return answer
 
@@ -272,7 +265,7 @@ class LearnerWorker(ModelShard):
 
     def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
         """Rows, with places of rollouts replaced by the rows that this worker has built."""
-        return [self._rollouts.row(r) if isinstance(r, RowPlace) else r for r in rows]
+        return [self.rollouts.row(r) if isinstance(r, RowPlace) else r for r in rows]
 
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
         """Set the source of rollouts, and the loss that their rows are built for."""
@@ -281,53 +274,22 @@ class LearnerWorker(ModelShard):
             loss.objective,
             loss.stop_event,
             self._group,
+            score=self._score,
+            score_reference=self._score_by_base,
             heads=() if loss.teachers is None else loss.teachers.heads,
         )
 
     @property
-    def _rollouts(self) -> RolloutShare:
+    def rollouts(self) -> RolloutShare:
+        """This worker's share of a step's rollouts."""
         assert self._rollout_share is not None, "nobody has said where rollouts come from"
         return self._rollout_share
 
-    def hold_rollouts(self, step: Shares) -> Mapping[int, str]:
-        """Fetch this worker's share of a step's rollouts; return reasons of lost groups by id."""
-        return self._rollouts.hold(step)
-
-    def fetch_ahead(self, step: Shares) -> None:
-        """Prefetch this worker's share of the next step's rollouts; runs in the lane `ahead`."""
-        self._rollouts.fetch_ahead(step)
-
-    def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
-        """Score this worker's share with the model without its adapter, as the reference."""
+    def _score_by_base(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
+        """`_score` by the model without its adapter, as the reference."""
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
-            return self._rollouts.score_reference(self._score)
-
-    def add_reference(self, of_others: Mapping[RowPlace, FloatArray]) -> None:
-        """Add the reference's log-probs to this worker's share."""
-        self._rollouts.add_reference(of_others)
-
-    def build_rows(self, _: None) -> Built:
-        """Build the rows of this worker's share."""
-        return self._rollouts.build()
-
-    def add_proximal(self, _: None) -> None:
-        """Score the rows with the current weights, for the ratios of several updates."""
-        self._rollouts.add_proximal(self._score)
-
-    def row_sums(self, places: Sequence[RowPlace]) -> dict[RowPlace, RowSums]:
-        """Sums of rows of this worker, under the current weights."""
-        return self._rollouts.sums(places, self._score)
-
-    def join_rows(self, sums: Mapping[RowPlace, RowSums]) -> None:
-        """Add the sums of the other rows of their sequences to this worker's rows."""
-        self._rollouts.join(sums)
-
-    def kept_rollouts(
-        self, group_ids: Collection[int]
-    ) -> tuple[list[KeptRow], list[TokenTable | None]]:
-        """Rows of these groups on this worker, and a table of all its tokens, for inspection."""
-        return self._rollouts.kept(group_ids)
+            return self._score(rows)
 
     def _score(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens.
@@ -338,7 +300,7 @@ class LearnerWorker(ModelShard):
         budget, packs = self.passes.token_budget, self.packs
         batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
         missing = int(self._group.most(len(batches))) - len(batches)
-        padding = [[rows[0] if rows else self._rollouts.any_row]] * missing
+        padding = [[rows[0] if rows else self.rollouts.any_row]] * missing
         scored = self.logprobs([*batches, *padding])
         by_row = {
             id(row): logprobs_N
