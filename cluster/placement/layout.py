@@ -1,6 +1,6 @@
 """Plan that `dry_run` prints: roles, their resources and memory, and what a push moves.
 
-describe_layout(config)     the roles of a run -> RolePlan, Layout -> a table, and sums
+describe_layout(config)     the roles of a run -> RolePlan -> a table, and sums
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.placement.gpu_plan import GpuPlan
 from cluster.placement.push_plan import describe_push
+from cluster.placement.resources import ResourceDemand, describe, sum_of
 from cluster.placement.roles import (
     LEARNER,
     REWARD,
@@ -33,44 +34,17 @@ from learner.memory import frozen_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Members of one kind. `memory` in bytes of one, if known.
-
-    `cpus` and `gpus` are of one, on each of the `nodes` that it takes, or in each of the bundles of
-    its `span`; for these and `together` see `ResourceDemand`.
-    """
-
-    name: str
-    count: int
-    most: int
-    cpus: float
-    gpus: float = 0
-    nodes: int = 1
-    span: int = 1
-    together: int = 1
-    memory: int | None = None
-    note: str = ""
-
-    @property
-    def bundles(self) -> int:
-        """Number of bundles that one member takes."""
-        return self.nodes * self.span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """All roles, those that share nodes, and what a push of weights moves.
+    """Members of one kind: what they need, their largest number, and what they hold.
 
     Attributes:
-        colocate: roles that share nodes, set by set.
-        turns: roles whose members of one index are on the same GPUs, where one is awake.
-        cores: of this machine, where the run starts Ray on it; Ray then grants what is asked for.
+        memory: bytes of one member; 0: small; None: not known.
+        note: what else there is in its memory.
     """
 
-    roles: Sequence[RolePlan]
-    colocate: Sequence[Sequence[str]] = ()
-    turns: Sequence[str] = ()
-    push: str = ""
-    cores: int | None = None
+    demand: ResourceDemand
+    most: int
+    memory: int | None = None
+    note: str = ""
 
 
 def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
@@ -87,29 +61,21 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     device = config.cluster.device
     assert device != "auto", "the device of a run is chosen before its plan is made"
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
-    plans = []
-    for role in placed_roles(config, device):
-        memory, note = _memory(config, role.name, device)
-        plans.append(
-            RolePlan(
-                name=role.name,
-                count=role.count,
-                most=largest.get(role.name, role.count),
-                cpus=role.resources.get("CPU", 0),
-                gpus=role.resources.get("GPU", 0),
-                nodes=role.nodes,
-                span=role.span,
-                together=role.together,
-                memory=memory,
-                note=note,
-            )
-        )
+    roles = []
+    for demand in placed_roles(config, device):
+        memory, note = _memory(config, demand.name, device)
+        most = largest.get(demand.name, demand.count)
+        roles.append(RolePlan(demand=demand, most=most, memory=memory, note=note))
     push = ""
     if isinstance(config, RolloutConfig) and config.pushes:
         push = describe_push(config, device)
-    cores = os.cpu_count() if starts_here() else None
-    together, turns = colocated(config), turn_roles(config)
-    plan = render(Layout(roles=plans, colocate=together, turns=turns, push=push, cores=cores))
+    plan = render(
+        roles,
+        colocate=colocated(config),
+        turns=turn_roles(config),
+        push=push,
+        cores=os.cpu_count() if starts_here() else None,
+    )
     if not device.startswith("cuda"):
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}
@@ -141,40 +107,58 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
     return served_bytes(engine.model, engine.dtype) // ranks, "and caches"
 
 
-def render(layout: Layout) -> str:
-    """A table of the roles, and the sums beneath it: for a start, and grown to the most."""
+def render(
+    roles: Sequence[RolePlan],
+    *,
+    colocate: Sequence[Sequence[str]] = (),
+    turns: Sequence[str] = (),
+    push: str = "",
+    cores: int | None = None,
+) -> str:
+    """A table of the roles, and the sums beneath it: for a start, and grown to the most.
+
+    Args:
+        colocate: roles that share nodes, set by set.
+        turns: roles whose members of one index are on the same GPUs, where one is awake.
+        push: what a push of weights moves.
+        cores: of this machine, where the run starts Ray on it; Ray then grants what is asked for.
+    """
     header = ("role", "count", "each", "in all", "memory of one")
-    rows = [header, *(_row(role) for role in layout.roles)]
+    rows = [header, *(_row(role) for role in roles)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
-    for line, role in zip(range(1, len(lines)), layout.roles, strict=True):
+    for line, role in zip(range(1, len(lines)), roles, strict=True):
         lines[line] = f"{lines[line]}  {role.note}".rstrip()
-    for roles in layout.colocate:
-        where = "on the same GPUs, by turns" if roles == layout.turns else "on one node"
-        lines.append(f"placed   {' and '.join(roles)} {where}")
-    for role in layout.roles:
-        if role.nodes > 1:
-            lines.append(f"         each {role.name} engine on {role.nodes} different nodes")
-        if role.together > 1:
-            lines.append(f"         every {role.together} {role.name} workers on one node")
-        if role.span > 1 and role.name not in layout.turns:
-            lines.append(
-                f"         each {role.name} engine on the GPUs of {role.span} learner workers"
-            )
-    if layout.push:
-        lines.append(f"push     {layout.push}")
-    lines.append(f"needs    {_totals(layout)}")
-    if layout.cores and _cpus(layout, [role.count for role in layout.roles]) > layout.cores:
-        lines.append(f"         this machine has {layout.cores} cores, for which they take turns")
+    for together in colocate:
+        where = "on the same GPUs, by turns" if together == turns else "on one node"
+        lines.append(f"placed   {' and '.join(together)} {where}")
+    demands = [role.demand for role in roles]
+    for demand in demands:
+        each = f"         each {demand.name} engine on"
+        if demand.nodes > 1:
+            lines.append(f"{each} {demand.nodes} different nodes")
+        if demand.together > 1:
+            lines.append(f"         every {demand.together} {demand.name} workers on one node")
+        if demand.span > 1 and demand.name not in turns:
+            lines.append(f"{each} the GPUs of {demand.span} learner workers")
+    if push:
+        lines.append(f"push     {push}")
+    start = _needed(demands, [demand.count for demand in demands])
+    grown = _needed(demands, [role.most for role in roles])
+    more = "" if start == grown else f" to start; grown to the most, {describe(grown)}"
+    lines.append(f"needs    {describe(start)}{more}")
+    if cores and start.get("CPU", 0) > cores:
+        lines.append(f"         this machine has {cores} cores, for which they take turns")
     return "\n".join(lines)
 
 
 def _row(role: RolePlan) -> tuple[str, ...]:
+    demand = role.demand
     return (
-        role.name,
-        _span(role.count, role.most),
-        _times(role) + _resources(role.cpus, role.gpus),
-        _resources(role.cpus * role.bundles * role.count, role.gpus * role.bundles * role.count),
+        demand.name,
+        _span(demand.count, role.most),
+        demand.each,
+        describe(_needed([demand], [demand.count])),
         "unknown" if role.memory is None else readable(role.memory) if role.memory else "small",
     )
 
@@ -183,33 +167,13 @@ def _span(least: int, most: int) -> str:
     return f"{least}" if least == most else f"{least}..{most}"
 
 
-def _times(role: RolePlan) -> str:
-    if role.nodes > 1:
-        return f"{role.nodes} nodes of "
-    return f"{role.span} x " if role.span > 1 else ""
-
-
-def _resources(cpus: float, gpus: float) -> str:
-    amounts = [f"{amount:g} {name}" for amount, name in ((cpus, "CPU"), (gpus, "GPU")) if amount]
-    return ", ".join(amounts) or "-"
+def _needed(demands: Sequence[ResourceDemand], counts: Sequence[int]) -> dict[str, float]:
+    """Resources of so many members of each."""
+    return sum_of(
+        {name: amount * demand.bundles * count for name, amount in demand.resources.items()}
+        for demand, count in zip(demands, counts, strict=True)
+    )
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _totals(layout: Layout) -> str:
-    start = _sum(layout, [role.count for role in layout.roles])
-    grown = _sum(layout, [role.most for role in layout.roles])
-    return start if start == grown else f"{start} to start; grown to the most, {grown}"
-
-
-def _sum(layout: Layout, counts: Sequence[int]) -> str:
-    sized = zip(layout.roles, counts, strict=True)
-    gpus = sum(role.gpus * role.bundles * count for role, count in sized)
-    return _resources(_cpus(layout, counts), gpus)
-
-
-def _cpus(layout: Layout, counts: Sequence[int]) -> float:
-    sized = zip(layout.roles, counts, strict=True)
-    return sum(role.cpus * role.bundles * count for role, count in sized)

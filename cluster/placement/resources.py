@@ -36,10 +36,15 @@ class ResourceDemand:
     def needed(self) -> dict[str, float]:
         return {name: amount for name, amount in self.resources.items() if amount}
 
-    def __str__(self) -> str:
+    @property
+    def each(self) -> str:
+        """Resources of one member, for people."""
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         span = f"{self.span} x " if self.span > 1 else ""
-        return f"{self.name} ({self.count} x {nodes}{span}{describe(self.resources)})"
+        return f"{nodes}{span}{describe(self.resources)}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.count} x {self.each})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from cluster.placement.layout import Layout, RolePlan, render
+from cluster.placement.layout import RolePlan, render
 from cluster.placement.push_plan import push_line
+from cluster.placement.resources import ResourceDemand
+
+
+def role(
+    name: str, count: int, most: int, memory: int | None = None, note: str = "", **resources: float
+) -> RolePlan:
+    demand = ResourceDemand(name=name, count=count, resources=resources)
+    return RolePlan(demand=demand, most=most, memory=memory, note=note)
 
 
 def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
-    layout = Layout(
-        roles=[
-            RolePlan(name="policy", count=2, most=4, cpus=1, gpus=1, memory=16 << 30),
-            RolePlan(name="learner", count=1, most=1, cpus=1, gpus=2, memory=128 << 30),
-            RolePlan(name="queue", count=1, most=1, cpus=0, memory=0, note="on the head"),
-            RolePlan(name="teacher", count=1, most=1, cpus=1, gpus=0.5),
+    table = render(
+        [
+            role("policy", 2, 4, 16 << 30, CPU=1, GPU=1),
+            role("learner", 1, 1, 128 << 30, CPU=1, GPU=2),
+            role("queue", 1, 1, 0, "on the head"),
+            role("teacher", 1, 1, CPU=1, GPU=0.5),
         ],
         colocate=[("learner", "policy"), ("a", "b")],
         turns=("a", "b"),
         push="16 GiB",
     )
-    assert render(layout).splitlines() == [
+    assert table.splitlines() == [
         "role     count  each            in all          memory of one",
         "policy   2..4   1 CPU, 1 GPU    2 CPU, 2 GPU    16 GiB",
         "learner  1      1 CPU, 2 GPU    1 CPU, 2 GPU    128 GiB",
-        "queue    1      -               -               small  on the head",
+        "queue    1      nothing         nothing         small  on the head",
         "teacher  1      1 CPU, 0.5 GPU  1 CPU, 0.5 GPU  unknown",
         "placed   learner and policy on one node",
         "placed   a and b on the same GPUs, by turns",
@@ -32,11 +40,8 @@ def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
 
 
 def test_a_plan_for_more_cpus_than_this_machine_has_says_so() -> None:
-    roles = [
-        RolePlan(name="policy", count=2, most=4, cpus=1),
-        RolePlan(name="learner", count=1, most=1, cpus=2),
-    ]
-    fits, more = (render(Layout(roles=roles, cores=cores)).splitlines() for cores in (4, 3))
+    roles = [role("policy", 2, 4, CPU=1), role("learner", 1, 1, CPU=2)]
+    fits, more = (render(roles, cores=cores).splitlines() for cores in (4, 3))
     assert more[:-1] == fits and "3 cores" in more[-1]
 
 
