@@ -223,7 +223,9 @@ class Policy(Samples):
         Raises:
             NonFiniteError, EngineError: the weights are not finite, or did not arrive.
         """
-        return self._publisher(self.learner.weights(), self.version + 1, TrainedGroups())
+        metrics = self._publisher(self.learner.weights(), self.version + 1, TrainedGroups())
+        self.version += 1
+        return metrics
 
     @cached_property
     def _publisher(self) -> Publisher:
@@ -240,14 +242,10 @@ class Policy(Samples):
             timeout_s=_PUSH_TIMEOUT_S,
         )
         engines = {"the sampler": self.sampler.engine}
-        return Publisher(engines, settings, self._scores, credit=self)
+        return Publisher(engines, settings, self._scores)
 
     def _scores(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self.learner.logprobs(rows_D)
-
-    def publish(self, version: int, trained: TrainedGroups) -> None:
-        """The `Credit` of a push: the sampler has acknowledged the version."""
-        self.version = version
 
     # files
 

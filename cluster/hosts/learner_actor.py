@@ -182,7 +182,7 @@ def publishers_to(
         push,
         learner.logprobs,
         base_logprobs=learner.base_logprobs,
-        credit=queue,
+        credit=queue.publish,
         goes_on=queue.push if config.pushes_overlap else None,
         progress=learner.progress,
         lenders=learner.lender_places(),

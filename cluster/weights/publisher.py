@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from cluster.handles import calls
 from cluster.handles.failures import dead_among
@@ -47,13 +47,8 @@ from distill.weights.model_weights import Weights, total_bytes
 
 logger = logging.getLogger(__name__)
 
-
-class Credit(Protocol):
-    """Receiver of the credit that a push frees: the queue."""
-
-    def publish(self, version: int, trained: TrainedGroups) -> None:
-        """Weights that account for `trained` are on every engine."""
-        ...
+# Told of a version of the weights, and of the groups that it accounts for.
+Told: TypeAlias = Callable[[int, TrainedGroups], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +158,8 @@ class Publisher:
         learner_logprobs: Logprobs,
         *,
         base_logprobs: Logprobs | None = None,
-        credit: Credit | None = None,
-        goes_on: Callable[[int, TrainedGroups], None] | None = None,
+        credit: Told | None = None,
+        goes_on: Told | None = None,
         progress: Progress | None = None,
         lenders: Sequence[LenderPlace] = (),
     ) -> None:
@@ -385,7 +380,7 @@ class Publisher:
             "push/engines": len(pauses),
         }
         if self._credit is not None:
-            self._credit.publish(attempt.version, trained)
+            self._credit(attempt.version, trained)
         return metrics
 
     def _pauses(self, attempt: Attempt, weights: Weights | None) -> dict[str, float]:

@@ -169,7 +169,7 @@ def publisher(
     goes_on = queue.push if overlaps else None
     push = settings(model=learner.model.name_or_path, **changes)
     return Publisher(
-        engines, push, learner.logprobs, credit=queue, goes_on=goes_on,
+        engines, push, learner.logprobs, credit=queue.publish, goes_on=goes_on,
         lenders=learner.lender_places(),
     )  # fmt: skip
 
