@@ -175,17 +175,17 @@ class Evaluations(NoEvaluations):
             return
         if self._config.checkpoint.keep_best is not None:
             self._context.directory.store.hold(step)
-        self._pinned = pinned.engines
+        version, self._pinned = pinned
         self._running = self._beside(
             self._measured(
                 f"step {step}",
                 lambda: EnginePool(EVALUATION, self._holding, self._patience_s),
-                pinned.version,
+                version,
             )
         )
         self._schedule.began(step)
         self._context.directory.append_event(
-            "evaluation begins", step=step, version=pinned.version, engines=list(pinned.engines)
+            "evaluation begins", step=step, version=version, engines=list(self._pinned)
         )
 
     @property

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
@@ -38,14 +37,6 @@ _PUSH_PAUSE_S, _PAUSE_S = 0.2, 0.5
 # Handshake of joining policies and scorers, by name; the report says whether they agree. A third
 # argument is a policy engine that replaces the learner while the learner computes.
 Examine = Callable[..., Coroutine[Any, Any, CalibrationReport]]
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """Engines that hold one version of the weights until they are pinned again, by name."""
-
-    version: int
-    engines: Mapping[str, Any]
 
 
 class Admission:
@@ -175,11 +166,12 @@ class Admission:
                 return []
         return members
 
-    def pin(self) -> Pinned | None:
+    def pin(self) -> tuple[int, dict[str, Any]] | None:
         """Push the current weights to evaluation engines; call it while the learner is idle.
 
         Engines that have started since run the handshake. An engine that fails is terminated.
-        Returns None if no evaluation engine is up.
+        Returns the version of the weights, and the engines that hold it until the next call, by
+        name; None if no evaluation engine is up.
 
         Raises:
             LearnerLost: the learner died meanwhile.
@@ -197,7 +189,7 @@ class Admission:
         self._admit(members)
         serving = self._supervisor.serving(EVALUATION)
         pinned = {name: handle for name, handle in serving.items() if handles.get(name) == handle}
-        return Pinned(version, pinned) if pinned else None
+        return (version, pinned) if pinned else None
 
     def _admit(self, members: Sequence[Member]) -> None:
         """Admit all that wait together; if that fails, each half separately, to isolate the cause.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -41,36 +41,12 @@ class Drift(NamedTuple):
     why: str
 
 
-class Watched(Protocol):
-    """One life of a frozen model, from its first answers on.
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoringEngine:
+    """An engine of a teacher or of the reference.
 
     `remedy` is the advice of the finding if it drifts.
     """
-
-    remedy: ClassVar[str]
-
-    @property
-    def who(self) -> str: ...
-
-    @property
-    def member(self) -> Member | None:
-        """Membership; None for a model in the learner, which restarts as a whole."""
-
-    def described(self) -> dict[str, Any]:
-        """Fields of its `scorer` event in the queue's journal."""
-        ...
-
-    def ask(self) -> Any:
-        """Send a canary; returns a reference to the answer (in the learner, of all its models)."""
-
-    def drift(self, answer: Any) -> Drift:
-        """Compare an answer with the first one."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoringEngine:
-    """An engine of a teacher or of the reference."""
 
     remedy: ClassVar[str] = (
         "it is restarted. Look at its log and its machine; of a server that runs elsewhere, see "
@@ -262,3 +238,9 @@ class RewardModel:
         if gap > self._allowed:
             told.append(f"scores differ by up to {gap:.3g} (allowed {self._allowed:.3g})")
         return Drift(gap, float(gap_N.mean()), "; ".join(told))
+
+
+# One life of a frozen model, from its first answers on: `ask` sends a canary, `drift` compares the
+# answer, `described` are the fields of its `scorer` event in the queue's journal. `member` is None
+# for a model in the learner, which restarts as a whole, and whose canary asks all its models.
+Watched: TypeAlias = ScoringEngine | LearnerModel | RewardModel

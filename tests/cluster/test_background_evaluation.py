@@ -14,7 +14,6 @@ from cluster.base.background import Background
 from cluster.config.on_policy import OpdConfig
 from cluster.placement.roles import EVALUATION
 from cluster.recipes.evaluations import Evaluations, EvaluationSchedule
-from cluster.runtime.admission import Pinned
 from cluster.runtime.driver import Driver, Signals
 from distill.errors import DataError
 from tests.refusals import refuses
@@ -97,7 +96,7 @@ class House:
         fleet: Any = SimpleNamespace(
             driver=self.driver, supervisor=supervisor, pool=lambda *_, **__: None,
             admission=SimpleNamespace(
-                pin=lambda: Pinned(7, dict(self.serving)), admit_waiting=lambda: None
+                pin=lambda: (7, dict(self.serving)), admit_waiting=lambda: None
             ),
             evaluator_calls=SimpleNamespace(ask=self._ask),
         )  # fmt: skip
