@@ -24,10 +24,10 @@ from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import Stage, with_suggested_lr
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
+from cluster.handles.node import starts_here
 from cluster.placement.device_choice import gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
-from cluster.placement.starts_here import starts_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library

@@ -216,7 +216,7 @@ class TrajectoryGroup:
     `source` the name of the prompt's source, where there are several. `answer` is what a right
     response says, where that is known: for people to judge the reward by. `by_teacher` is True of a
     group that the teacher sampled instead of the policy: its behaviour log-probs are log q_T, and
-    it is trained on by cross-entropy (`distill.teacher_samples`). `as_text` is True of one of those
+    it is trained on by cross-entropy (`distill.group_share`). `as_text` is True of one of those
     that an endpoint wrote as text: nobody knows its log q_T, and its behaviour log-probs are 0.
     """
 

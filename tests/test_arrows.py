@@ -49,7 +49,7 @@ ORDER = {
     "distill": [
         "errors", "lookup", "rules", "settings", "sampling", "privileged", "routing", "types",
         "states",
-        "columns", "records", "stops", "group_share", "teacher_samples", "json_values",
+        "columns", "records", "stops", "group_share", "json_values",
         "model_paths",
         "libraries",
         "json_schemas", "tokenizer", "gpu", "main_memory", "weights", "engine",
@@ -58,8 +58,7 @@ ORDER = {
         "handshake",
     ],
     "actors": [
-        "addresses", "hub", "together", "embedded", "sglang/plugin", "sglang", "rollout", "envs",
-        "config",
+        "hub", "together", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
         "collector", "base", "jsonl_log", "console", "handles", "config", "store", "queue",

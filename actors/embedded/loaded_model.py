@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from actors.embedded.decode_probe import decode_gap
-from actors.embedded.decoding import Decoder, RecomputingDecoder
+from actors.embedded.decoding import Decoder, RecomputingDecoder, Row
 from actors.embedded.kv_cache import CachedDecoder
 from actors.embedded.routing_recorder import RoutingRecorder
 from distill.errors import CheckpointError, ConfigError, EngineError
-from distill.models.attention_probe import choose_model
+from distill.models.attention_probe import choose_model, relative_gap
 from distill.models.checkpoint_names import Conversion
 from distill.models.loading import (
     context_length,
@@ -23,8 +23,10 @@ from distill.models.loading import (
 )
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.models.vocabulary_head import VocabularyHead
+from distill.sampling import EvalSampling
 from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
+from distill.types import TokenArray
 from distill.weights.digests import digest
 from distill.weights.model_weights import TensorLayout
 
@@ -145,3 +147,27 @@ def _tokenizer_probe(path: str) -> TokenizerProbe | None:
         return probe_tokenizer(load_tokenizer(path))
     except CheckpointError:
         return None  # a model without one is scored and sampled by token ids all the same
+
+
+@torch.inference_mode()
+def decode_gap(
+    ours: SharedPrefixModel, rows: Sequence[TokenArray], expected: Sequence[Tensor]
+) -> float:
+    """Largest relative gap of two ragged rows prefilled, decoded four tokens, and replayed."""
+    prompts = [row[: len(row) - 4] for row in rows]
+    sampling = EvalSampling(temperature=0, max_new_tokens=5)  # nothing is sampled here
+    live = [Row(None, prompt, sampling, 5, np.zeros(5)) for prompt in prompts]
+    decoder = CachedDecoder(ours, 1024)
+    seen = [decoder.admit(live)]
+    for step in range(4):
+        tokens_N = np.array([row[len(row) - 4 + step] for row in rows], dtype=np.int64)
+        for row, token in zip(live, tokens_N.tolist(), strict=True):
+            row.tokens.append(token)
+        seen.append(decoder.feed(tokens_N))
+    decoder.reset()
+    seen.append(decoder.admit(live))
+    return max(
+        relative_gap(hidden_NH[index], expected[index][len(row) - 5 + min(step, 4)])
+        for step, hidden_NH in enumerate(seen)
+        for index, row in enumerate(rows)
+    )

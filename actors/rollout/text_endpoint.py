@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from actors.addresses import split_address
+from actors.sglang.address import split_address
 from distill.chat.template import request_messages
 from distill.errors import ConfigError, DataError, EngineError
 from distill.libraries import require_library

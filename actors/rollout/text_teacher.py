@@ -1,7 +1,7 @@
 """A text-only teacher: texts from an endpoint, converted into samples of the student's tokens.
 
 The teacher's log-probs and weights are unknown, so it cannot score. Its samples are trained on by
-cross-entropy (`distill.teacher_samples`), which needs neither.
+cross-entropy (`distill.group_share`), which needs neither.
 """
 
 from __future__ import annotations

@@ -33,12 +33,11 @@ from distill.columns import GroupColumns, checked
 from distill.engine import Engine, GenerateRequest, Sample, SamplingModel
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
-from distill.group_share import EVERY_GROUP, GroupShare
+from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
-from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from distill.types import Segment, TrajectoryGroup
 
 logger = logging.getLogger(__name__)

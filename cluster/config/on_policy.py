@@ -34,7 +34,7 @@ from distill.data.row_forms import check_example
 from distill.data.row_reader import RowReader
 from distill.envs.single_turn import SingleTurn
 from distill.errors import ConfigError
-from distill.group_share import EVERY_GROUP, GroupShare
+from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
 from distill.objective.settings import (
     ObjectiveConfig,
     OpdObjective,
@@ -44,7 +44,6 @@ from distill.objective.settings import (
 from distill.rules import not_with, setting
 from distill.settings import MAY_CHANGE, Section, section_field
 from distill.stops import StopTokens
-from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig, learner_section
 
 if TYPE_CHECKING:  # imports torch, which --help does not need

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 import chz
 
-from actors.addresses import names_user, split_address
-from actors.sglang.address import is_url
+from actors.sglang.address import is_url, names_user, split_address
 from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.lookup import known_names

@@ -1,22 +1,68 @@
-"""Settings of a run, by the name of its recipe."""
+"""Settings of a run, by the name of its recipe; opd and rl with an environment of their own."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import chz
+
 from cluster.config.arguments import built
 from cluster.config.common import CommonConfig
+from cluster.config.env import env_field
 from cluster.config.files import by_name
 from cluster.config.on_policy import OpdConfig, RlConfig
-from cluster.config.presets import (
-    OpdCondensedConfig,
-    OpdToolsConfig,
-    RlToolsConfig,
-    SelfplayConfig,
-)
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from distill.envs.base import EnvConfig
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.reading import Reading
+from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.lookup import known_names
+
+
+@chz.chz
+class OpdToolsConfig(OpdConfig):
+    """recipe=opd_tools: OPD on questions that are answered with tools (env=ToolUse)."""
+
+    env: EnvConfig = env_field(ToolUse)
+
+    @property
+    def recipe(self) -> str:
+        return "opd_tools"
+
+
+@chz.chz
+class RlToolsConfig(RlConfig):
+    """recipe=rl_tools: GRPO on questions that are answered with tools (env=ToolUse)."""
+
+    env: EnvConfig = env_field(ToolUse)
+
+    @property
+    def recipe(self) -> str:
+        return "rl_tools"
+
+
+@chz.chz
+class SelfplayConfig(RlConfig):
+    """recipe=selfplay: the policy plays against itself, tic-tac-toe for a start."""
+
+    env: EnvConfig = env_field(TicTacToeGames)
+
+    @property
+    def recipe(self) -> str:
+        return "selfplay"
+
+
+@chz.chz
+class OpdCondensedConfig(OpdConfig):
+    """recipe=opd_condensed: OPD on documents longer than the context (env=Reading)."""
+
+    env: EnvConfig = env_field(Reading)
+
+    @property
+    def recipe(self) -> str:
+        return "opd_condensed"
+
 
 CONFIGS: dict[str, type[CommonConfig]] = {
     "opd": OpdConfig,

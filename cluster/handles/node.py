@@ -1,7 +1,11 @@
-"""The node of this process and its cluster: Ray's answers, or this machine's without Ray."""
+"""The node of this process and its cluster: Ray's answers, or this machine's without Ray.
+
+The Ray of a run is one that it starts or a cluster that it joins, told without importing Ray.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -44,3 +48,13 @@ def nodes_alive() -> int:
     """Number of the cluster's nodes that are alive; 1 without Ray."""
     ray = _connected_ray()
     return 1 if ray is None else sum(node["Alive"] for node in ray.nodes())
+
+
+def starts_here() -> bool:
+    """True if no cluster is named or connected, so that `connect` starts Ray on this machine."""
+    return not is_connected() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
+def joins_cluster(*, local: bool) -> bool:
+    """True if a run joins a cluster, whose GPUs are not this machine's. `local`: its setting."""
+    return not local and not starts_here()

@@ -6,7 +6,7 @@
     teacher  prefill and decode reference on the probes, as in training
              the learner's copy of the teacher, if there is one (estimator=full); of its head,
              it is that of the teacher's hidden states which is compared with its decode, and its
-             own prefill with that (`cluster.handshake.headed`)
+             own prefill with that (`HeadedTeacher`)
 
 In a run without a learner (rollout_only=True), the first policy engine's prefill is the reference,
 which that engine's decode path verifies.
@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from cluster.handles.mailbox import with_states
 from cluster.handshake.engine_answers import (
     EngineAnswers,
     Plan,
@@ -42,7 +43,7 @@ from cluster.handshake.engine_answers import (
     prefill,
     sample_probes,
 )
-from distill.engine import Engine, EngineInfo, ScoreRequest
+from distill.engine import Engine, EngineInfo, Score, ScoreRequest
 from distill.errors import EngineLost
 from distill.handshake.comparison import (
     CalibrationReport,
@@ -56,6 +57,7 @@ from distill.handshake.identity import fact_differences
 from distill.lookup import listed
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
+from distill.sampling import UNSCALED
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, TokenArray
 
@@ -258,3 +260,76 @@ def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingR
     """Row whose tokens from `start` on are scored by the learner."""
     mask_T = np.arange(len(tokens_T)) >= start
     return row_to_score(tokens_T, mask_T, temperature, "handshake probe")
+
+
+def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> CalibrationReport:
+    """The report, with the head as the cause where an engine disagrees with its own states.
+
+    Args:
+        heads: `setting=checkpoint` of the head, by name of the engine that gives the states.
+    """
+
+    def explained(comparison: Comparison) -> Comparison:
+        for engine, head in heads.items():
+            if comparison.party.startswith(f"{engine} ") and not (
+                comparison.agrees or comparison.must_differ or comparison.diagnosis
+            ):
+                return replace(
+                    comparison,
+                    culprit=head,
+                    diagnosis=f"the head of {head} is not the one of {engine}: give "
+                    "the checkpoint that it serves. A head that it has quantised, or with an "
+                    "adapter, is in no checkpoint; estimator=top_k needs none",
+                )
+        return comparison
+
+    return replace(report, comparisons=tuple(map(explained, report.comparisons)))
+
+
+class HeadedTeacher:
+    """The part of `Engine` that the handshake asks of a teacher whose head is in the learner.
+
+    In training, the teacher's distributions are the head's of the engine's hidden states. So these
+    are what is compared with the engine's own decode, at both temperatures, and what must follow
+    the temperature law; whatever the engine itself makes of T.
+
+    Args:
+        engine: gives the hidden states.
+        logprobs: log q_T of rows by the head in the learner, of the states that rows hold.
+    """
+
+    def __init__(self, engine: Engine, logprobs: LearnerLogprobs) -> None:
+        self._engine, self._logprobs = engine, logprobs
+
+    async def info(self) -> EngineInfo:
+        return await self._engine.info()
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._engine.decode_score(requests)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Log-probs of each request's tokens at its temperatures, all by the head.
+
+        Raises:
+            EngineError: the engine gives no hidden states.
+        """
+        asked = [
+            replace(
+                request,
+                temperatures=(UNSCALED,),
+                states_N=np.ones(len(request.tokens_T) - request.start, np.bool_),
+            )
+            for request in requests
+        ]
+        rows_D = []
+        scores = await with_states(await self._engine.score(asked))
+        for request, score in zip(asked, scores, strict=True):
+            row = probe_row(request.tokens_T, request.start, UNSCALED)
+            rows_D.append(replace(row, teacher_states=score.states))
+        pairs = list(zip(requests, rows_D, strict=True))
+        at_each = [replace(row, temperature=t) for asked, row in pairs for t in asked.temperatures]
+        found = iter(await self._logprobs(at_each))
+        return [
+            Score(logprobs_by_temperature=tuple(next(found) for _ in request.temperatures))
+            for request in requests
+        ]

@@ -31,7 +31,7 @@ from rich.text import Text
 from actors.sglang.cuda_tools import CudaTools, find_cuda_tools
 from actors.sglang.installed import python_path, sglang_installed
 from cluster.command import run_command
-from cluster.placement.starts_here import starts_here
+from cluster.handles.node import starts_here
 from distill.errors import ConfigError, IsothermError
 from distill.gpu import GIB, readable
 from distill.libraries import LINEAR_ATTENTION_INSTALL

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
+from actors.config import engine_note
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.placement.device_choice import with_device
-from cluster.placement.engine_choice import with_engine
+from distill.settings import changed
 
 
 def checked(
@@ -30,3 +32,19 @@ def checked(
     for line in filter(None, (device, engine, estimator)):
         say(line)
     return config, check_rollout(config)
+
+
+Config = TypeVar("Config", bound=RolloutConfig)
+
+
+def with_engine(config: Config) -> tuple[Config, str]:
+    """The settings with a name for engine=auto, and a line that says why; else an empty one.
+
+    The device is chosen already (`with_device`).
+
+    Raises:
+        ConfigError: SGLang was asked for and is not installed; or another setting needs it.
+    """
+    kind = config.engine.kind_on(config.cluster.device)
+    said = "" if config.train_from is not None else engine_note(config.engine.kind, kind)
+    return changed(config, engine=kind), said

@@ -30,8 +30,8 @@ from ray.core.generated.gcs_service_pb2 import (
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 
+from cluster.handles.node import starts_here
 from cluster.placement.local_head import LocalHead, hush_token_setup, local_head
-from cluster.placement.starts_here import starts_here
 from distill.errors import ConfigError
 
 # A head that is there answers in milliseconds; Ray itself would try for more than a minute.

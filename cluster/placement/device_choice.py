@@ -13,7 +13,7 @@ from typing import TypeVar
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.starts_here import joins_cluster
+from cluster.handles.node import joins_cluster
 from distill.errors import ConfigError
 from distill.settings import changed
 

@@ -13,6 +13,7 @@ from actors.sglang.memory import served_bytes
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.handles.node import starts_here
 from cluster.placement.gpu_plan import GpuPlan
 from cluster.placement.push_plan import describe_push
 from cluster.placement.resources import ResourceDemand, describe, sum_of
@@ -25,7 +26,6 @@ from cluster.placement.roles import (
     placed_roles,
     turn_roles,
 )
-from cluster.placement.starts_here import starts_here
 from distill.gpu import readable
 from distill.models.loading import weight_files
 from learner.config import TOKEN_BUDGET

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -21,7 +22,6 @@ from cluster.placement.checked import checked
 from cluster.placement.places import Places
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
-from cluster.recipes.kept import kept_steps
 from cluster.recipes.opening import opened
 from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations
@@ -32,7 +32,9 @@ from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from distill.envs.base import EnvDataset, Mixture
+from distill.errors import ConfigError
 from distill.gpu import readable
+from distill.models.loading import load_config, vocab_size
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
@@ -285,3 +287,42 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     )
     line = f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy"
     return f"{line}; {written}" if written else line
+
+
+def kept_steps(config: RolloutConfig) -> KeptSteps:
+    """The steps in `train_from=`, checked as far as their first one tells.
+
+    Raises:
+        ConfigError: there are none, or too few; or they are of another temperature or vocabulary.
+    """
+    kept = KeptSteps(Path(config.train_from or ""))
+    if not kept.steps:
+        raise ConfigError(
+            f"train_from={config.train_from} holds no kept steps (groups/step-*.arrow); give the "
+            "out= of a run with keep=N, or with rollout_only=True",
+            field="train_from",
+        )
+    if config.steps > len(kept.steps):
+        raise ConfigError(
+            f"steps={config.steps} is more than the {len(kept.steps)} that "
+            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most",
+            field="steps",
+        )
+    size = vocab_size(load_config(config.model.path))
+    first = kept.groups(kept.steps[0])
+    for segment in (segment for group in first for segment in group.segments()):
+        if segment.temperature != config.sampling.temperature:
+            raise ConfigError(
+                f"temperature={config.sampling.temperature:g}, and train_from={config.train_from} "
+                f"were sampled at {segment.temperature:g}, at which they are scored and "
+                "trained; give that",
+                field="sampling.temperature",
+            )
+        if (largest := int(segment.tokens_T.max())) >= size:
+            raise ConfigError(
+                f"train_from={config.train_from} have a token {largest}, and the vocabulary of "
+                f"student={config.model.path} is {size}; give the student that sampled them, or "
+                "one of its family",
+                field="train_from",
+            )
+    return kept

@@ -30,6 +30,7 @@ from cluster.base.outcomes import Interrupted, RunFailed
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.teachers import teacher_setting
+from cluster.handles.node import starts_here
 from cluster.inspect.audit import audit
 from cluster.placement.checked import checked
 from cluster.placement.local_head import local_head
@@ -44,7 +45,6 @@ from cluster.placement.roles import (
     cpus_here,
     served_teachers,
 )
-from cluster.placement.starts_here import starts_here
 from cluster.recipes.observer import Observer, observed_by, present_observer
 from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size

@@ -20,10 +20,11 @@ from cluster.handshake.handshake import (
     ENGINE_DEADLINE_S,
     PARTS,
     Copy,
+    HeadedTeacher,
     handshake,
+    naming_heads,
     scored_by,
 )
-from cluster.handshake.headed import HeadedTeacher, naming_heads
 from cluster.placement.roles import EVALUATION, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table

@@ -16,10 +16,9 @@ from distill.columns import GroupColumns
 from distill.engine import Engine, GenerateRequest, Sample, SamplingModel, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
 from distill.errors import EngineError
-from distill.group_share import GroupShare
+from distill.group_share import GroupShare, TeacherSamples
 from distill.records import Lease, TrajectoryGroupMeta
 from distill.sampling import TrainSampling
-from distill.teacher_samples import TeacherSamples
 from distill.types import TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import TEMPERATURE, ids

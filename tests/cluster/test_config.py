@@ -26,8 +26,7 @@ from cluster.config.arguments import key_values
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.output import CheckpointSettings
-from cluster.config.presets import SelfplayConfig
-from cluster.config.recipes import make
+from cluster.config.recipes import SelfplayConfig, make
 from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft

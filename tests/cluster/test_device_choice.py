@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config.on_policy import OpdConfig
+from cluster.placement.checked import with_engine
 from cluster.placement.device_choice import with_device
-from cluster.placement.engine_choice import with_engine
 from distill.errors import ConfigError
 from tests.refusals import refuses
 

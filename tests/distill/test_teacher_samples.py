@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
+from distill.group_share import NO_TEACHER_SAMPLES, TeacherSamples
 
 
 def samples(**changes) -> TeacherSamples:
