@@ -9,6 +9,7 @@ import chz
 from actors.config import EngineConfig
 from actors.sglang.flags import adapter_flags
 from actors.sglang.parallelism import parallelism
+from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES
@@ -109,15 +110,18 @@ class RunEngines:
 def by_turns(learner: LearnerConfig, config: RolloutConfig) -> LearnerConfig:
     """The learner's settings where it has its part of each GPU by turns with engines that sleep."""
     settings = chz.replace(learner.learner, offload_optimizer=True)
-    share = config.cluster.pair_share
-    return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=asleep_bytes(config))
+    share, taken = learner_part(config)
+    return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=taken)
 
 
-def asleep_bytes(config: RolloutConfig) -> int:
-    """Bytes that engines asleep on a GPU keep while a learner worker computes there."""
+def learner_part(config: CommonConfig) -> tuple[float, int]:
+    """Share of its GPU that a learner worker may fill, and bytes that engines asleep keep of it."""
+    if not (isinstance(config, RolloutConfig) and config.engines_sleep):
+        return min(1.0, config.cluster.gpus_per_actor), 0
     from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
-    return ASLEEP_BYTES * (1 + config.learner_takes_turns * len(config.teachers_by_turns))
+    asleep = 1 + config.learner_takes_turns * len(config.teachers_by_turns)
+    return config.cluster.pair_share, asleep * ASLEEP_BYTES
 
 
 def lends_weights(config: RolloutConfig, device: str) -> bool:

@@ -11,7 +11,7 @@ from actors.config import EngineConfig
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.engines import asleep_bytes, learner_resting
+from cluster.placement.engines import learner_part, learner_resting
 from cluster.placement.roles import turn_roles
 from distill.errors import CheckpointError
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
@@ -122,7 +122,7 @@ class GpuPlan:
         )
         if self._total is None:
             return f"{line} + passes"
-        room = self._learner_room(self._total)
+        room = part_bytes(self._total, *learner_part(config))
         states.require_room(room, config.model.path)
         plan = memory.plan(
             room,
@@ -138,12 +138,6 @@ class GpuPlan:
         if isinstance(config, RolloutConfig) and config.learner_takes_turns:
             return f"{line} of {gib(room)}; {gib(learner_resting(config, self._device))} at rest"
         return f"{line} of {gib(room)}"
-
-    def _learner_room(self, total: int) -> int:
-        config = self._config
-        if isinstance(config, RolloutConfig) and config.engines_sleep:
-            return part_bytes(total, config.cluster.pair_share, asleep_bytes(config))
-        return part_bytes(total, min(1.0, config.cluster.gpus_per_actor), 0)
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:
         tokens = max(plan.token_budget, self._longest_rows)
