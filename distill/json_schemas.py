@@ -19,7 +19,7 @@ from referencing import Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from distill.errors import DataError
+from distill.errors import DataError, first_line
 from distill.json_values import loads
 
 # A pattern may take exponential time, and all episodes of a process wait for it.
@@ -34,8 +34,7 @@ def mismatch(value: object, schema: Mapping[str, Any]) -> str | None:
     try:
         wrong = best_match(_errors(value, schema))
     except Exception as error:  # jsonschema raises whatever a wrong schema leads it into
-        reason = str(error).split("\n", 1)[0]
-        told = f"the schema cannot be checked: {type(error).__name__}: {reason}"
+        told = f"the schema cannot be checked: {type(error).__name__}: {first_line(error)}"
         return told[:_LONGEST_COMPLAINT]
     if wrong is None:
         return None

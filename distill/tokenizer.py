@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, first_line
 from distill.model_paths import run_remedy
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # json, OSError, ValueError, KeyError: a corrupt file has many faces
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"cannot load a tokenizer from {path!r}: {reason}{run_remedy(path)}"
+            f"cannot load a tokenizer from {path!r}: {first_line(error)}{run_remedy(path)}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes an empty tokenizer of the model's kind where the files are missing

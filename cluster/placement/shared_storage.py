@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distill.errors import ConfigError
+from distill.errors import ConfigError, first_line
 
 _SHARED = (
     "put it on storage that every node mounts at the same path (NFS, a shared disk), or in the "
@@ -110,11 +110,10 @@ def ask_nodes(
                 field=what,
             ) from error
         except RayError as error:
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"the Ray node {ip_of(node)} could not look for {what}: {reason}. The run's code "
-                "and packages must be there, too: submit it as a job with --working-dir, in one "
-                "image",
+                f"the Ray node {ip_of(node)} could not look for {what}: {first_line(error)}. The "
+                "run's code and packages must be there, too: submit it as a job with "
+                "--working-dir, in one image",
                 field=what,
             ) from error
     return answers

@@ -33,6 +33,7 @@ from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.handles.node import is_connected
 from distill.columns import GroupColumns, joined, pack
+from distill.errors import first_line
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
 from distill.types import Segment, Trajectory, TrajectoryGroup
@@ -225,14 +226,14 @@ def open_parts(
         try:
             columns[at] = _fetched(part, timeout_s)
         except (errors.ObjectLostError, errors.RayActorError) as error:
-            lost[at[0]] = str(error).split("\n", 1)[0]
+            lost[at[0]] = first_line(error)
     states = list(filter(calls.in_store, _states_of(list(columns.values()))))
     calls.wait(states, num_returns=len(states), timeout=timeout_s)
     for at, of_part in columns.items():
         try:
             opened[at] = others[at], _with_states(of_part.trajectories(), timeout_s)
         except (errors.ObjectLostError, errors.RayActorError) as error:
-            lost[at[0]] = str(error).split("\n", 1)[0]
+            lost[at[0]] = first_line(error)
     return opened, lost
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from simpleeval import InvalidExpression, SimpleEval
 
+from distill.errors import first_line
 from distill.tools.base import Tool, ToolError
 
 _LONGEST = 1000
@@ -68,7 +69,7 @@ def calculate(expression: str) -> str:
     except (RecursionError, MemoryError) as error:
         raise ToolError("the expression is nested too deeply; use several calls") from error
     except (InvalidExpression, SyntaxError, TypeError, ValueError, KeyError) as error:
-        raise ToolError(f"cannot evaluate {expression[:100]!r}: {_first_line(error)}") from error
+        raise ToolError(f"cannot evaluate {expression[:100]!r}: {first_line(error)}") from error
     return _printed(value)
 
 
@@ -78,10 +79,6 @@ def _printed(value: Number) -> str:
     if not math.isfinite(value):
         raise ToolError("the result is too large, or no number")
     return str(int(value)) if value.is_integer() and abs(value) < _WHOLE else f"{value:.12g}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
 
 
 class _Arithmetic(SimpleEval):
