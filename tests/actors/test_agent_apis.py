@@ -28,6 +28,7 @@ CALL = call("calculator", {"expression": "6*7"})
 SCHEMA: Any = Calculator().schema
 FLAT: Any = [{"type": "function", **SCHEMA["function"]}]
 UNTOUCHED = {"rewritten": 0, "unmatched": 0, "breaks": 0}
+ITEM = "input[0]"
 
 
 @pytest.fixture(scope="module")
@@ -156,39 +157,6 @@ def test_options_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
     assert "calculator" not in policy.seen[2]
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"input": 3}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"type": "reasoning", "content": 3}]}, "input[0]"),
-        ({"input": [{"type": "reasoning", "summary": ["a"]}]}, "input[0]"),
-        ({"previous_response_id": []}, "previous_response_id"),
-        ({"include": True}, "include"),
-        ({"tools": {}, "include": 5}, "include"),
-        ({"tools": 5}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"conversation": "c"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-    ],
-)
-def test_bad_responses_are_refused(
-    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str
-) -> None:
-    async def client(endpoint: AgentEndpoint) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await respond(endpoint, QUESTION, extra_body=options)
-        assert caught.value.param == field
-        await respond(endpoint, QUESTION)
-
-    played(client, ["a"], tokenizer)
-
-
 def test_a_text_that_goes_on_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """A loop that stops at a word and writes on is one segment; another prompt is another."""
 
@@ -235,60 +203,101 @@ def test_options_of_completions(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(trajectory.segments) == 6
 
 
+# Of each API its path, and a request that it answers.
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    "responses": ("/responses", {"input": QUESTION}),
+    "completions": ("/completions", {"prompt": QUESTION}),
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("api", "options", "field"),
     [
-        ({"echo": True}, "echo"),
-        ({"suffix": "s"}, "suffix"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"best_of": 3}, "best_of"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [1 << 30]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"n": 0}, "n"),
+        ("chat", {"n": 0}, "n"),
+        ("chat", {"max_tokens": -1}, "max_tokens"),
+        ("chat", {"stop": [""]}, "stop"),
+        ("chat", {"top_logprobs": 3}, "top_logprobs"),
+        ("chat", {"messages": []}, "messages"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ("chat", {"functions": []}, "functions"),
+        ("responses", {"input": 3}, "input"),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ITEM),
+        ("responses", {"input": [{"type": "computer_call"}]}, ITEM),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, ITEM),
+        ("responses", {"input": [{"type": "reasoning", "content": 3}]}, ITEM),
+        ("responses", {"input": [{"type": "reasoning", "summary": ["a"]}]}, ITEM),
+        ("responses", {"previous_response_id": []}, "previous_response_id"),
+        ("responses", {"include": True}, "include"),
+        ("responses", {"tools": {}, "include": 5}, "include"),
+        ("responses", {"tools": 5}, "tools"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ("responses", {"conversation": "c"}, "conversation"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"top_logprobs": 2}, "top_logprobs"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("completions", {"echo": True}, "echo"),
+        ("completions", {"suffix": "s"}, "suffix"),
+        ("completions", {"logprobs": 2}, "logprobs"),
+        ("completions", {"best_of": 3}, "best_of"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [1 << 30]}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt"),
+        ("completions", {"prompt": ["a", 1]}, "prompt"),
+        ("completions", {"n": 0}, "n"),
     ],
+    ids=str,
 )
-def test_bad_completions_are_refused(
-    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str
+def test_bad_requests_are_refused(
+    tokenizer: PreTrainedTokenizerBase, api: str, options: dict[str, Any], field: str | None
 ) -> None:
+    path, good = REQUESTS[api]
+
     async def client(endpoint: AgentEndpoint) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await complete(endpoint, QUESTION, extra_body=options)
-        assert caught.value.param == field
-        await complete(endpoint, QUESTION)
+        async with sdk(endpoint) as own:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await own.post(path, body=good | options, cast_to=object)
+            assert field is None or caught.value.param == field
+            await own.post(path, body=good, cast_to=object)
 
     played(client, ["a"], tokenizer)
 
 
-def test_limits_hold_for_every_api(tokenizer: PreTrainedTokenizerBase) -> None:
-    async def client(endpoint: AgentEndpoint) -> None:
-        for ask in (respond, complete):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await ask(endpoint, "1" * 300)
-            assert caught.value.code == "context_length_exceeded"
-        await complete(endpoint, ["1", "2"])
-        for ask in (respond, complete):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await ask(endpoint, QUESTION)
-            assert caught.value.code == "turn_limit_exceeded"
+@pytest.mark.parametrize("api", REQUESTS)
+def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase, api: str) -> None:
+    path, good = REQUESTS[api]
+    [name] = good
+    long = [{"role": "user", "content": "1" * 300}] if name == "messages" else "1" * 300
 
-    policy = Scripted(tokenizer, ["a", "b"])
-    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=2).trajectories_G
+    async def client(endpoint: AgentEndpoint) -> None:
+        async with sdk(endpoint) as own:
+
+            async def refused(code: str, **options: Any) -> None:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await own.post(path, body=good | options, cast_to=object)
+                assert caught.value.code == code
+
+            await refused("context_length_exceeded", **{name: long})
+            assert endpoint.limit is StopReason.LENGTH
+            if api != "responses":  # more than are left, which are left all the same
+                await refused("turn_limit_exceeded", n=2)
+            await own.post(path, body=good, cast_to=object)
+            assert endpoint.limit is None
+            await refused("turn_limit_exceeded")
+
+    policy = Scripted(tokenizer, ["a"])
+    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=1).trajectories_G
     assert trajectory.stop_reason is StopReason.TURNS
 
 
-@pytest.mark.parametrize("api", ["chat", "responses", "completions"])
+@pytest.mark.parametrize("api", REQUESTS)
 def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(
     tokenizer: PreTrainedTokenizerBase, api: str
 ) -> None:
     """The run's own values, and those that change nothing, are no conflict."""
-    path, given = {
-        "chat": ("/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
-        "responses": ("/responses", {"input": QUESTION}),
-        "completions": ("/completions", {"prompt": QUESTION}),
-    }[api]
+    path, given = REQUESTS[api]
     conflicts = {
         "temperature": TEMPERATURE + 0.1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1,
         "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1,

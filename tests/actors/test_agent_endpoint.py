@@ -20,7 +20,6 @@ from actors.envs.agent_endpoint import AgentEndpoint
 from distill.engine import GenerateRequest, Sample
 from distill.errors import EngineError
 from distill.tools.calculator import Calculator
-from distill.types import StopReason
 from tests.agents import TALKS, Noise, Said, assert_trained_as_sampled, sdk, served
 from tests.scripted import Scripted, call, chat_tokenizer
 
@@ -147,50 +146,6 @@ def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one(
 
     policy = Scripted(tokenizer, ["a", "b", "c"])
     assert len(served(client, policy, tokenizer).trajectories_G[0].segments) == 3
-
-
-def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase) -> None:
-    async def client(endpoint: AgentEndpoint) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await complete(endpoint, [{"role": "user", "content": "1" * 300}])
-        assert caught.value.code == "context_length_exceeded"
-        assert endpoint.limit is StopReason.LENGTH
-        with pytest.raises(openai.BadRequestError) as caught:
-            await complete(endpoint, ASKED, n=2)  # more than are left, which are left all the same
-        assert caught.value.code == "turn_limit_exceeded"
-        await complete(endpoint, ASKED)
-        assert endpoint.limit is None
-        with pytest.raises(openai.BadRequestError) as caught:
-            await complete(endpoint, ASKED)
-        assert caught.value.code == "turn_limit_exceeded"
-
-    policy = Scripted(tokenizer, ["a"])
-    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=1).trajectories_G
-    assert trajectory.stop_reason is StopReason.TURNS
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"n": 0}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"stop": [""]}, "stop"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
-        ({"functions": []}, "functions"),
-    ],
-)
-def test_bad_requests_are_refused(
-    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], field: str | None
-) -> None:
-    async def client(endpoint: AgentEndpoint) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await complete(endpoint, options.pop("messages", ASKED), extra_body=options)
-        assert field is None or caught.value.param == field
-        await complete(endpoint, ASKED)
-
-    served(client, Scripted(tokenizer, ["a"]), tokenizer)
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(
