@@ -107,10 +107,12 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
         ({"max_running_requests": 0}, "max_running_requests"),
         ({"start_deadline_s": 0}, "start_deadline_s"),
         ({"server_flags": "tp 2"}, "server_flags"),
+        ({"model": "http://"}, "teacher.model"),
+        ({"model": "http://host:port"}, "teacher.model"),
         ({"model": "http://host?x=1"}, "teacher.model"),
         ({"model": "http://host/v1"}, "teacher.model"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict, field: str | None) -> None:
+def test_settings_that_cannot_work(settings: dict, field: str) -> None:
     with refuses(ConfigError, field):
         EngineConfig(**dict[str, Any](kind="sglang", model="m") | settings)

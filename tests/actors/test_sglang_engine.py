@@ -18,10 +18,9 @@ from actors.sglang.engine import SglangEngine
 from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.requests import Chunks, bounded
 from distill.engine import GenerateRequest, Score, ScoreRequest
-from distill.errors import ConfigError, DataError, EngineError
+from distill.errors import DataError, EngineError
 from distill.sampling import TrainSampling
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
-from tests.refusals import refuses
 
 TOKENS_T = np.arange(2, 10, dtype=np.int32)
 GENERATE = GenerateRequest(
@@ -123,13 +122,6 @@ def test_a_server_that_keeps_failing_is_given_up(call: Call) -> None:
 def test_a_wrong_key_names_the_variable(key: str | None) -> None:
     with pytest.raises(EngineError):
         ask(MisbehavingServer(), score, key=key)
-
-
-def test_a_refused_request_is_the_requests_fault() -> None:
-    server = MisbehavingServer()
-    server.failures = [400]
-    with pytest.raises(DataError):
-        ask(server, score)
 
 
 # SGLang writes a NaN or an infinity as null.
@@ -274,14 +266,6 @@ def test_blocks_that_are_damaged_are_refused(changes: dict[str, Any]) -> None:
         ask(server, lambda engine: engine.score([SCORE_TOP]))
 
 
-def test_a_top_k_above_the_vocabulary_is_never_sent() -> None:
-    server = MisbehavingServer()
-    too_many = replace(SCORE_TOP, top_k=VOCAB_SIZE + 1)
-    with refuses(DataError, "ScoreRequest.top_k"):
-        ask(server, lambda engine: engine.score([SCORE, too_many]))
-    assert not server.asked["/generate"]
-
-
 @pytest.mark.parametrize("rows", [None, [], [[]], [[[-1.0, 9999, None]]], [[[None, 5, None]]]])
 def test_what_no_decode_reference_can_be_made_of(rows: Any) -> None:
     server = MisbehavingServer()
@@ -360,15 +344,6 @@ def test_answers_are_read_in_a_thread_beside_the_event_loop(
     assert all(thread.startswith("sglang answers") for thread in threads.values())
 
 
-def test_a_server_without_the_plugin_is_asked_again_for_unscaled_logprobs() -> None:
-    server = MisbehavingServer()
-    server.spoil = in_meta(input_logprob_temperature=None)
-    both = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7, 1.0))
-    [found] = ask(server, lambda engine: engine.score([both]))
-    np.testing.assert_allclose(found.logprobs_by_temperature, [[-0.35] * 5, [-0.5] * 5])
-    assert server.asked["/generate"] == 2
-
-
 def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
     server = MisbehavingServer()
     server.spoil = in_meta(input_logprobs_unscaled=[[-3.0] * 5])
@@ -376,17 +351,6 @@ def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
     [found] = ask(server, lambda engine: engine.score([both]))
     np.testing.assert_allclose(found.logprobs_by_temperature, [[-0.35] * 5, [-3.0] * 5])
     assert server.asked["/generate"] == 1
-
-
-@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://host?x=1"])
-def test_an_external_address_must_be_one(url: str) -> None:
-    with refuses(ConfigError, "teacher.model"):
-        ExternalSglangEngine(url=url)
-
-
-def test_an_endpoint_that_answers_in_text_cannot_score() -> None:
-    with refuses(ConfigError, "teacher.model"):
-        ExternalSglangEngine(url="http://host:1/v1")
 
 
 def test_an_external_server_that_is_something_else_is_refused() -> None:

@@ -13,11 +13,11 @@ from actors.sglang.answers import read_experts, read_sample
 from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH
 from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, LISTED_OUTPUT_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
-from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
+from actors.sglang.requests import in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError
 from distill.routing import MixtureShape
-from distill.sampling import EvalSampling, TrainSampling
+from distill.sampling import TrainSampling
 from distill.stops import StopTokens
 from tests.samples import TEMPERATURE, ids
 
@@ -143,15 +143,6 @@ def test_a_seeded_server_gets_a_seed_a_sample() -> None:
     assert not {params["sampling_seed"] for params in others["sampling_params"]} & set(seeds)
 
 
-@pytest.mark.parametrize("top_k, sent", [(0, -1), (5, 5)])
-def test_an_evaluation_truncates_as_it_is_told(top_k: int, sent: int) -> None:
-    sampling = EvalSampling(temperature=0, max_new_tokens=9, top_p=0.8, top_k=top_k)
-    body = sampling_body(replace(GENERATE, sampling=sampling), 9, stops=None, seeded=False)
-    params = body["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["top_k"]) == (0, 0.8, sent)
-    assert "stop_token_ids" not in params
-
-
 @pytest.mark.parametrize(
     "temperatures, top_k, passes",
     [
@@ -201,14 +192,6 @@ def test_given_tokens_are_the_plugin_s_business() -> None:
     # The row before the first scored token is the one that predicts it; the event's tokens behind.
     assert (sent.first, sent.others) == (1, 3)
     assert sent.ids_NK.tolist() == [[8, 3, 1, 6], [2, 9, 1, 6]]
-
-
-def test_the_decode_reference_is_one_token_after_each_context() -> None:
-    request = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=(0.7,))
-    body = forced_body([(request, 0.7, 2), (request, 0.7, 3)])
-    assert body["input_ids"] == [[4, 5], [4, 5, 6]]
-    assert body["token_ids_logprob"] == [[6], [7]]
-    assert body["sampling_params"] == [{"temperature": 0.7, "max_new_tokens": 1}] * 2
 
 
 def test_hidden_states_come_with_one_pass_of_a_request() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -293,43 +293,6 @@ def test_a_scoring_call_sees_one_version(server: Served, mode: OnWeightUpdate) -
     before = server.run(plain.score(requests))
     for found, expected in zip(during, before, strict=True):
         np.testing.assert_allclose(found, expected.logprobs_by_temperature[0], atol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
-def test_a_server_that_sleeps_serves_nothing_until_weights_come(
-    server: Served, mode: OnWeightUpdate
-) -> None:
-    spy = server.session(mode)
-    score = replace(SCORE, tokens_T=LONG[1].prompt_tokens_T)
-
-    async def a_step() -> tuple[list[list[Sample]], int, list[bool]]:
-        under_way = [asyncio.create_task(server.engine.generate(request)) for request in LONG]
-        await asyncio.sleep(0.15)
-        await server.engine.sleep()
-        ended = sum(task.done() for task in under_way)
-        late = asyncio.create_task(server.engine.generate(ask(30, 2)))
-        scoring = asyncio.create_task(server.engine.score([score]))
-        beats = [await server.engine.health(), await server.engine.health()]
-        assert beats[0] < beats[1], "who sleeps is not stuck"
-        await asyncio.sleep(0.5)
-        tasks = [*under_way, late, scoring]
-        waiting = [not task.done() for task in tasks]
-        await server.engine.load_weights(server.weights(1), 1)
-        return [await task for task in (*under_way, late)], ended, waiting
-
-    groups, ended, waiting = server.run(a_step())
-    assert waiting[2:] == [True, True] and waiting.count(False) == ended
-    assert (mode == "finish") == (ended == 2)
-    for request, group in zip([*LONG, ask(30, 2)], groups, strict=True):
-        for sample in group:
-            server.expect_own_logprobs(request, sample)
-    assert all((sample.versions_T == 1).all() for sample in groups[2])
-    assert spy.orders == [
-        "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation",
-        "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update",
-        "/resume_memory_occupation", "/continue_generation",
-    ]  # fmt: skip
-    server.expect_whole(1)
 
 
 def truncated(directory: Path) -> None:

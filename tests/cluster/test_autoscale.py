@@ -65,13 +65,6 @@ SHORT = {"learner_wait": 0.5}
 AMPLE = {"learner_wait": 0.0, "credit_starved": 0.9}
 
 
-def test_nothing_changes_while_nothing_is_amiss() -> None:
-    rig = Rig()
-    for decision in rig.see(200):
-        assert decision.targets == dict.fromkeys(NAMES, 2)
-        assert not decision.reasons
-
-
 @pytest.mark.parametrize(
     ("stage", "pool"), [("sampling", "policy"), ("scoring", "teacher"), ("environment", "rollout")]
 )

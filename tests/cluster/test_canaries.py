@@ -249,47 +249,6 @@ def house(tmp_path: Path) -> Iterator[Any]:
         each.close()
 
 
-def test_good_ones_raise_no_alarm_and_prove_what_they_scored(house: Any) -> None:
-    here = house()
-    assert here.join([1], [1], [1]) == {} and here.canaries.lives == {
-        f"reference engine {i}": i for i in range(3)
-    }
-    for _ in range(3):
-        here.train(0, 1)
-        here.round()
-    assert here.found == [] and len(here.serving()) == 3
-    here.canaries.after_last(here.version)
-    here.canaries.check()
-    assert here.trusted == here.version == 3
-    answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
-    assert len(answers) == 12 and all(event["good"] for event in answers)
-
-
-@pytest.mark.parametrize(
-    ("salts", "why"),
-    [
-        ((2,), "it holds other weights than at first"),
-        ((None,), "every log-prob is -ln 160, so its weights are empty"),
-    ],
-    ids=["swapped", "zeroed"],
-)
-def test_weights_that_change_in_a_running_server_are_found(
-    house: Any, salts: tuple[int | None, ...], why: str
-) -> None:
-    here = house()
-    here.join([1], [1])
-    here.train(0)
-    here.round()
-    here.plant(1, *salts)
-    here.train(0)
-    here.round()
-    [finding] = here.found
-    assert finding.name == "scorer_moved" and why in finding.text
-    assert "reference engine 1 has moved" in finding.text and "no weights contain" in finding.text
-    assert here.serving() == ["reference engine 0"]
-    here.canaries.check()  # nothing it scored is in any weights
-
-
 def test_a_slow_drift_is_found_though_no_canary_differs_from_the_last(house: Any) -> None:
     here = house()
     here.join([1])
@@ -332,21 +291,6 @@ def test_one_that_is_not_what_the_others_are_does_not_join(house: Any) -> None:
     assert "it is not the reference that the others are" in refused["reference engine 1"]
     assert list(here.join([2])) == ["reference engine 3"]  # nor later, after a restart say
     assert here.join([1]) == {}
-
-
-def test_the_first_step_that_contains_it_is_named(house: Any) -> None:
-    here = house()
-    here.join([1])
-    here.train(0)
-    here.round()
-    here.plant(0, 2)
-    here.train(0)
-    here.train(0)
-    here.round()
-    with pytest.raises(ScoredWrongly) as raised:
-        here.canaries.check()
-    assert raised.value.first_bad == 2
-    here.canaries.check()  # said once
 
 
 def test_without_canaries_nobody_is_asked_and_nobody_has_a_number(house: Any) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import math
 import pickle
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from actors.config import EngineConfig
@@ -27,28 +25,19 @@ from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.output import CheckpointSettings
 from cluster.config.recipes import SelfplayConfig, make
-from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
-from cluster.config.supervised_checks import check_sft
 from cluster.evaluate import EvaluateConfig
 from cluster.inspect.forecast.command import ForecastConfig
 from cluster.placement.engines import RunEngines
 from cluster.sample_to_sft import SampleToSftConfig
 from cluster.train import main
-from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
-from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
+from distill.envs.base import EnvConfig
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import (
-    CalibrationError,
-    CheckpointError,
     ConfigError,
-    DataError,
-    EngineError,
-    NonFiniteError,
 )
-from distill.handshake.comparison import CalibrationReport, compare
 from distill.rules import get
 from distill.sampling import TrainSampling
 from distill.settings import (
@@ -64,10 +53,8 @@ from distill.settings import (
     section_of,
     setting_of,
 )
-from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from tests.refusals import refuses
-from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
 WRITTEN = {"teacher.samples_from": "m@http://h:1/v1"}
@@ -613,116 +600,12 @@ def test_the_version(capsys) -> None:
     assert capsys.readouterr().out == f"isotherm {version}\n" * 2
 
 
-# What crosses a process
-
-
-def came(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
-    config = opd()
-    checkpoint = Checkpoint(
-        path=CheckpointStore("a", 1).root, step=3, delivery={"watermark": 3}, seal="a"
-    )
-    for value in (
-        config,
-        sft(),
-        RunEngines(config, "cpu").policy("m", "policy.log"),
-        config.learner_config("cpu"),
-        config.objective,
-        config.sampling.train(),
-        config.eval.sampling(config.sampling.max_new_tokens),
-        checkpoint,
-        EngineInfo(
-            kind="k",
-            model="m",
-            vocab_size=1,
-            context_length=2,
-            weight_version=3,
-            dtype="float32",
-            eos_token_ids=(1,),
-            tokenizer=None,
-            temperature_scaling="s",
-        ),
-    ):
-        assert came(value) == value
-    store = came(CheckpointStore("a", 2))
-    assert (str(store.root), store._keep) == ("a", 2)
-
-
-def test_requests_and_answers_pickle_whole() -> None:
-    sampling = TrainSampling(temperature=0.5, max_new_tokens=2)
-    request = came(
-        GenerateRequest(prompt_tokens_T=ids(1, 2), sampling=sampling, num_samples=3, seed=9)
-    )
-    assert (request.sampling, request.num_samples, request.seed) == (sampling, 3, 9)
-    assert request.prompt_tokens_T.tolist() == [1, 2]
-    score = came(ScoreRequest(tokens_T=ids(1, 2, 3), start=2, temperatures=(0.5, 1.0)))
-    assert (score.tokens_T.tolist(), score.start, score.temperatures) == ([1, 2, 3], 2, (0.5, 1.0))
-    answer: Sample = came(sample(4, 5, version=7))
-    assert (answer.tokens_T.tolist(), answer.versions_T.tolist()) == ([4, 5], [7, 7])
-    assert answer.stop_reason is sample(4).stop_reason
-    scores = came(Score(logprobs_by_temperature=(np.array([-1.0], np.float32),)))
-    assert [array.tolist() for array in scores.logprobs_by_temperature] == [[-1.0]]
-
-
-def test_a_report_pickles_equal() -> None:
-    same = np.zeros(3, np.float32)
-    report = CalibrationReport(
-        comparisons=(compare("a", same, "b", same, temperature=1.0, dtype="float32"),)
-    )
-    assert came(report) == report
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(ConfigError, 2), (DataError, 2), (CheckpointError, 2), (CalibrationError, 3)],
-)
-def test_errors_keep_their_words_and_codes(error: type, code: int) -> None:
-    arrived = came(error("what to do"))
-    assert type(arrived) is error and str(arrived) == "what to do" and arrived.exit_code == code
-    for failure in (EngineError, NonFiniteError):
-        assert str(came(failure("why"))) == "why"
-
-
-def observed(envs: Sequence[Env]) -> set[tuple[int, ...]]:
-    shown = [asyncio.run(env.initial_observation()) for env in envs]
-    return {tuple(observation_T.tolist()) for observation_T in shown if observation_T is not None}
-
-
-def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:
-    inputs = check_rollout(opd())
-    stream = EnvStream(inputs.train, group_size=3, seed=5)
-    arrived = came(stream)
-    seen = set()
-    for group_id in range(2 * len(inputs.train)):
-        envs = stream.builder(group_id).make_envs({})
-        theirs = arrived.builder(group_id).make_envs({})
-        observations = observed([*envs, *theirs])
-        assert len(envs) == len(theirs) == 3 and len(observations) == 1
-        seen |= observations
-    assert seen == problems(inputs.train)
-
-
-def problems(dataset: EnvDataset) -> set[tuple[int, ...]]:
-    builders = [dataset.builder(p, 1) for p in range(len(dataset))]
-    return observed([env for builder in builders for env in builder.make_envs({})])
-
-
-def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
-    inputs = came(check_rollout(opd()))
-    assert problems(inputs.train) == problems(check_rollout(opd()).train)
-    rows = came(check_sft(sft())).rows_D
-    assert [row.source for row in rows] == [row.source for row in check_sft(sft()).rows_D]
-
-
 @pytest.mark.parametrize("env", BUILT_IN)
 def test_built_in_environments_are_named_by_their_class_alone(env: type[EnvConfig]) -> None:
     needed = [*([] if not env.reads_prompts else ["prompts=p"]), *_NEEDS.get(env, [])]
     config = parse(EvaluateConfig, ["model=m", f"env={env.__name__}", *needed])
     assert type(config.env) is env
-    assert type(came(config).env) is env
+    assert type(pickle.loads(pickle.dumps(config)).env) is env
 
 
 _NEEDS: dict[type[EnvConfig], list[str]] = {

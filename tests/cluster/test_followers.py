@@ -52,12 +52,6 @@ def end(made: ActorFollowers) -> None:
         ray.kill(actor)
 
 
-def test_each_gets_its_argument_and_results_are_by_rank() -> None:
-    made = followers()
-    assert results(made, "step", ["a", "b"]) == [(1, "a"), (2, "b")]
-    end(made)
-
-
 def test_lanes_run_side_by_side() -> None:
     made = followers()
     with made("wait", [60, 60], "main") as waits:
@@ -110,13 +104,6 @@ def test_a_dead_follower_is_left_to_its_own_heartbeat() -> None:
             answers()
         made.check()
         made.check()
-    end(made)
-
-
-def test_a_follower_that_dies_is_no_silence() -> None:
-    made = followers()
-    with pytest.raises(errors.RayActorError):
-        results(made, "fail", ["dies", ""])
     end(made)
 
 

@@ -175,16 +175,6 @@ class SlowRun:
 WORKER = "rollout worker 0"
 
 
-@pytest.mark.parametrize("seconds", [1500, 1800, 3 * 3600])
-def test_a_long_answer_of_an_engine_that_works_is_let_be(seconds: int) -> None:
-    """30,000 tokens at 20 a second; half an hour; an episode of three hours."""
-    run = SlowRun(2, {"policy engine 0": lambda now: now - 4})
-    run.run(until=seconds)
-    assert not run.said and not run.buried
-    assert run.sampled == {0: 1, 1: 1}, "none was begun twice"
-    assert not run.ledger.status().pending and run.ledger.status().set_aside == 0
-
-
 def test_an_engine_that_stands_still_is_found_among_those_that_work() -> None:
     """It answers its heartbeats; its counter does not move from 100 s on."""
     run = SlowRun(2, {"policy engine 0": lambda now: min(now, 100)})
