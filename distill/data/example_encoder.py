@@ -39,16 +39,19 @@ class ExampleEncoder:
     def completion(self, prompt: str, completion: str) -> MaskedTokens:
         """A prompt, its completion encoded as what follows it, and the EOS.
 
+        A completion that ends with a stop token gets no other.
+
         Raises:
             DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
         """
-        end = np.int32(self.end)
         prompt_T = render_text(self.tokenizer, prompt)
         if self.exact:
             answer_T = require_continuation(self.tokenizer, prompt_T, completion)
         else:
             answer_T = closest_continuation(self.tokenizer, prompt_T, completion)
-        tokens_T = np.concatenate([prompt_T, np.append(answer_T, end)])
+        if not np.isin(answer_T[-1:], self.ends).any():
+            answer_T = np.append(answer_T, np.int32(self.end))
+        tokens_T = np.concatenate([prompt_T, answer_T])
         mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
         return self._checked(MaskedTokens(tokens_T=tokens_T, loss_mask_T=mask_T))
 
@@ -65,6 +68,11 @@ class ExampleEncoder:
         if not self.stop_ids:
             raise DataError("the tokenizer has no EOS token: a completion could never end; set one")
         return min(self.stop_ids)
+
+    @property
+    def ends(self) -> list[int]:
+        """`end`, and the stop tokens. Raises as `end`."""
+        return [self.end, *self.stop_ids]
 
     def conversation(
         self,

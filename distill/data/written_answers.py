@@ -34,7 +34,7 @@ def written_sample(
         DataError: it cannot be encoded, or is no token.
     """
     tokens_T = _turn(encoder, prompt, text) if ended else _cut(encoder, prompt, text)
-    is_stop_T = np.isin(tokens_T, _stops(encoder))
+    is_stop_T = np.isin(tokens_T, encoder.ends)
     if is_stop_T.any():
         tokens_T = tokens_T[: int(np.argmax(is_stop_T)) + 1]
     tokens_T = tokens_T[:max_new_tokens]
@@ -49,10 +49,6 @@ def written_sample(
     )
 
 
-def _stops(encoder: ExampleEncoder) -> list[int]:
-    return [encoder.end, *encoder.stop_ids]
-
-
 def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
     """The answer's tokens through a stop token, as recipe=sft trains them."""
     if prompt.messages:
@@ -63,9 +59,9 @@ def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
     tokens_T = chain.tokens_T[chain.loss_mask_T]
     if prompt.messages and is_begun(prompt.messages):
         spoken = encode(encoder.tokenizer, text, add_special_tokens=False)
-        end_T = tokens_T[-1:] if tokens_T[-1] in _stops(encoder) else tokens_T[:0]
+        end_T = tokens_T[-1:] if tokens_T[-1] in encoder.ends else tokens_T[:0]
         tokens_T = np.concatenate([np.asarray(spoken, np.int32), end_T])
-    if len(tokens_T) and tokens_T[-1] in _stops(encoder):
+    if len(tokens_T) and tokens_T[-1] in encoder.ends:
         return tokens_T
     return np.append(tokens_T, np.int32(encoder.end))  # the template writes none
 

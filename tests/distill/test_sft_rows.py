@@ -46,6 +46,14 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     assert row.source.endswith("data.jsonl:1")
 
 
+def test_a_completion_that_ends_with_the_eos_gets_no_other(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ended = GOOD | {"completion": GOOD["completion"] + str(tokenizer.eos_token)}
+    first, second = load(tmp_path, tokenizer, GOOD, ended)
+    assert facts(first) == facts(second)
+
+
 def test_messages_answer_a_prompt_as_what_the_user_says(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
