@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
 from actors.sglang.admin import ServerAdmin
 from distill.errors import EngineError
 from distill.pace import loading_s
 from distill.weights.adapter import AdapterTensors
+
+logger = logging.getLogger(__name__)
 
 
 class Traffic:
@@ -112,22 +115,28 @@ class Adapters:
             "expected_checksums": dict(adapter.checksums),
         }
         allowance_s = loading_s(len(payload) * facts.ranks)
+        self._held[name] = Traffic()
         try:
             await self._admin.order(
                 "/load_lora_adapter_from_tensors", body, allowance_s=allowance_s
             )
         except EngineError:
-            with suppress(EngineError):  # an answer that was lost leaves it there
-                await self._admin.order("/unload_lora_adapter", {"lora_name": name})
+            await self._unload(name)  # an answer that was lost leaves it there
             raise
-        self._held[name] = Traffic()
         self.newest, self.version = name, version
         for other, requests in list(self._held.items()):
             if other != name and not requests.under_way:
                 await self._unload(other)
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter once no request uses it."""
+        """Unload an adapter once no request uses it, and forget it, whatever the server answers.
+
+        SGLang gives up the name first. One that it never heard of it evicts by itself when it is
+        full: as nobody uses it, it is the least recently used.
+        """
         await self._held[name].ended()
-        await self._admin.order("/unload_lora_adapter", {"lora_name": name})
+        try:
+            await self._admin.order("/unload_lora_adapter", {"lora_name": name})
+        except EngineError as error:
+            logger.warning("the adapter %s may not be unloaded: %s", name, error)
         del self._held[name]

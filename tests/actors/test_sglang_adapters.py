@@ -70,6 +70,7 @@ class AdapterServer(MisbehavingServer):
         self.let_go.set()
         self.in_use: list[str | None] = []
         self.refuses = ""  # an order
+        self.loses = ""  # an order, after it was carried out
         self.unloads = asyncio.Event()
         self.unloads.set()
         self.asked_to_unload = 0
@@ -90,6 +91,8 @@ class AdapterServer(MisbehavingServer):
             await self.unloads.wait()
         if request.path.endswith("lora_adapter") or "lora_adapter_from" in request.path:
             refusal = "on purpose" if request.path == self.refuses else self.order(body)
+            if request.path == self.loses:
+                return web.Response(status=500, text="the answer is lost")
             told = {"success": refusal is None, "error_message": refusal}
             return web.json_response(told, status=400 if refusal else 200)
         return await super().handle(request)
@@ -257,6 +260,22 @@ def test_an_adapter_that_does_not_load_leaves_the_one_before() -> None:
         server.refuses = ""
         await engine.load_weights(adapter(), 2)  # tried again
         assert (await engine.generate(ASK))[0].versions_T[0] == 2
+
+    run(server, story)
+
+
+def test_an_unload_without_an_answer_keeps_no_later_adapter_out() -> None:
+    server = AdapterServer(max_loaded_loras=2)
+
+    async def story(engine: SglangEngine) -> None:
+        await engine.load_weights(adapter(), 1)
+        server.loses = "/unload_lora_adapter"
+        await engine.load_weights(adapter(), 2)
+        for version in (3, 4):
+            server.loses = ""
+            await engine.load_weights(adapter(), version)
+            assert (await engine.generate(ASK))[0].versions_T[0] == version
+        assert len(server.held) == 1
 
     run(server, story)
 
