@@ -15,7 +15,7 @@
   a step's groups           deliveries                      Watchdog: nobody makes progress
   the learner's step        load, train, push               no_progress_s without progress of it
   an evaluation             its responses                   no_progress_s, after five tries
-  a checkpoint              the learner, its writer         no_progress_s; 600 s after a signal
+  a checkpoint              the learner, its writer         no_progress_s; 600 s where the run ends
   a full disk               room on it                      1,800 s, then the run fails
   last canaries             answers of scorers              30 s after a signal
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.base.outcomes import Interrupted, LearnerLost
+from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import SupervisedConfig
@@ -95,6 +95,7 @@ class Run:
         self.step, self.steps = context.first_step, context.config.steps
         self.checkpoints = Checkpoints(actors, context, evaluations)
         self._begun: Any = None  # the learner's call of the step that it computes
+        self._failed_after: int | None = None  # the step before the one whose work failed last
 
     def to_the_end(self) -> None:
         """Run until the last step, and raise the reason of an early end; all actors are ended."""
@@ -143,7 +144,7 @@ class Run:
         self.evaluations.collect()
         waited_s = self.actors.wait_for_groups()
         self._begun = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
-        metrics = self.actors.driver.ask_learner("the learner's step", self._begun)
+        metrics = self.actors.driver.ask_learner("the learner's step", self._begun, repeatable=True)
         self.trained(metrics)
         self.checkpoints.after_step(self.step)  # copied, and written beside the next steps
 
@@ -161,8 +162,15 @@ class Run:
             self.actors.ask_canaries(self.step)
 
     def recover(self, lost: LearnerLost) -> None:
-        """Bring back the learner, from the newest checkpoint before its weights were bad."""
+        """Bring back the learner, from the newest checkpoint before its weights were bad.
+
+        Raises LearnerFailed if the work of one step has failed twice: it was not by chance.
+        """
         while True:
+            if isinstance(lost, LearnerFailed):
+                if self._failed_after == self.step:
+                    raise lost
+                self._failed_after = self.step
             self._begun = None
             self.checkpoints.forget()
             try:

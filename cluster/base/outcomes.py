@@ -71,6 +71,13 @@ class LearnerLost(ActorLost):
     before: int | None = None
 
 
+class LearnerFailed(LearnerLost):
+    """A learner worker lives, and its work raised an error that no setting mends.
+
+    As if it had died; but the second time at the same step the run ends.
+    """
+
+
 class Interrupted(Exception):
     """The user (SIGINT), the scheduler (SIGTERM) or a lost terminal (SIGHUP) ends the run.
 

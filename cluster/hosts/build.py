@@ -25,7 +25,12 @@ from cluster.hosts.actors import deferred, early_on_all_gpus, here, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, teacher_weights
-from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
+from cluster.hosts.learners import (
+    LEADER_GROUPS,
+    LearnerActors,
+    policy_learners,
+    rollout_log,
+)
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.engines import RunEngines, by_turns
 from cluster.placement.places import Places
@@ -387,7 +392,8 @@ class RolloutCast:
         config, directory = self._config, self._directory
         keeper = self._make(
             Keeper,
-            self._here() | _ASIDE | {"name": self._name(KEEPER, 0, attempt)},
+            self._here()
+            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, attempt)},
             config,
             queue=queue,
             directory=directory,

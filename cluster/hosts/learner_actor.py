@@ -88,6 +88,7 @@ class LearnerActor:
         return self._loop.begin_save()
 
     def written(self, wait: bool) -> Written | None:
+        """See `CheckpointWriter.written`; in `JOIN_GROUP`, it waits for no other call."""
         return self._loop.writer.written(wait=wait)
 
     def publish(self) -> str:

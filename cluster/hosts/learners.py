@@ -49,6 +49,7 @@ from learner.loop import GroupSource
 from learner.process_group import Membership, WorkerGroup, open_store
 from learner.trace import Tracing
 
+LEADER_GROUPS = {HEALTH_GROUP: 1, JOIN_GROUP: 1}
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
 # Steps between two of which keep=sample keeps a group.
@@ -201,7 +202,7 @@ def make_learners(
         leads = replace(member, followers=ActorFollowers(actors=followers, timeout_s=timeout_s))
     leader = make(
         LearnerActor,
-        options(0, {HEALTH_GROUP: 1, JOIN_GROUP: 1}),
+        options(0, LEADER_GROUPS),
         build,
         leads,
     )

@@ -15,6 +15,7 @@ from cluster.base.outcomes import RunFailed
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
+from cluster.supervision.supervise import JOIN_GROUP
 from distill.durable_files import is_full
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
@@ -25,9 +26,8 @@ from learner.checkpoint_writer import Written
 _SAVE_TRIES = 10
 SAVE_PAUSE_S, _LONGEST_PAUSE_S = 3.0, 30.0
 FULL_S = 1800.0
-# Longest that a run which ends waits for its last checkpoint: a signal's, and a failure's.
+# Longest that a run which ends, by a signal or a failure, waits for its last checkpoint.
 _LAST_S = 600.0
-_RESCUE_S = 120.0
 
 
 class Checkpoints:
@@ -86,7 +86,7 @@ class Checkpoints:
 
     def at_once(self) -> None:
         """The checkpoint of the last whole step, whatever signals come."""
-        self._finish(_LAST_S)
+        self._finish()
         deadline = time.monotonic() + _LAST_S
         while True:
             saving = self._actors.learner.save.remote()
@@ -104,7 +104,7 @@ class Checkpoints:
     def rescue(self) -> None:
         """The run fails: the checkpoint that is being written is worth its end all the same."""
         try:
-            self._finish(_RESCUE_S)
+            self._finish()
         except (RunFailed, IsothermError) as error:
             step, self._writing = self._writing, None
             why = f"the checkpoint of step {step} was being written when the run failed: {error}"
@@ -127,13 +127,16 @@ class Checkpoints:
         if self._writing is not None:
             self._note(self._ask(self._actors.learner.written.remote(wait)))
 
-    def _finish(self, timeout: float) -> None:
-        """Waits, while nobody polls, for the one that is being written."""
+    def _finish(self) -> None:
+        """Waits, while nobody polls, for the one that is being written.
+
+        Its thread needs no step to end, one say that waits for a worker which has failed.
+        """
         if self._writing is None:
             return
-        written = self._actors.learner.written.remote(True)
+        written = self._actors.learner.written.options(concurrency_group=JOIN_GROUP).remote(True)
         try:
-            self._note(self._driver.value("writing a checkpoint", written, timeout=timeout))
+            self._note(self._driver.value("writing a checkpoint", written, timeout=_LAST_S))
         except CheckpointError as error:
             self._writing = None
             self._context.unsaved(error, again=False)
@@ -142,7 +145,7 @@ class Checkpoints:
         """The learner's answer; None if it could not write."""
         began = time.monotonic()
         try:
-            return self._driver.ask_learner("saving a checkpoint", reference)
+            return self._driver.ask_learner("saving a checkpoint", reference, repeatable=True)
         except CheckpointError as error:
             self._writing = None
             now = time.monotonic()

@@ -26,6 +26,7 @@ from cluster.base.outcomes import (
     CallFailed,
     Diverged,
     Interrupted,
+    LearnerFailed,
     LearnerLost,
     OutOfMemory,
     RunFailed,
@@ -35,7 +36,7 @@ from cluster.handles import calls, errors
 from cluster.handles.failures import dead_among, is_death, reason_of, root_cause
 from cluster.placement.roles import LEARNER
 from cluster.supervision.supervise import Member, State, Supervisor, WorkFailed
-from distill.errors import EngineLost, IsothermError, NonFiniteError
+from distill.errors import EngineError, EngineLost, IsothermError, NonFiniteError
 from distill.lookup import listed
 
 # Seconds between two polls of signals and actors: in a wait, and while actors start.
@@ -157,15 +158,28 @@ class Driver:
         except WorkFailed as error:
             assert isinstance(error.__cause__, errors.RayError)
             failed = self._explained("the learner's work", error.__cause__, LearnerLost)
-            lost = LearnerLost(str(failed)) if isinstance(failed, CallFailed) else failed
+            lost = LearnerFailed(str(failed)) if isinstance(failed, CallFailed) else failed
             raise lost from error
 
-    def ask_learner(self, what: str, reference: Any) -> Any:
+    def ask_learner(self, what: str, reference: Any, *, repeatable: bool = False) -> Any:
         """Value of a call of the learner, which may take any time while it makes progress.
 
         Raises as `call` does, and LearnerLost if the learner dies or hangs.
+
+        Args:
+            repeatable: such work can be done again from a checkpoint: an error of the learner's
+                own raises LearnerFailed in place of CallFailed.
         """
-        return self.wait_for(self.answer(what, reference, LEARNER, LearnerLost))
+        return self.wait_for(self._of_learner(what, reference, repeatable))
+
+    async def _of_learner(self, what: str, reference: Any, repeatable: bool) -> Any:
+        try:
+            return await self.answer(what, reference, LEARNER, LearnerLost)
+        except CallFailed as failed:
+            assert failed.__cause__ is not None
+            if repeatable and not isinstance(root_cause(failed.__cause__), EngineError):
+                raise LearnerFailed(str(failed)) from failed
+            raise
 
     def call(self, what: str, reference: Any) -> Any:
         """The value of an actor call.

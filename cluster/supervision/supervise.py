@@ -35,7 +35,7 @@ from distill.errors import IsothermError
 
 # Concurrency groups: what overtakes long calls.
 HEALTH_GROUP = "health"  # heartbeats
-JOIN_GROUP = "join"  # engines that join while the learner computes
+JOIN_GROUP = "join"  # engines that join while the learner computes; waits for its writer
 _BEAT_S = 2.0
 _LOOK_S = 0.5  # at an answer that takes long
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0

@@ -12,9 +12,11 @@ from ray.exceptions import RayTaskError
 
 import cluster.runtime.driver
 from cluster.base.background import Background
-from cluster.base.outcomes import ActorLost, LearnerLost, RunFailed
+from cluster.base.outcomes import ActorLost, CallFailed, LearnerFailed, LearnerLost, RunFailed
+from cluster.handles.local_actor import LocalActor
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import State
+from distill.errors import EngineError
 
 
 class Starting:
@@ -34,6 +36,9 @@ class Starting:
 
     def members(self, role: str, *states: State) -> list[Any]:
         return [m for m in self._members if m.role == role and (not states or m.state in states)]
+
+    def critical(self) -> dict[str, Any]:
+        return {}
 
     async def _answer(self, answers: int) -> None:
         for _ in range(answers):
@@ -96,3 +101,21 @@ def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
     supervisor.background.start(watch())
     with pytest.raises(LearnerLost):
         driver(supervisor, 60).wait_for(answer())
+
+
+def test_an_error_of_the_learner_s_own_is_not_that_of_an_engine() -> None:
+    """The work can be done again; engines that take no weights would not take them then either."""
+    supervisor = Starting(answers=0)
+
+    def of(error: Exception) -> type[Exception]:
+        def step() -> None:
+            raise error
+
+        actor = LocalActor(SimpleNamespace, step=step)
+        with pytest.raises(RunFailed) as raised:
+            driver(supervisor, 60).ask_learner("a step", actor.step.remote(), repeatable=True)
+        actor.end()
+        return raised.type
+
+    assert of(OSError("a broken disk")) is LearnerFailed
+    assert of(EngineError("no engine took the weights")) is CallFailed

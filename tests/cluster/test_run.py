@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 
 import cluster.recipes.checkpoints
 from cluster.base.background import Background
-from cluster.base.outcomes import Interrupted, LearnerLost, RunFailed
+from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
 from cluster.recipes.validation import NoEvaluations
 from cluster.run import Run
@@ -26,13 +28,20 @@ from learner.checkpoint_writer import Written
 
 
 class Writing:
-    """A learner: a checkpoint that is begun is complete after so many further steps, or fails."""
+    """A learner: a checkpoint that is begun is complete after so many further steps, or fails.
 
-    def __init__(self, told: list[str], takes: int, fails: set[int]) -> None:
-        self._told, self._takes, self._fails = told, takes, fails
+    Its third step fails by each error in `broken`.
+    """
+
+    def __init__(
+        self, told: list[str], takes: int, fails: set[int], broken: list[str] | None = None
+    ) -> None:
+        self._told, self._takes, self._fails, self._broken = told, takes, fails, broken
         self._step = self._begun = 0
 
     def step(self, _waited_s: float) -> dict[str, float]:
+        if self._step == 2 and self._broken:
+            raise OSError(self._broken.pop())
         self._step += 1
         return {"step": self._step}
 
@@ -66,7 +75,7 @@ class Actors(LearnerAlone):
     """A learner and nothing else; notes what it is told, in order."""
 
     def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
-        idle: Any = SimpleNamespace(background=Background(), critical=list)
+        idle: Any = SimpleNamespace(background=Background(), critical=dict)
         self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
         self._told, self._make = told, make
         self.leader = make()
@@ -100,11 +109,13 @@ class Actors(LearnerAlone):
 class Scene:
     """A run over such a learner; what happened in it, in order."""
 
-    def __init__(self, takes: int = 2, fails: set[int] | None = None) -> None:
+    def __init__(
+        self, takes: int = 2, fails: set[int] | None = None, broken: list[str] | None = None
+    ) -> None:
         self.told: list[str] = []
         self.metrics: list[dict[str, float]] = []
         self.actors = Actors(
-            self.told, lambda: LocalActor(Writing, self.told, takes, fails or set())
+            self.told, lambda: LocalActor(Writing, self.told, takes, fails or set(), broken)
         )
 
     def record(self, metrics: dict[str, float]) -> None:
@@ -230,6 +241,49 @@ def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said:
     with pytest.raises(RunFailed):
         run.train()
     assert run.told[-2:] == ["waited for 2", said]
+
+
+class Stuck(Writing):
+    """A learner whose fourth step waits for a worker that has failed; its writer does not."""
+
+    def __init__(self, told: list[str], waits: threading.Event, over: threading.Event) -> None:
+        super().__init__(told, takes=9, fails=set())
+        self._waits, self._over = waits, over
+
+    def step(self, _waited_s: float) -> dict[str, float]:
+        if self._step == 3:
+            self._waits.set()
+            self._over.wait()
+        return super().step(_waited_s)
+
+
+def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck() -> None:
+    run, waits, over = Scene(), threading.Event(), threading.Event()
+    run.actors.leader = LocalActor(Stuck, run.told, waits, over)
+
+    async def heartbeat() -> None:
+        await asyncio.to_thread(waits.wait)
+        raise RunFailed("a worker has no memory")
+
+    run.actors.driver.background.start(heartbeat())
+    with pytest.raises(RunFailed):
+        run.train()
+    assert run.told[-2:] == ["waited for 2", "saved 2"]
+    over.set()
+    run.actors.driver.background.close()
+
+
+def test_a_step_whose_work_fails_is_done_again_from_a_checkpoint_and_once() -> None:
+    run = Scene(broken=["a broken disk"])
+    assert run.train(steps=3).step == 3
+    assert run.told == [
+        *("step 1", "step 2", "saving 2", "recovered"),
+        *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
+    ]
+    run = Scene(broken=["a broken disk", "a broken disk"])
+    with pytest.raises(LearnerFailed):
+        run.train(steps=3)
+    assert run.told.count("recovered") == 1
 
 
 def test_a_lost_learner_takes_its_copy_with_it() -> None:

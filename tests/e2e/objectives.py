@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +28,21 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> 
     return -(logprobs_N - old_N).exp() * advantages_N
 
 
-FAILS_ON_A_FOLLOWER = "tests.e2e.objectives:fails_on_a_follower"
-FAILURE = "ISOTHERM_TEST_FAILURE"  # names a file, which the failure removes
+FAILS_ON_A_WORKER = "tests.e2e.objectives:fails_on_a_worker"
+FAILURE = "ISOTHERM_TEST_FAILURE"  # names a file of the worker's rank, which the failure removes
 
 
-def fails_on_a_follower(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """`policy_gradient`; if the file `FAILURE` is there, the backward pass of worker 1 fails, not
+def fails_on_a_worker(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """`policy_gradient`; if the file `FAILURE` is there, the backward pass of a worker fails, not
     this function: an error of a user's function would end the run."""
-    if dist.is_initialized() and dist.get_rank() == 1:
+    if dist.is_initialized():
         logprobs_N.register_hook(_fail_once)
     return policy_gradient(logprobs_N, old_N, advantages_N)
 
 
 def _fail_once(_gradient_N: Tensor) -> None:
-    failure = Path(os.environ[FAILURE])
-    if failure.exists():
-        failure.unlink()
-        raise OSError("worker 1 has a broken disk")
+    failure, rank = Path(os.environ[FAILURE]), dist.get_rank()
+    with suppress(FileNotFoundError):
+        if failure.read_text() == str(rank):
+            failure.unlink()
+            raise OSError(f"worker {rank} has a broken disk")

@@ -33,7 +33,7 @@ from tests.e2e.harness import (
     trained_groups,
     wait_until,
 )
-from tests.e2e.objectives import FAILS_ON_A_FOLLOWER, FAILURE, POLICY_GRADIENT
+from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE, POLICY_GRADIENT
 from tests.families import family_dir
 
 pytestmark = pytest.mark.e2e
@@ -161,24 +161,27 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_while_others_wait_for_it_takes_all_back(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process lives, so no collective of the leader fails: the leader must not wait for it
     until `cluster.no_progress_s`, which is longer than the harness waits."""
     out, failure = tmp_path / "run", tmp_path / "failure"
     monkeypatch.setenv(FAILURE, str(failure))
     arguments = opd_arguments(
-        tiny_pair, out, steps=12, eval_size=1, learner_workers=2, loss=FAILS_ON_A_FOLLOWER
+        tiny_pair, out, steps=12, eval_size=1, learner_workers=2, loss=FAILS_ON_A_WORKER
     )
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 3, process)
-    failure.touch()
+    whole = failure.with_name("whole")
+    whole.write_text(str(rank))
+    whole.rename(failure)
     code, output = finish(process)
     assert code == 0 and not failure.exists(), output
     assert [event["who"] for event in events(out, "restart")] == ["learner"]
     [death] = events(out, "death")
-    assert "worker 1 has a broken disk" in death["why"]
+    assert f"worker {rank} has a broken disk" in death["why"]
     assert [step["step"] for step in metrics(out)] == list(range(1, 13))
 
 
