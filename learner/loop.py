@@ -93,6 +93,10 @@ class Keep(Protocol):
         step."""
         ...
 
+    def flush(self) -> None:
+        """Write what a full disk did not take."""
+        ...
+
 
 class Record(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
@@ -318,7 +322,10 @@ class PolicyLoop:
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the current state: weights, optimizer, RNG, trained groups."""
-        return self.writer.save(self.step_count, self._trained.to_json())
+        saved = self.writer.save(self.step_count, self._trained.to_json())
+        if self._keep is not None:  # the disk has room, and this may be the run's end
+            self._keep.flush()
+        return saved
 
     def begin_save(self) -> Checkpoint | None:
         """Begin a checkpoint of the current state: see `CheckpointWriter.begin`."""

@@ -130,9 +130,11 @@ class Keeper:
 
     def save(self) -> Checkpoint:
         """Marks the present step, which a resumed run goes on from."""
-        return self._store.save(
+        saved = self._store.save(
             step=self._step_count, write=_nothing, delivery=self._kept.to_json()
         )
+        self._rollouts.flush()
+        return saved
 
     def begin_save(self) -> Checkpoint:
         return self.save()

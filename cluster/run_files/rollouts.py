@@ -101,6 +101,10 @@ class RolloutLog:
             made |= {"step_tokens": tokens} if tokens else {}
             tokens, line = [], json.dumps(made, separators=(",", ":"))
             self._lines.append(line.encode(), later=True)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait for space on the disk."""
         self._lines.flush()
 
     def rewind(self, step: int) -> None:

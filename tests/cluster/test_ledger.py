@@ -11,12 +11,10 @@ import json
 import logging
 import os
 import random
-import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from distill.errors import DataError
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
+from tests.full_disk import files_of_at_most
 
 LEASE_S = 100.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -798,17 +797,6 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
             list(read_journal(path))
 
 
-@contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize(
     ("room", "complaint"), [(0, os.strerror(errno.EFBIG)), (10, "it took a part")]
 )
@@ -819,7 +807,7 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(
     journal = Journal(path)
     journal.record("end", n=0)
     whole = path.stat().st_size
-    with caplog.at_level(logging.WARNING), disk_of(whole + room):
+    with caplog.at_level(logging.WARNING), files_of_at_most(whole + room):
         for n in (1, 2, 3):
             journal.record("end", n=n)
         journal.sync()

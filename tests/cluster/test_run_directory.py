@@ -7,12 +7,10 @@ import hashlib
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from distill.settings import fields_of, path_of
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
+from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
@@ -492,17 +491,6 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(
         directory.write_json(name, {})
     assert name in str(refused.value) and "\n" not in str(refused.value)
     assert not list(directory.path.glob(".*.partial"))
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Refuse to make any file longer, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: NewOpd) -> None:

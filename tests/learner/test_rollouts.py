@@ -127,6 +127,9 @@ class KeepAll:
     def keep(self, *kept: Any) -> None:
         self.kept.append(kept)
 
+    def flush(self) -> None:
+        """Nothing waits."""
+
 
 def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a loop, as its leader sees them."""
