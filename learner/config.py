@@ -10,7 +10,7 @@ import chz
 from chz.mungers import default_munger
 
 from distill.errors import ConfigError
-from distill.rules import above, at_least, needs, not_with, setting
+from distill.rules import above, at_least, below, needs, not_with, setting
 from distill.settings import ADAPTER, ESSENTIAL, MAY_CHANGE, Section, by_names, section_field
 from distill.stops import StopTokens
 
@@ -132,6 +132,12 @@ class LearnerSettings:
     )
     weight_decay: float = setting(
         at_least(0), default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
+    )
+    adam_beta1: float = setting(
+        at_least(0), below(1), default=0.9, doc="decay of AdamW's first moments"
+    )
+    adam_beta2: float = setting(
+        at_least(0), below(1), default=0.95, doc="decay of AdamW's second moments"
     )
     max_grad_norm: float = setting(
         above(0), default=1.0, doc="largest norm of the gradient; larger ones are scaled down to it"

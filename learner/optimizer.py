@@ -21,8 +21,6 @@ from learner.own_teacher import SUFFIX
 from learner.sharding import local
 from learner.state import read_tensors, tensor_sizes
 
-# Decays of AdamW's first and second moments.
-BETAS = (0.9, 0.95)
 # What AdamW keeps of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 # Far above AdamW's eps: a first step by such a gradient has the size of the learning rate.
@@ -42,7 +40,7 @@ def build_optimizer(model: nn.Module, settings: LearnerSettings) -> torch.optim.
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.lr,
-        betas=BETAS,
+        betas=(settings.adam_beta1, settings.adam_beta2),
         fused=True,
     )
 

@@ -56,6 +56,7 @@ MAY_CHANGE = {
 MUST_STAY = {
     "chat_date": "2026-01-31",
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
+    "adam_beta1": 0.8, "adam_beta2": 0.98,
     "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher.model": "other",
     "prompts": "other",
     "sampling.temperature": 0.8, "prompts_per_step": 3, "sampling.group_size": 3,

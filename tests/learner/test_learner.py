@@ -200,8 +200,9 @@ def test_clipping_keeps_the_direction(new_learner: NewLearner) -> None:
 def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner) -> None:
     """Loshchilov & Hutter 2019, algorithm 2, in float64, with a warm-up and a linear schedule."""
     learner = new_learner(
-        lr=1e-3, weight_decay=0.1, lr_schedule="linear", warmup_steps=2, total_steps=4
-    )
+        lr=1e-3, weight_decay=0.1, lr_schedule="linear", warmup_steps=2, total_steps=4,
+        adam_beta1=0.8, adam_beta2=0.98,
+    )  # fmt: skip
     expected = {name: p.detach().double() for name, p in learner.model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in expected.items()}
     second = {name: torch.zeros_like(p) for name, p in expected.items()}
@@ -211,12 +212,12 @@ def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner
         assert step(learner, ROWS)["train/lr"] == pytest.approx(rate)
         for name, gradient in gradients(learner).items():
             gradient = gradient.double()
-            first[name] = 0.9 * first[name] + 0.1 * gradient
-            second[name] = 0.95 * second[name] + 0.05 * gradient**2
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.98 * second[name] + 0.02 * gradient**2
             if expected[name].ndim == 2:
                 expected[name] = expected[name] * (1 - rate * 0.1)
-            scale = (second[name] / (1 - 0.95**number)).sqrt() + 1e-8
-            expected[name] = expected[name] - rate * first[name] / (1 - 0.9**number) / scale
+            scale = (second[name] / (1 - 0.98**number)).sqrt() + 1e-8
+            expected[name] = expected[name] - rate * first[name] / (1 - 0.8**number) / scale
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-5)
 
