@@ -30,7 +30,7 @@ class ScriptedJudge:
     """Says what `script` has; counts what it is asked, and how many ask at once.
 
     `delay_s` is how long it thinks, `finish_reason` why it ends; `page` is answered instead of a
-    completion.
+    completion. Nobody is answered before `meets` requests have been there at once.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ScriptedJudge:
         self.page: str | None = None
         self.page_kind = "text/html"
         self.page_status = 200
-        self.at_once = self.most_at_once = 0
+        self.at_once = self.most_at_once = self.meets = 0
         self.url = ""
 
     @property
@@ -70,6 +70,8 @@ class ScriptedJudge:
 
     async def _judged(self, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
+        while self.most_at_once < self.meets:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(self.delay_s)
         messages = body["messages"]
         said = self.script(messages[-1]["content"], material(messages[0]["content"]))

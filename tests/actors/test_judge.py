@@ -153,7 +153,7 @@ def test_a_long_answer_is_cut_and_said(server: ScriptedJudge, judge: Judge) -> N
 
 
 def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge) -> None:
-    server.delay_s = 0.05
+    server.meets, server.delay_s = 3, 0.05
     few = replace(judge, max_concurrent=3)
 
     async def many() -> list[float]:

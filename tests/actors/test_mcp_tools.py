@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,9 @@ def variable(name: str) -> str:
     return os.environ.get(name, "unset")
 
 if len(sys.argv) > 2:
-    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+    import socket, uvicorn
+    app = uvicorn.Config(server.streamable_http_app(), log_level="warning")
+    uvicorn.Server(app).run(sockets=[socket.socket(fileno=int(sys.argv[2]))])
 else:
     server.run("stdio")
 '''
@@ -264,23 +265,17 @@ def test_the_server_sees_no_variable_that_is_not_named(
 def test_a_running_server_is_spoken_to_by_its_url(
     tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = subprocess.Popen([*shlex.split(command(server)), str(port)])
-    try:
-        began = time.monotonic()
-        while time.monotonic() - began < DEADLINE_S:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{port}/mcp"
-        policy = Scripted(tokenizer, [call("add", {"number": 42}), "42"])
-        play(dataset(tokenizer, server, tmp_path, mcp_command="", mcp_url=url), policy)
-        assert "the sum is 42" in policy.seen[1]
-    finally:
-        running.kill()
-        running.wait()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        file, (host, port) = listening.fileno(), listening.getsockname()
+        running = subprocess.Popen([*shlex.split(command(server)), str(file)], pass_fds=[file])
+        url = f"http://{host}:{port}/mcp"
+        try:
+            policy = Scripted(tokenizer, [call("add", {"number": 42}), "42"])
+            play(dataset(tokenizer, server, tmp_path, mcp_command="", mcp_url=url), policy)
+            assert "the sum is 42" in policy.seen[1]
+        finally:
+            running.kill()
+            running.wait()
 
 
 def test_some_of_the_tools_and_others_besides(server: Path) -> None:

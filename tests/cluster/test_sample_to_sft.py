@@ -117,7 +117,7 @@ def test_two_sources_are_sampled_apart(tiny_pair: TinyPair, tmp_path: Path) -> N
 def test_an_endpoint_gives_a_prompt_s_samples_at_once(
     endpoint: ScriptedJudge, tmp_path: Path, places: int, most: int
 ) -> None:
-    endpoint.delay_s = 0.5
+    endpoint.meets, endpoint.delay_s = most, 0.1
     prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a"})
     asked = [
         f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", "samples=4",
