@@ -1,4 +1,4 @@
-"""Settings: ranges, names, help, exit codes, and that all of it crosses a process."""
+"""Settings: ranges, names, help and exit codes."""
 
 from __future__ import annotations
 
