@@ -23,6 +23,7 @@ replica.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ _SAY_EVERY_S = 10.0
 _SAY_FROM_S = 1.0
 # How long what the head said of a placement group is believed, seconds.
 _TABLE_S = 0.4
+# How long a run holds a part of what it needs, and how long it gives that back, seconds. Ray tries
+# a waiting group again within a second. The first is random, so that of two runs one gives back.
+_HELD_S, _GIVEN_BACK_S = (30.0, 60.0), 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,9 +141,7 @@ class Placement:
         """
         try:
             self._require_possible()
-            for name, group in self._planned().items():
-                self._groups[name] = self._create(name, group)
-            self._assign_bundles()
+            self._create_all()
             self._wait(deadline_s, say, poll)
         except BaseException:
             self.release()
@@ -226,6 +228,11 @@ class Placement:
         for group in groups.values():
             remove_placement_group(group)
 
+    def _create_all(self) -> None:
+        for name, group in self._planned().items():
+            self._groups[name] = self._create(name, group)
+        self._assign_bundles()
+
     def _create(self, name: str, planned: PlannedGroup) -> PlacementGroup:
         strategy = "PACK"
         if planned.apart or planned.together:
@@ -270,6 +277,7 @@ class Placement:
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
     ) -> None:
         started = time.monotonic()
+        held_until = random.uniform(*_HELD_S)
         said_at, said = float("-inf"), ""
         planned = self._planned()
         while unplaced := [
@@ -282,13 +290,29 @@ class Placement:
             if waited > deadline_s:
                 raise ConfigError(
                     f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
-                    "each, add nodes, wait until others have ended, or raise the deadline"
+                    "each, add nodes, wait until others have ended (ray list actors, ray list "
+                    "placement-groups), or raise the deadline"
                 )
             news = line != said or waited - said_at >= _SAY_EVERY_S
             if news and waited >= _SAY_FROM_S:
                 say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
+            if waited > held_until and len(unplaced) < len(self._groups):
+                self._give_back(poll)
+                held_until = time.monotonic() - started + random.uniform(*_HELD_S)
             time.sleep(_FIRST_POLL_S if waited < _SAY_FROM_S else _POLL_S)
+
+    def _give_back(self, poll: Callable[[], None]) -> None:
+        """Release the groups that have room, and create all of them again after a pause.
+
+        Otherwise two runs that start together could each hold what the other one waits for.
+        """
+        self.release()
+        until = time.monotonic() + _GIVEN_BACK_S
+        while time.monotonic() < until:
+            poll()
+            time.sleep(_POLL_S)
+        self._create_all()
 
     def _who(self, groups: Iterable[PlannedGroup]) -> str:
         """Roles of these groups, with what they need."""

@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -207,6 +208,39 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
     polls = iter([others.release])
     reserve(mine, poll=lambda: next(polls, lambda: None)())
     mine.release()
+
+
+@pytest.mark.slow
+def test_two_runs_that_each_hold_what_the_other_waits_for_start_one_after_the_other() -> None:
+    def run(name: str, learners: int, policies: int) -> Placement:
+        counts = {"learner": learners, "policy": policies}
+        demands = [ResourceDemand(name=n, count=c, resources=ONE) for n, c in counts.items()]
+        return Placement(demands, name=name)
+
+    others = run("third", 3, 0), run("fourth", 2, 0)
+    for other in others:
+        reserve(other)
+    runs = run("first", 3, 4), run("second", 3, 3)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(reserve, runs[0])
+        eventually(lambda: holds("first"))  # 3 of 8 CPUs, as the third run; it lacks 4
+        others[0].release()
+        second = threads.submit(reserve, runs[1])
+        eventually(lambda: holds("second"))  # 3 CPUs; it lacks 3
+        others[1].release()
+        wait([first, second], return_when=FIRST_COMPLETED)
+        assert first.done() != second.done()
+        runs[0 if first.done() else 1].release()
+        first.result()
+        second.result()
+    for each in runs:
+        each.release()
+
+
+def holds(run: str) -> bool:
+    """True if a learner's group has room, and one of policies waits."""
+    states = {g["name"]: g["state"] for g in ray.util.placement_group_table().values()}
+    return (states.get(f"{run}/learner"), states.get(f"{run}/policy")) == ("CREATED", "PENDING")
 
 
 def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
