@@ -64,9 +64,10 @@ def _importing(setting: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        remedy = ". Is the module installed, or its directory on PYTHONPATH?" if missing else ""
         raise ConfigError(
-            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "
-            "module installed, or its directory on PYTHONPATH?",
+            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}{remedy}",
             field=setting,
         ) from error
 

@@ -73,7 +73,7 @@ class Audit:
     def lines(self) -> list[str]:
         """Text of the audit for the console, by line."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
-        ended = "ended as it should" if self.ended else "did not end, or was killed"
+        ended = "ended as it should" if self.ended else "has not ended yet, or was killed"
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
         saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
         failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
