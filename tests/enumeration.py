@@ -103,12 +103,6 @@ def coarse(support: TopKFrom, whole: StateDivergence) -> StateDivergence:
     return divergence
 
 
-def truncated_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
-    """Of the teacher's likeliest tokens, and nothing for the others. Not a divergence."""
-    top = log_q_V.topk(TOP_K).indices
-    return (log_p_V[top].exp() * (log_p_V[top] - log_q_V[top])).sum()
-
-
 @dataclass(frozen=True, slots=True)
 class Estimator:
     """An objective, and the divergence whose gradient it claims to have in every state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -151,10 +151,3 @@ def written_out(how: ObjectiveConfig, made: Drawn, old: Sequence[float]) -> Writ
 
 def gradient_of(loss: Tensor, values_N: Tensor) -> list[float]:
     return torch.autograd.grad(loss, values_N, retain_graph=True)[0].tolist()
-
-
-def slope(loss: Callable[[Tensor], Tensor], at_N: Tensor, n: int, step: float = 1e-6) -> float:
-    """Central difference of `loss` in its n-th argument."""
-    nudge_N = torch.zeros_like(at_N)
-    nudge_N[n] = step
-    return (loss(at_N + nudge_N) - loss(at_N - nudge_N)).item() / (2 * step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,14 @@ from distill.objective.metrics import token_table
 from distill.objective.rows import rows_by_group
 from distill.objective.sums import meta_of
 from distill.records import TrajectoryGroupMeta
-from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
+from distill.types import (
+    Segment,
+    StopReason,
+    TokenArray,
+    TopLogprobs,
+    Trajectory,
+    TrajectoryGroup,
+)
 from tests.tiny import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -116,6 +124,24 @@ def training_row(
         source=f"row {seed}",
     )
     return replace(row, **changes)
+
+
+def after_context(
+    context_T: TokenArray, lengths: Sequence[int], temperature: float = TEMPERATURE
+) -> list[TrainingRow]:
+    """Rows of one context, of so many trained tokens each, which are their seeds."""
+    start = len(context_T)
+    rows = [training_row(start, n, seed=n, temperature=temperature) for n in lengths]
+    return [
+        replace(row, tokens_T=np.concatenate([context_T, row.tokens_T[start:]])) for row in rows
+    ]
+
+
+def answer_pair(context: int, lengths: tuple[int, int], seed: int) -> list[TrainingRow]:
+    """A preference: supervised rows of two answers to one context."""
+    chosen, rejected = (demonstration(context, n, seed=seed + n) for n in lengths)
+    tokens_T = np.concatenate([chosen.tokens_T[:context], rejected.tokens_T[context:]])
+    return [chosen, replace(rejected, tokens_T=tokens_T)]
 
 
 def demonstration(prompt: int = 3, trained: int = 4, *, seed: int = 0) -> TrainingRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from distill.weights.lending import BucketLender, LentBucket
@@ -17,6 +18,11 @@ _KEPT: deque[SharedBlock] = deque(maxlen=8)
 
 def gather_all(weights: Weights) -> dict[str, Tensor]:
     return weights.gather(names_of(weights.layouts))
+
+
+def numbers(weights: Weights) -> dict[str, np.ndarray]:
+    """Copies of them all, to be sent from a worker or kept while the weights change."""
+    return {name: tensor.clone().numpy() for name, tensor in gather_all(weights).items()}
 
 
 def shared(tensors: Mapping[str, Tensor]) -> SharedTensors:

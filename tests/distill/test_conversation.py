@@ -21,50 +21,21 @@ from distill.chat.template import chat_text, encode_chat, render_messages
 from distill.engine import Sample
 from distill.errors import ConfigError, DataError
 from distill.types import Segment, StopReason, TokenArray
-from tests.chat_templates import ADD, FORMATS, ONLY_CALLS, TEMPLATES, chat_tokenizer, stop_of
+from tests.chat_templates import (
+    ADD,
+    FORMATS,
+    ONLY_CALLS,
+    TEMPLATES,
+    call_of,
+    chat_tokenizer,
+    stop_of,
+)
 from tests.refusals import refuses
 from tests.samples import sample
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
 THANKS = {"role": "user", "content": "Thanks."}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-XML = (
-    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-BAR, GAP = "\uff5c", "\u2581"
-DEEPSEEK = (
-    "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n"
-    '{"a": 1, "b": 2}\n```<|tool_call_end|><|tool_calls_end|>'
-)
-CALLS = {
-    "qwen3-coder": XML,
-    "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]',
-    "deepseek": DEEPSEEK.replace("|", BAR).replace("_", GAP),
-    "deepseek v3.2": (
-        '<|DSML|function_calls>\n<|DSML|invoke name="add">\n'
-        '<|DSML|parameter name="a" string="false">1</|DSML|parameter>\n'
-        '<|DSML|parameter name="b" string="false">2</|DSML|parameter>\n'
-        "</|DSML|invoke>\n</|DSML|function_calls>"
-    ).replace("|", BAR),
-    "glm": (
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
-        "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-    ),
-    "gemma4": "<|tool_call>call:add{a:1,b:2}<tool_call|>",
-    "gpt-oss": ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}',
-    "kimi": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-        '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
-    ),
-    "lfm2.5": "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>",
-    "llama4": '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
-    "minimax": (
-        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
-        '<parameter name="b">2</parameter>\n</invoke>\n</minimax:tool_call>'
-    ),
-}
+CALL = call_of("qwen2.5")
 # Templates that write another turn than was sampled: without its thinking, or in a channel.
 REWRITES = ("qwq", "gpt-oss")
 
@@ -156,7 +127,7 @@ def test_a_tool_loop(family: str) -> None:
     """Only templates that drop or rewrite what was said open a new segment."""
     episode = Episode(family)
     thought = "hm\n</think>\n\n" if family in ("qwq", "opens thinking") else ""
-    call = thought + CALLS.get(family, CALL)
+    call = thought + call_of(family)
     parsed = episode.says(call)
     assert [call.name for call in parsed.calls] == ["add"] and not parsed.malformed
     extended = episode.hears(result(parsed))
@@ -257,7 +228,7 @@ def test_sampled_tokens_are_not_the_tokenizers_own_choice() -> None:
 
 def test_calls_that_the_template_refuses_are_plain_text() -> None:
     episode = Episode("llama")
-    text = ";".join([CALLS["llama"]] * 2)
+    text = ";".join([call_of("llama")] * 2)
     parsed = episode.says(text)
     assert len(parsed.calls) == 2 and "tool_calls" in episode.talk.messages[-1]
     assert episode.hears(result(parsed), result(parsed))
@@ -344,7 +315,7 @@ _HEARD = st.sampled_from(["Go on.", "  ", "<think>", "caf\u00e9 \U0001f40c", "e\
 def turns_of(draw: st.DrawFn, family: str) -> tuple[Sample, str]:
     """A turn of text, calls and random ids, with or without its end; and what is heard then."""
     tokenizer = chat_tokenizer(family)
-    call = CALLS.get(family, CALL)
+    call = call_of(family)
     texts = draw(st.lists(_TEXTS | st.sampled_from([call, call[:20]]), max_size=3))
     ids = encode_chat(tokenizer, "".join(texts)).tolist()
     ids += draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=4) | st.just([]))

@@ -127,6 +127,8 @@ def test_every_response_has_a_verdict(response: str, schema: dict, reward: float
         '{"patternProperties": {"\\\\p{L}": {}}}',
         json.dumps({"pattern": "(" * 3000 + ")" * 3000}),
         '{"not": ' * DEEP + "{}" + "}" * DEEP,
+        '{"type": "number of sorts"}',
+        "4 or so",
         "[1]",
         "NaN",
     ],
@@ -152,40 +154,11 @@ def test_every_pattern_is_one_or_refused(pattern: str) -> None:
         SingleTurn(format=pattern)
 
 
-def test_they_are_rewards_by_name() -> None:
-    assert load_reward("matches") is matches and load_reward("json_schema") is json_schema
-
-
-def test_an_answer_that_is_no_pattern_or_schema() -> None:
-    with refuses(DataError, "answer"):
-        matches("4", "(")
-    for answer in ("4 or so", '{"type": "number of sorts"}'):
-        with refuses(DataError, "answer"):
-            json_schema("4", answer)
-
-
-@pytest.mark.parametrize(
-    ("reward", "answers", "refused"),
-    [
-        ("matches", ["4", "("], True),
-        ("json_schema", ["{}", "{"], True),
-        ("json_schema", ["{}", '{"$ref": "#/a"}'], True),
-        ("exact_match", ["4", "("], False),
-    ],
-)
 def test_answers_are_read_before_anything_starts(
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    reward: str,
-    answers: list[str],
-    refused: bool,
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "4?", "answer": answer} for answer in answers]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    room = setting(tokenizer, reward=load_reward(reward))
-    if refused:
-        with refuses(DataError, "answer", names="prompts.jsonl:2:"):
-            SingleTurn()(str(path), room)
-    else:
-        assert len(SingleTurn()(str(path), room)) == 2
+    path.write_text('{"prompt": "4?", "answer": "{}"}\n{"prompt": "4?", "answer": "{"}\n')
+    assert len(SingleTurn()(str(path), setting(tokenizer, reward=load_reward("exact_match")))) == 2
+    with refuses(DataError, "answer", names="prompts.jsonl:2:"):
+        SingleTurn()(str(path), setting(tokenizer, reward=load_reward("json_schema")))

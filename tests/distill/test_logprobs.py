@@ -74,38 +74,6 @@ def test_each_position_at_its_own_temperature(dtype: torch.dtype) -> None:
     assert stats.logprobs_N.dtype == stats.entropy_N.dtype == selected_N.dtype == torch.float32
 
 
-def test_the_gradient_is_that_of_log_softmax_and_spares_the_entropy() -> None:
-    """d log p_T(y) / d z_v = (1[v = y] - p_T(v)) / T."""
-    logits_NV, tokens_N, temperature_N = drawn_logits()
-    logits_NV.requires_grad_(True)
-    stats = token_stats(log_distribution(logits_NV, temperature_N), tokens_N)
-    assert not stats.entropy_N.requires_grad and stats.divergence_N is None
-    stats.logprobs_N.sum().backward()
-    assert logits_NV.grad is not None
-    for n in range(5):
-        for v in range(11):
-            p = math.exp(by_hand(logits_NV[n].tolist(), v, float(temperature_N[n]))[0])
-            expected = (float(v == tokens_N[n]) - p) / float(temperature_N[n])
-            assert logits_NV.grad[n, v].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_the_entropy_s_gradient_comes_when_asked_for() -> None:
-    """d H(p_T) / d z_v = -p_T(v) (log p_T(v) + H) / T."""
-    logits_NV, tokens_N, temperature_N = drawn_logits()
-    logits_NV.requires_grad_(True)
-    log_p_NV = log_distribution(logits_NV, temperature_N)
-    stats = token_stats(log_p_NV, tokens_N, entropy_gradient=True)
-    [gradient_NV] = torch.autograd.grad(stats.entropy_N.sum(), logits_NV, retain_graph=True)
-    for n in range(5):
-        T = float(temperature_N[n])
-        for v in range(11):
-            log_p, entropy = by_hand(logits_NV[n].tolist(), v, T)
-            expected = -math.exp(log_p) * (log_p + entropy) / T
-            assert gradient_NV[n, v].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    with torch.no_grad():
-        assert not token_stats(log_p_NV, tokens_N, entropy_gradient=True).entropy_N.requires_grad
-
-
 def qwen3() -> PreTrainedModel:
     model = new_qwen3(
         vocab_size=VOCAB, hidden_size=32, layers=1, heads=2, context_length=64,
@@ -164,45 +132,6 @@ def test_the_head_is_the_model_s_own(build, plain: bool) -> None:
     log_p_NV = torch.log_softmax(expected_NV / temperature_N[:, None], dim=1)
     for n in range(8):
         assert stats.logprobs_N[n].item() == pytest.approx(log_p_NV[n, n].item(), abs=1e-4)
-
-
-def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = qwen3()
-    head = VocabularyHead.of(model)
-    tokens_N = torch.arange(8)
-    temperature_N = torch.linspace(0.4, 2, 8)
-
-    def second_moment(log_p_NV: Tensor, positions: slice) -> Tensor:
-        """Any function of distributions and of which positions they are at."""
-        return (log_p_NV.exp() * log_p_NV.square()).sum(dim=1) * tokens_N[positions]
-
-    def run(positions: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(
-            vocabulary_head, "positions_per_chunk", lambda device, vocab_size: positions
-        )
-        hidden_NH = hidden_and_logits(model)[0].requires_grad_(True)
-        model.zero_grad()
-        stats = head.token_stats(
-            hidden_NH, tokens_N, temperature_N,
-            divergence_of=second_moment, entropy_gradient=True,
-        )  # fmt: skip
-        assert stats.divergence_N is not None
-        total_N = stats.logprobs_N + 0.3 * stats.entropy_N - stats.divergence_N
-        (total_N * torch.arange(8)).sum().backward()
-        weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]
-        assert hidden_NH.grad is not None and weight.grad is not None
-        with torch.no_grad():
-            bare = head.token_stats(hidden_NH, tokens_N, temperature_N)
-        assert bare.divergence_N is None
-        made = (stats.logprobs_N, stats.entropy_N, stats.divergence_N)
-        return (*made, bare.logprobs_N, bare.entropy_N, hidden_NH.grad, weight.grad.clone())
-
-    whole = run(8)
-    for rows in (1, 3, 7):
-        for chunked, expected in zip(run(rows), whole, strict=True):
-            assert chunked.shape == expected.shape
-            largest = max(1.0, expected.abs().max().item())
-            torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-6 * largest)
 
 
 class _TwoLinears(nn.Module):

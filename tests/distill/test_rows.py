@@ -85,6 +85,8 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
     for teacher, row in zip("ab", policy_rows(groups, OPD, weights), strict=True):
         assert row.teacher == teacher
         assert row.advantages_T.tolist() == opd_advantages([made], weights[teacher], 0)[0].tolist()
+        assert row.sampled_kl_coef_T is not None
+        assert set(row.sampled_kl_coef_T[row.loss_mask_T].tolist()) == {weights[teacher]}
     full = ObjectiveConfig(estimator="full", kl_coef=3.0)
     coefs = [row.teacher_coef for row in policy_rows(groups, full, weights)]
     assert coefs == [0.75, 3.0]

@@ -14,7 +14,7 @@ import torch
 from distill.models.logprobs import TokenStats
 from distill.objective.batching import OtherRows, TrainingRow, collate
 from distill.objective.losses import StepCounts
-from distill.objective.objectives import opd_advantages, policy_loss
+from distill.objective.objectives import policy_loss
 from distill.objective.rows import policy_rows, with_other_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TrajectoryGroup
@@ -156,29 +156,6 @@ def test_a_sequence_is_one_wherever_its_rows_are(settings: dict[str, Any]) -> No
     assert [g for i in range(6) for g in apart[i][1]] == pytest.approx(made, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.3, 1.0])
-def test_discounted_terms_go_on_through_the_segments(discount: float) -> None:
-    """As if the segments had been one."""
-    [first, second, third] = GROUP.trajectories_G[0].segments
-    made = opd_advantages([first, second, third], 1.5, discount)
-    gaps = [
-        float(s.behaviour_logprobs_T[t]) - float(s.teacher_logprobs_T[t])
-        for s in (first, second, third)
-        for t in np.flatnonzero(s.action_mask_T)
-    ]
-    expected = [
-        -1.5 * sum(discount**later * gap for later, gap in enumerate(gaps[t:]))
-        for t in range(len(gaps))
-    ]
-    found = [
-        value
-        for s, advantages_T in zip((first, second, third), made, strict=True)
-        for value in advantages_T[s.action_mask_T].tolist()
-    ]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert not made[1][~second.action_mask_T].any()
-
-
 def test_other_rows_are_scored_only_where_tokens_are_joined() -> None:
     def refuse(_: Sequence[TrainingRow]) -> list[np.ndarray]:
         raise AssertionError("a pass over the rows that nothing needs")
@@ -207,22 +184,3 @@ def test_a_sequence_without_its_end_is_a_bug() -> None:
     rows = policy_rows([GROUP], how := ObjectiveConfig(loss="gspo"))
     with pytest.raises(AssertionError):
         with_other_rows(rows[:2], how, present_logprobs)
-
-
-@pytest.mark.parametrize("discount", [0.0, 0.5, 0.97, 1.0])
-def test_sums_of_what_follows_against_a_loop(discount: float) -> None:
-    rows = policy_rows([GROUP], ObjectiveConfig())
-    batch = collate(rows)
-    generator = torch.Generator().manual_seed(0)
-    values_N = torch.randn(20, generator=generator)
-    after_B = torch.randn(len(rows), generator=generator)
-    expected, first = [], 0
-    for row, after in zip(rows, after_B.tolist(), strict=True):
-        running, sums = after, []
-        for value in reversed(values_N[first : first + row.num_trained].tolist()):
-            running = value + discount * running
-            sums.insert(0, running)
-        expected += sums
-        first += row.num_trained
-    made = batch.future_sum(values_N, discount, after_B)
-    assert made.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -16,7 +16,7 @@ from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
 from distill.types import StopReason
 from tests.refusals import refuses
-from tests.scripted import Script, Scripted, chat_tokenizer, play_game, setting
+from tests.scripted import Script, Scripted, chat_tokenizer, game_metrics, play_game, setting
 
 pytest.importorskip("textarena", reason="pip install 'isotherm[textarena]'")
 
@@ -51,13 +51,7 @@ def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase)
     (first, second), policy = play(tokenizer, first_listed)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
-    assert first.metrics == {
-        "won": 1,
-        "drawn": 0,
-        "illegal": 0,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
+    assert first.metrics == game_metrics(won=1)
     assert first.stop_reason is second.stop_reason is StopReason.DONE
     assert "You are Player 0" in policy.seen[0] and "You are Player 1" in policy.seen[1]
     assert all(seen.count("You are Player") == 1 for seen in policy.seen)  # the rules, once
@@ -69,20 +63,8 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
         tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)
     )
     assert (first.reward, second.reward) == (0.0, -2.0)
-    assert second.metrics == {
-        "won": 0,
-        "drawn": 0,
-        "illegal": 1,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
-    assert first.metrics == {
-        "won": 0,
-        "drawn": 0,
-        "illegal": 0,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
+    assert second.metrics == game_metrics(illegal=1)
+    assert first.metrics == game_metrics()
 
 
 @pytest.mark.parametrize("problem", [0, 1])

@@ -20,101 +20,21 @@ from distill.chat.tool_calls import (
 from distill.chat.tool_formats import ToolFormat
 from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError
-from tests.chat_templates import ADD, FORMATS, chat_tokenizer, stop_of
+from tests.chat_templates import (
+    ADD,
+    CALLS,
+    DSML,
+    FORMATS,
+    ONE_CALL,
+    chat_tokenizer,
+    deepseek,
+    deepseek_call,
+    invoke,
+    stop_of,
+)
 from tests.refusals import refuses
 
-BAR, GAP = "\uff5c", "\u2581"
 ARGUMENTS = {"a": 1, "b": 2}
-
-
-def deepseek(words: str) -> str:
-    return f"<{BAR}{words.replace(' ', GAP)}{BAR}>"
-
-
-def deepseek_call(arguments: str = '{"a": 1, "b": 2}') -> str:
-    return (
-        f"{deepseek('tool call begin')}function{deepseek('tool sep')}add\n```json\n{arguments}\n"
-        f"```{deepseek('tool call end')}"
-    )
-
-
-def invoke(tag: str = "", kind: str = "") -> str:
-    return (
-        f'<{tag}invoke name="add">\n<{tag}parameter name="a"{kind}>1</{tag}parameter>\n'
-        f'<{tag}parameter name="b"{kind}>2</{tag}parameter>\n</{tag}invoke>'
-    )
-
-
-DSML = f"{BAR}DSML{BAR}"
-CALLS = deepseek("tool calls begin"), deepseek("tool calls end")
-ONE_CALL: dict[ToolFormat, list[str]] = {
-    "hermes": [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
-        '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>',
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n',
-    ],
-    "xml": [
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
-        "</parameter>\n</function>\n</tool_call>",
-        "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function>",
-    ],
-    "llama": [
-        '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
-        '\n\n{"name": "add", "arguments": {"a": 1, "b": 2}} ',
-    ],
-    "mistral": [
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]',
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]',
-        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
-        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}',
-    ],
-    "deepseek": [
-        CALLS[0] + deepseek_call() + CALLS[1],
-        CALLS[0]
-        + deepseek("tool call begin")
-        + "add"
-        + deepseek("tool sep")
-        # as V3.1 has it
-        + '{"a": 1, "b": 2}'
-        + deepseek("tool call end")
-        + CALLS[1],
-    ],
-    "dsml": [
-        "<DSMLfunction_calls>\n".replace("DSML", DSML)
-        + invoke(DSML, ' string="false"')
-        + f"\n</{DSML}function_calls>",
-        invoke(DSML, ' string="false"'),
-        invoke(DSML),
-    ],
-    "minimax": [f"<minimax:tool_call>\n{invoke()}\n</minimax:tool_call>", invoke()],
-    "glm": [
-        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
-        "<arg_value>2</arg_value>\n</tool_call>",
-        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
-        "<arg_value>2</arg_value></tool_call>",
-    ],
-    "kimi": [
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-        '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>',
-        '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": 2}',
-    ],
-    "harmony": [
-        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}',
-        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
-        '{"a": 1, "b": 2}<|call|>',
-        '<|start|>assistant<|channel|>commentary to=add<|message|>{"a": 1, "b": 2}<|call|>',
-    ],
-    "gemma": [
-        "<|tool_call>call:add{a:1,b:2}<tool_call|>",
-        "<|tool_call>call:add{ b : 2, a : 1 }",
-    ],
-    "pythonic": [
-        "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>",
-        "<|python_start|>[add(a=1, b=2)]<|python_end|>",
-        "[add(a=1, b=2)]",
-    ],
-}
 
 
 def parse(text: str, tool_format: ToolFormat = "hermes", **settings: Any) -> ParsedTurn:

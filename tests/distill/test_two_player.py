@@ -15,7 +15,7 @@ from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
 from distill.types import StopReason
 from examples.show.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
-from tests.scripted import Script, Scripted, play_game, setting
+from tests.scripted import Script, Scripted, game_metrics, play_game, setting
 
 BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
 
@@ -60,13 +60,7 @@ def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase)
     (first, second), policy = scripted(tokenizer, first_free)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
-    assert first.metrics == {
-        "won": 1,
-        "drawn": 0,
-        "illegal": 0,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
+    assert first.metrics == game_metrics(won=1)
     assert first.stop_reason is second.stop_reason is StopReason.DONE
     boards = [board_of(seen) for seen in policy.seen]
     assert boards[0] == FREE * 9 and len(set(boards)) == 7  # every move saw another board
@@ -85,20 +79,8 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
 
     (first, second), _ = scripted(tokenizer, second_blunders)
     assert (first.reward, second.reward) == (0.0, -2.0)
-    assert second.metrics == {
-        "won": 0,
-        "drawn": 0,
-        "illegal": 1,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
-    assert first.metrics == {
-        "won": 0,
-        "drawn": 0,
-        "illegal": 0,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
+    assert second.metrics == game_metrics(illegal=1)
+    assert first.metrics == game_metrics()
 
 
 def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:

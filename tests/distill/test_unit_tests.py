@@ -40,7 +40,8 @@ TESTS = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\n"
     ],
 )
 def test_programs(response: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.rewards.unit_tests.LIMITS", SandboxLimits(wall_s=3))
+    limits = SandboxLimits(wall_s=3 if "sleep" in response else 60)
+    monkeypatch.setattr("distill.rewards.unit_tests.LIMITS", limits)
     assert unit_tests(response, TESTS) == reward
 
 
@@ -407,22 +408,8 @@ def test_what_tests_may_do(program: str, tests: str) -> None:
     assert unit_tests(program, tests) == 1
 
 
-def test_unittest_fails_too() -> None:
-    tests = (
-        "import unittest\nclass T(unittest.TestCase):\n"
-        "  def test(self): self.assertEqual(f(), 1)\nunittest.main()"
-    )
-    assert unit_tests("def f(): return 2", tests) == 0
-
-
-@pytest.mark.parametrize("answer", ["def f(:", "42 is 4 2", "\0"])
-def test_an_answer_that_is_no_python_is_the_data_s_fault(answer: str) -> None:
-    with refuses(DataError, "answer"):
-        unit_tests(ADD, answer)
-
-
-@pytest.mark.parametrize("answer", ["", "# none\n"])
-def test_an_answer_without_tests_is_the_data_s_fault(answer: str) -> None:
+@pytest.mark.parametrize("answer", ["def f(:", "42 is 4 2", "\0", "", "# none\n"])
+def test_an_answer_that_tests_nothing_is_the_data_s_fault(answer: str) -> None:
     with refuses(DataError, "answer"):
         unit_tests(ADD, answer)
 

@@ -27,19 +27,14 @@ from tests.learner.conftest import (
     gradients_of,
     naive_logprobs,
 )
-from tests.samples import demonstration
+from tests.samples import answer_pair, demonstration
 
 BETA = 0.3
 NUM_PAIRS = 3
 
 
 def pair(context: int, seed: int) -> list[TrainingRow]:
-    """Two answers of different lengths to one context."""
-    chosen, rejected = (
-        demonstration(context, answer, seed=seed + answer) for answer in (3 + seed, 6)
-    )
-    tokens_T = np.concatenate([chosen.tokens_T[:context], rejected.tokens_T[context:]])
-    return [chosen, replace(rejected, tokens_T=tokens_T)]
+    return answer_pair(context, (3 + seed, 6), seed)
 
 
 ROWS = [row for i in range(NUM_PAIRS) for row in pair(2 + 3 * i, 10 * i)]

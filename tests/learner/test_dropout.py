@@ -29,15 +29,12 @@ from learner.plan import Part
 from learner.policy_loss import PreferenceLoss, cross_entropy_loss
 from learner.supervised import with_reference
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
-from tests.samples import training_row
+from tests.samples import after_context, training_row
 from tests.tiny import SIZES, VOCAB_SIZE
 
 # Three share a context of a length that pays; pairs for DPO.
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
-ROWS = [
-    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
-    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
-] + [training_row(5, 12, seed=7)]
+ROWS = [*after_context(CONTEXT_T, (3, 9, 20)), training_row(5, 12, seed=7)]
 
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from distill.objective.batching import TrainingRow, collate, split_by_token_budg
 from learner.forward import Forward
 from tests.conftest import TinyPair
 from tests.learner.conftest import assert_same, gradients_of, naive_distribution
-from tests.samples import training_row
+from tests.samples import after_context, training_row
 
 ROWS = [
     training_row(2, 5, seed=1, temperature=0.5),
@@ -102,9 +101,9 @@ def test_the_temperature_matters(model: PreTrainedModel) -> None:
 
 
 GROUPED = [
-    replace(row, tokens_T=np.concatenate([context_T, row.tokens_T[len(context_T) :]]))
+    row
     for context_T in (np.arange(40, 75, dtype=np.int32), np.arange(90, 130, dtype=np.int32))
-    for row in (training_row(len(context_T), n, seed=n, temperature=0.7) for n in (3, 9, 1, 5))
+    for row in after_context(context_T, (3, 9, 1, 5))
 ]
 
 

@@ -25,7 +25,7 @@ from tests.families import family_dir
 from tests.learner.conftest import untimed
 from tests.learner.two_workers import tell
 from tests.samples import training_row
-from tests.weights import gather_all
+from tests.weights import numbers
 
 # Of other architectures, hidden sizes and vocabularies than the student's: tied and untied heads,
 # soft caps, experts, biases of routers that stay in float32.
@@ -67,7 +67,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "metrics": [untimed(each) for each in metrics],
         "held": held,
-        "weights": {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()},
+        "weights": numbers(learner.weights()),
         "teachers": {name: learner.teacher_logprobs(name, rows[:3]) for name in names},
         "reference": reference,
         "canaries": learner.canary(CopyQuestion(temperature=T)),

@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, NonFiniteError
 from distill.objective.batching import TrainingRow, split_by_token_budget
-from distill.objective.rows import policy_rows, with_other_rows
 from distill.objective.settings import CORRECTION_CAP, ObjectiveConfig
-from distill.types import TrajectoryGroup
-from distill.weights.model_weights import total_bytes
 from learner.config import LearnerSettings
 from learner.learner import Learner
 from learner.optimizer import lr_factor
@@ -35,8 +32,7 @@ from tests.learner.conftest import (
     trained,
     weights,
 )
-from tests.samples import group, segment, training_row, trajectory
-from tests.weights import gather_all
+from tests.samples import training_row
 
 ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=0.5 + 0.3 * i) for i in range(6)]
 
@@ -51,69 +47,6 @@ def test_each_pass_of_a_step_is_progress(new_learner: NewLearner) -> None:
     assert learner.progress.count == 2 * len(ROWS) + 1, "forward, backward, the step itself"
     learner.logprobs(ROWS)
     assert learner.progress.count == 3 * len(ROWS) + 2
-
-
-def groups_of_all_kinds() -> list[TrajectoryGroup]:
-    """Different prompts; two segments, and two turns in one; five samples of one long prompt."""
-    two_segments = trajectory(segment(seed=7), segment(2, 6, seed=8), reward=2.0)
-    turns = [False, False, True, True, False, True, True]
-    two_turns = trajectory(segment(seed=9, action_mask_T=turns, versions_T=[0] * 7))
-    prompt = segment(30, 1).tokens_T[:30]
-    samples = [segment(30, 2 + g, seed=20 + g) for g in range(5)]
-    return [
-        group(0, members=3),
-        TrajectoryGroup(group_id=1, trajectories_G=(two_segments, two_turns)),
-        TrajectoryGroup(
-            group_id=2,
-            trajectories_G=tuple(
-                trajectory(
-                    replace(s, tokens_T=np.concatenate([prompt, s.tokens_T[30:]])), reward=float(g)
-                )
-                for g, s in enumerate(samples)
-            ),
-        ),
-    ]
-
-
-def naive_opd_gradient(
-    model_dir: str, groups: list[TrajectoryGroup], kl_coef: float, discount: float, reward: float
-) -> dict[str, torch.Tensor]:
-    """The OPD step as one would write it on paper: a trajectory, and a token, at a time."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    total, tokens = torch.zeros(()), 0
-    for made in groups:
-        baseline = sum(member.reward for member in made.trajectories_G) / len(made.trajectories_G)
-        for member in made.trajectories_G:
-            log_ps, gaps, behaviours = [], [], []  # of the trajectory's actions, in order
-            for s in member.segments:
-                logits_TV = model(input_ids=torch.tensor([s.tokens_T.tolist()])).logits[0]
-                for t in (t for t in range(len(s)) if s.action_mask_T[t]):
-                    log_p_V = torch.log_softmax(logits_TV[t - 1] / s.temperature, dim=0)
-                    log_ps.append(log_p_V[int(s.tokens_T[t])])
-                    gaps.append(log_ps[-1].item() - float(s.teacher_logprobs_T[t]))
-                    behaviours.append(float(s.behaviour_logprobs_T[t]))
-            for i, log_p in enumerate(log_ps):
-                worth = reward * (member.reward - baseline)
-                for later, gap in enumerate(gaps[i:]):
-                    worth -= kl_coef * discount**later * gap
-                total = total - (log_p - behaviours[i]).exp() * worth
-                tokens += 1
-    (total / tokens).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("kl_coef", "discount", "reward"), [(1.0, 0.0, 0.0), (0.3, 0.9, 0.0), (1.0, 0.5, 2.0)]
-)
-def test_the_opd_gradient_against_a_naive_one(
-    new_learner: NewLearner, tiny_pair: TinyPair, kl_coef: float, discount: float, reward: float
-) -> None:
-    groups, learner = groups_of_all_kinds(), new_learner(token_budget=250)
-    how = ObjectiveConfig(kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward)
-    rows = with_other_rows(policy_rows(groups, how), how, learner.logprobs)
-    learner.step(Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=how)))
-    expected = naive_opd_gradient(tiny_pair.student, groups, kl_coef, discount, reward)
-    assert_same(gradients(learner), expected, share=1e-5)
 
 
 def test_metrics_are_means_per_trained_token(
@@ -163,14 +96,6 @@ def test_metrics_are_means_per_trained_token(
     assert all(metrics[name] > 0 for name in (*seconds, "train/tflops_per_s"))
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-def test_the_loss_is_a_mean_over_trained_tokens(new_learner: NewLearner) -> None:
-    learner = new_learner(token_budget=30)
-    logprobs_N = np.concatenate(learner.logprobs(ROWS)).astype(np.float64)
-    ratio_N = np.exp(logprobs_N - trained(ROWS, "behaviour_logprobs_T"))
-    expected = -(ratio_N * trained(ROWS, "advantages_T")).mean()
-    assert step(learner, ROWS)["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def modes(learner: Learner) -> list[bool]:
@@ -292,25 +217,6 @@ def test_infinities_stop_before_the_weights(
     step(learner, ROWS)  # the failed step left nothing behind
     step(fresh, ROWS)
     assert weights(learner) == weights(fresh)
-
-
-def test_nan_weights_are_seen_at_the_first_loss(new_learner: NewLearner) -> None:
-    learner = new_learner()
-    next(learner.model.parameters()).data[0, 0] = math.nan
-    before = weights(learner)
-    rows = [replace(ROWS[0], tokens_T=np.zeros(5, np.int32))]
-    with pytest.raises(NonFiniteError) as error:
-        step(learner, rows)
-    assert weights(learner) == before
-    assert [row.tokens_T.tolist() for row in reloaded(error.value)] == [[0] * 5]
-
-
-def test_published_weights_hold_each_stored_tensor_once(new_learner: NewLearner) -> None:
-    learner = new_learner()
-    step(learner, ROWS)
-    made = learner.weights()
-    assert {name: t.numpy().tobytes() for name, t in gather_all(made).items()} == weights(learner)
-    assert total_bytes(made) == sum(p.nbytes for p in learner.model.parameters())
 
 
 @pytest.mark.parametrize("change", ["model", "missing", "rng"])

@@ -49,20 +49,15 @@ from learner.lora import (
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs
 from tests.refusals import refuses
-from tests.samples import group, training_row
+from tests.samples import after_context, group
 
 SETTINGS = LoraSettings(rank=3, alpha=7.0)
 
 
-def row(context_T: np.ndarray, trained: int, temperature: float = 0.6) -> TrainingRow:
-    made = training_row(len(context_T), trained, seed=trained, temperature=temperature)
-    return replace(made, tokens_T=np.concatenate([context_T, made.tokens_T[len(context_T) :]]))
-
-
 # A context long enough to be worth sharing; and contexts of which no two are alike.
 CONTEXT_T = np.arange(40, 75, dtype=np.int32)
-SHARED = [row(CONTEXT_T, n) for n in (3, 9, 5, 12)]
-APART = [row(CONTEXT_T + n, n) for n in (3, 9, 5, 12)]
+SHARED = after_context(CONTEXT_T, (3, 9, 5, 12), temperature=0.6)
+APART = [row for n in (3, 9, 5, 12) for row in after_context(CONTEXT_T + n, [n], temperature=0.6)]
 
 
 @pytest.fixture

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from learner.checkpoint import CheckpointStore
 from learner.config import ShadowRule
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
@@ -73,6 +69,39 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return family_dir(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
 
 
+def assert_steps_of_a_copy(
+    learner: Learner,
+    twin: Learner,
+    steps: Sequence[list[TrainingRow]],
+    copied: Callable[[], LocalTeachers],
+    metrics: Sequence[str] = (),
+) -> None:
+    """Step by step, through every movement of the teacher; `copied` is that of `twin`, frozen."""
+    diverged = []
+    for step, rows_D in enumerate(steps):
+        part = Part(rows_D=rows_D, loss=OWN)
+        made = learner.step(part)
+        with nullcontext() if twin.own_teacher is None else twin.as_teacher():
+            teachers = copied()
+        loss = PolicyObjectiveLoss(objective=FULL, teachers=teachers)
+        expected = twin.step(replace(part, loss=loss))
+        for each in (learner, twin):
+            each.follow(step + 1)
+        for name in ("opd/divergence", "train/loss", "train/grad_norm", *metrics):
+            assert made[name] == pytest.approx(expected[name], rel=1e-5), name
+        for name, weight in trained(twin).items():
+            torch.testing.assert_close(trained(learner)[name], weight, atol=1e-6, rtol=1e-5)
+        diverged.append(made["opd/divergence"])
+    assert min(diverged) > 1e-3
+
+
+def frozen_at(path: str, state: Mapping[str, torch.Tensor]) -> LocalTeachers:
+    teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
+    missed = teachers.models[""].model.load_state_dict(state, strict=False)
+    assert not missed.unexpected_keys
+    return teachers
+
+
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
 def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
@@ -82,36 +111,13 @@ def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
     its own passes; the teacher routes by itself, and is no part of the balance."""
     settings = {"model": mixture, "replays_routing": replays, "router_aux_coef": 0.1}
     learner, twin = (new_learner(shadow=rule, **settings) for _ in range(2))
-    diverged = []
-    for step in range(3):
-        made_of = other_experts(mixture, rows(step), seed=step) if replays else rows(step)
-        part = Part(rows_D=made_of, loss=OWN)
-        made = learner.step(part)
-        teachers = LocalTeachers({"": mixture}, dtype=torch.float32, device="cpu")
-        with nullcontext() if rule is None else twin.as_teacher():
-            frozen = teachers.models[""].model
-            frozen.load_state_dict(twin.model.state_dict())
-        loss = PolicyObjectiveLoss(objective=FULL, teachers=teachers)
-        expected = twin.step(replace(part, loss=loss))
-        for each in (learner, twin):
-            each.follow(step + 1)
-        names = ["opd/divergence", "train/loss", "train/grad_norm", "train/router_aux"]
-        for name in [*names, *(["train/routing_mismatch"] if replays else [])]:
-            assert made[name] == pytest.approx(expected[name], rel=1e-5), name
-        for name, weight in trained(twin).items():
-            torch.testing.assert_close(trained(learner)[name], weight, atol=1e-6, rtol=1e-5)
-        diverged.append(made["opd/divergence"])
-    assert min(diverged) > 1e-3
-
-
-def copied(learner: Learner, path: str) -> LocalTeachers:
-    """A copy of the model that is the learner's teacher now, as a frozen model of its own."""
-    teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
-    with nullcontext() if learner.own_teacher is None else learner.as_teacher():
-        model = teachers.models[""].model
-        missed = model.load_state_dict(gather_all(learner.weights()), strict=False)
-    assert not missed.unexpected_keys
-    return teachers
+    steps = [rows(step) for step in range(3)]
+    if replays:
+        steps = [other_experts(mixture, made, seed=step) for step, made in enumerate(steps)]
+    metrics = ["train/router_aux", *(["train/routing_mismatch"] if replays else [])]
+    assert_steps_of_a_copy(
+        learner, twin, steps, lambda: frozen_at(mixture, twin.model.state_dict()), metrics
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,24 +126,13 @@ def copied(learner: Learner, path: str) -> LocalTeachers:
     ids=[*NAMES, "ema-adapter"],
 )
 def test_its_steps_are_those_of_a_frozen_copy(
-    new_learner: NewLearner, tiny_pair: TinyPair, rule: ShadowRule | None, adapter: dict
+    new_learner: NewLearner, tiny_pair: TinyPair, rule: ShadowRule | None, adapter: dict[str, int]
 ) -> None:
-    """Step by step, through every movement of the teacher."""
     learner, twin = (new_learner(shadow=rule, **adapter) for _ in range(2))
-    diverged = []
-    for step in range(4):
-        part = Part(rows_D=rows(step), loss=OWN)
-        made = learner.step(part)
-        loss = PolicyObjectiveLoss(objective=FULL, teachers=copied(twin, tiny_pair.student))
-        expected = twin.step(replace(part, loss=loss))
-        for each in (learner, twin):
-            each.follow(step + 1)
-        for name in ("opd/divergence", "train/loss", "train/grad_norm"):
-            assert made[name] == pytest.approx(expected[name], rel=1e-5), name
-        for name, weight in trained(twin).items():
-            torch.testing.assert_close(trained(learner)[name], weight, atol=1e-6, rtol=1e-5)
-        diverged.append(made["opd/divergence"])
-    assert min(diverged) > 1e-3
+    assert_steps_of_a_copy(
+        learner, twin, [rows(step) for step in range(4)],
+        lambda: frozen_at(tiny_pair.student, gather_all(twin.weights())),
+    )  # fmt: skip
 
 
 def test_the_live_teacher_differs_by_what_it_is_told_alone(new_learner: NewLearner) -> None:
@@ -170,32 +165,3 @@ def test_in_bfloat16_the_live_teacher_rounds_as_the_student_does(new_learner: Ne
     plain = [replace(row, teacher_context_T=None, teacher_replaces=0) for row in rows(0)]
     made = learner.step(Part(rows_D=plain, loss=OWN))
     assert made["opd/divergence"] == pytest.approx(0.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("rule", "adapter"),
-    [*((rule, {}) for rule in RULES), (EMA, {"lora_rank": 2})],
-    ids=[*NAMES, "ema-adapter"],
-)
-def test_a_resumed_run_goes_on_bit_by_bit(
-    new_learner: NewLearner,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    rule: ShadowRule | None,
-    adapter: dict,
-) -> None:
-    learner = new_learner(shadow=rule, **adapter)
-    train(learner, 0, 3)
-    write = partial(learner.save, tokenizer=tokenizer)
-    checkpoint = CheckpointStore(tmp_path / "run", keep=1).save(step=3, write=write, delivery={})
-    made = train(learner, 3, 2)
-    start = {"lora_adapter": checkpoint.adapter_dir} if adapter else {"model": checkpoint.model_dir}
-    again = new_learner(shadow=rule, **start)
-    again.load_trainer_state(checkpoint.path)
-    assert losses(train(again, 3, 2)) == losses(made)
-    for name, weight in trained(learner).items():
-        assert torch.equal(trained(again)[name], weight), name
-
-
-def losses(steps: Sequence[dict[str, float]]) -> list[float]:
-    return [step["train/loss"] for step in steps]

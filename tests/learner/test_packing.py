@@ -47,7 +47,6 @@ from tests.tiny import SIZES
 # A long row among short ones, of which some have one length; the windows are shorter than most.
 LENGTHS = [(3, 4), (40, 60), (1, 1), (7, 12), (2, 5), (30, 9), (5, 2), (1, 1), (12, 7)]
 ROWS = [demonstration(prompt, n, seed=i) for i, (prompt, n) in enumerate(LENGTHS)]
-ORDERS = {"as they come": range(len(ROWS)), "backwards": range(len(ROWS))[::-1]}
 _WINDOW: dict[str, Any] = {"head_dim": 8, "sliding_window": 8}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -79,27 +78,6 @@ def alone(model: str, rows: Sequence[TrainingRow]) -> tuple[float, dict[str, tor
     return loss.item(), gradients_of(plain)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_are_trained_as_if_each_were_alone(
-    family: str, new_learner: NewLearner, tmp_path: Path
-) -> None:
-    model = checkpoint(FAMILIES[family], tmp_path / family)
-    loss, gradient = alone(model, ROWS)
-    learner = new_learner(model=model, packing=True)
-    runs: list[torch.Size] = []
-    learner.model.get_input_embeddings().register_forward_pre_hook(
-        lambda _module, inputs: runs.append(inputs[0].shape)
-    )
-    for order in ORDERS.values():
-        learner.zero_grad()
-        made = learner.forward_backward(
-            Part(rows_D=[ROWS[i] for i in order], loss=cross_entropy_loss)
-        )
-        assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
-        assert_same(gradients(learner), gradient, share=1e-5)
-    assert runs == [(1, sum(map(len, ROWS)))] * len(ORDERS), "they were not run as one"
-
-
 def group(context: int, lengths: Sequence[int], seed: int) -> list[TrainingRow]:
     """A prompt's samples: rows of one context."""
     context_T = np.random.default_rng(seed).integers(3, 160, context).astype(np.int32)
@@ -121,28 +99,35 @@ GROUPS = [
     *group(60, (5,), 4),
 ]  # fmt: skip
 POLICY = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
+# Rows, and how many tokens are run of them: of a context all but the last token, which is each
+# row's own, and that once.
+PACKED = {
+    "rows": (ROWS, sum(map(len, ROWS))),
+    "groups": (
+        imitated(GROUPS), 40 + 33 + 2 + 60 - 4 + sum(row.num_trained for row in GROUPS),
+    ),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("of", PACKED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_context_is_run_once_and_nothing_is_padded(
-    family: str, new_learner: NewLearner, tmp_path: Path
+def test_packed_rows_are_trained_as_if_each_were_alone(
+    family: str, of: str, new_learner: NewLearner, tmp_path: Path
 ) -> None:
+    rows, tokens = PACKED[of]
     model = checkpoint(FAMILIES[family], tmp_path / family)
-    demonstrations = imitated(GROUPS)
-    loss, gradient = alone(model, demonstrations)
+    loss, gradient = alone(model, rows)
     learner = new_learner(model=model, packing=True)
     runs: list[torch.Size] = []
     learner.model.get_input_embeddings().register_forward_pre_hook(
         lambda _module, inputs: runs.append(inputs[0].shape)
     )
-    for rows in (demonstrations, demonstrations[::-1]):
+    for ordered in (rows, rows[::-1]):
         learner.zero_grad()
-        made = learner.forward_backward(Part(rows_D=rows, loss=cross_entropy_loss))
+        made = learner.forward_backward(Part(rows_D=ordered, loss=cross_entropy_loss))
         assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
         assert_same(gradients(learner), gradient, share=1e-5)
-    contexts = 40 + 33 + 2 + 60 - 4  # the last token of each is its rows' own
-    tokens = contexts + sum(row.num_trained for row in GROUPS)
-    assert runs == [(1, tokens)] * 2, "a context was run twice, or something was padded"
+    assert runs == [(1, tokens)] * 2, "not run as one, a context run twice, or something padded"
 
 
 @pytest.mark.parametrize("family", ["tied", "alternating"])
@@ -184,21 +169,6 @@ def test_a_step_of_rollouts_is_that_of_padded_rows(new_learner: NewLearner, chan
     assert_same(gradients(packed), gradients(padded), share=share)
 
 
-@pytest.mark.parametrize("changes", [{"token_budget": 60}, {"gradient_checkpointing": True}])
-def test_a_step_is_that_of_padded_rows_without_the_padding(
-    new_learner: NewLearner, changes: dict
-) -> None:
-    """Whatever the budget cuts apart; the longest row is above it."""
-    part = Part(rows_D=ROWS, loss=cross_entropy_loss)
-    padded, packed = (new_learner(packing=packing, **changes) for packing in (False, True))
-    expected, made = padded.step(part), packed.step(part)
-    assert made["train/padding_share"] == 0 < expected["train/padding_share"]
-    for name in ("train/loss", "train/nll", "train/grad_norm", "train/entropy"):
-        assert made[name] == pytest.approx(expected[name], rel=1e-5)
-    assert_same(gradients(packed), gradients(padded), share=1e-5)
-    assert packed.evaluate(part) == pytest.approx(padded.evaluate(part), rel=1e-4)
-
-
 def test_pairs_are_packed_too(new_learner: NewLearner, tmp_path: Path) -> None:
     padded, packed = (new_learner(packing=packing, token_budget=80) for packing in (False, True))
     rows = with_reference(ROWS[:8], tmp_path / "reference.npz", packed.logprobs)
@@ -208,6 +178,7 @@ def test_pairs_are_packed_too(new_learner: NewLearner, tmp_path: Path) -> None:
     expected, made = padded.step(part), packed.step(part)
     assert made["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
     assert_same(gradients(packed), gradients(padded), share=1e-5)
+    assert packed.evaluate(part) == pytest.approx(padded.evaluate(part), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", STATEFUL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 
@@ -49,14 +48,11 @@ from tests.learner.conftest import (
     untimed,
     weights,
 )
-from tests.samples import training_row
+from tests.samples import after_context, training_row
 
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
 # Rows that share a context, which is then run once, and rows that do not.
-SHARED: list[TrainingRow] = [
-    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
-    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
-]
+SHARED = after_context(CONTEXT_T, (3, 9, 20))
 APART = [training_row(n, 2 * n, seed=n) for n in (2, 5, 20)]
 
 

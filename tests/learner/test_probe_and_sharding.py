@@ -13,7 +13,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
-    PretrainedConfig,
     Qwen3Config,
     StableLmConfig,
 )
@@ -26,10 +25,11 @@ from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
 from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import untimed
+from tests.learner.test_dropout import checkpoint
 from tests.learner.two_workers import tell
 from tests.samples import training_row
 from tests.tiny import SIZES
-from tests.weights import gather_all
+from tests.weights import numbers
 
 ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(6)]
 # Their attention raises when it is called our way, in the middle of the first layer.
@@ -39,22 +39,12 @@ RAISES = {
 }
 
 
-def checkpoint(config: PretrainedConfig, directory: Path) -> str:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return str(directory)
-
-
 def train(learner: Learner, _: dict[str, Any]) -> dict[str, Any]:
     """Two steps, and the learner's weights before and after."""
-
-    def numbers() -> dict[str, np.ndarray]:
-        return {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()}
-
-    before = numbers()
+    before = numbers(learner.weights())
     metrics = [learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss)) for _ in range(2)]
     assert_optimizes(learner.worker.optimizer, learner.model)
-    return {"metrics": metrics, "before": before, "weights": numbers()}
+    return {"metrics": metrics, "before": before, "weights": numbers(learner.weights())}
 
 
 @pytest.mark.slow

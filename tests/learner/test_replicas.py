@@ -29,12 +29,12 @@ from tests.learner.test_sharding import (
     STEPS,
     accumulated,
     config,
-    numbers,
     save,
     teacher,
     train,
 )
 from tests.learner.two_workers import tell
+from tests.weights import numbers
 
 FIRST, LAST = STEPS[:3], [STEPS[1], *STEPS[7:]]
 WORKERS = 4
@@ -51,7 +51,7 @@ def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     told["collectives"] = collectives_of(lambda: metrics.extend(train(learner, [step])))
     told["metrics"] = metrics
     told["prints"] = learner.fingerprints()
-    told["weights"] = numbers(learner)
+    told["weights"] = numbers(learner.weights())
     told["teacher"] = teacher(learner)
     told["lent"] = lent_by_all(learner)
     told["numbers"] = sum(p.numel() for p in learner.model.parameters())
@@ -77,7 +77,7 @@ def collectives_of(run: Callable[[], object]) -> dict[str, Any]:
     made = {
         name: [
             sorted(map(math.prod, event.input_shapes[:2]), reverse=True)
-            for event in seen.events()
+            for event in seen.events() or ()
             if event.name == f"c10d::{name}"
         ]
         for name in FSDP
@@ -102,7 +102,7 @@ def lent_by_all(learner: Learner) -> list[dict[str, np.ndarray]]:
 def resumed_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     learner.load_trainer_state(given["half"].path)
     metrics = train(learner, LAST)
-    return {"metrics": metrics, "weights": numbers(learner), "teacher": teacher(learner)}
+    return {"metrics": metrics, "weights": numbers(learner.weights()), "teacher": teacher(learner)}
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -45,32 +45,22 @@ from tests.learner.conftest import (
 )
 from tests.learner.test_export import PLAIN, new, saved
 from tests.learner.two_workers import tell
-from tests.samples import demonstration
+from tests.samples import answer_pair, demonstration
 from tests.tiny import PAD, save_tokenizer
 
 NUM_PAIRS = 4
 
 
-def pair(context: int, seed: int) -> list[TrainingRow]:
-    """Two answers of different lengths to one context."""
-    chosen, rejected = (demonstration(context, n, seed=seed + n) for n in (3 + seed, 6))
-    tokens_T = np.concatenate([chosen.tokens_T[:context], rejected.tokens_T[context:]])
-    return [chosen, replace(rejected, tokens_T=tokens_T)]
-
-
 # The last context is worth running once for both answers.
-PLAIN_ROWS = [row for i, n in enumerate((2, 5, 8, 80)) for row in pair(n, 4 * i)]
+PLAIN_ROWS = [
+    row for i, n in enumerate((2, 5, 8, 80)) for row in answer_pair(n, (3 + 4 * i, 6), 4 * i)
+]
 ROWS = [scored_row(row, PAD) for row in PLAIN_ROWS]
 
 
 def naive_score(model: PreTrainedModel, row: TrainingRow) -> Tensor:
     """The score of the row alone, without padding, by transformers' own class."""
     return model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0, 0]
-
-
-@pytest.fixture
-def tokenizer(tiny_pair: TinyPair) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_pair.student)
 
 
 @pytest.fixture

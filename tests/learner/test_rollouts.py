@@ -41,7 +41,7 @@ from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
 from tests.learner.two_workers import tell
 from tests.samples import group, segment, trajectory
-from tests.weights import gather_all
+from tests.weights import numbers
 
 # Everything at once that rows need of others: of their group, of their sequence, of the step.
 WHOLE = ObjectiveConfig(
@@ -154,7 +154,7 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "prints": prints,
-        "weights": {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()},
+        "weights": numbers(learner.weights()),
         "fetched": world.fetched,
         "kept": keep.kept,
     }

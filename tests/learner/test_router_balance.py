@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ from learner.routers import check_balances
 from tests.families import family_dir
 from tests.learner.conftest import NewLearner, gradients
 from tests.refusals import refuses
-from tests.samples import training_row
+from tests.samples import after_context, training_row
 
 CONTEXT_T = np.arange(20, 90, dtype=np.int32)
 ROWS = [training_row(3 + i, 9 + 7 * i, seed=i) for i in range(4)]
-SHARED = [
-    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
-    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
-]
+SHARED = after_context(CONTEXT_T, (3, 9, 20))
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "gpt_oss"])

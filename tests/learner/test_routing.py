@@ -32,15 +32,12 @@ from tests.families import family_dir, undecided
 from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
 from tests.refusals import refuses
-from tests.samples import training_row
+from tests.samples import after_context, training_row
 
 MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
 CONTEXT_T = np.arange(20, 90, dtype=np.int32)
 ROWS = [training_row(3 + i, 9 + 7 * i, seed=i) for i in range(4)]
-SHARED = [
-    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
-    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
-]
+SHARED = after_context(CONTEXT_T, (3, 9, 20))
 
 
 @pytest.fixture(scope="module", params=MIXTURES)

