@@ -17,7 +17,8 @@ from distill.chat.template import encode_chat
 from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.base import EnvContext, Episode
 from distill.envs.games.two_player import TwoPlayerConfig
-from distill.rewards.registry import RewardFunction, exact_match
+from distill.rewards.model_reward import ModelReward
+from distill.rewards.registry import REWARD_TIMEOUT_S, RewardFunction, exact_match, load_reward
 from distill.sampling import TrainSampling
 from distill.types import StopReason
 from examples.show.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
@@ -110,3 +111,10 @@ def call(name: str, arguments: Mapping[str, object] | str) -> str:
 def game_metrics(*, won: int = 0, illegal: int = 0) -> dict[str, int]:
     """Metrics of a game that was not drawn, in turns that broke no prefix and were not cut."""
     return {"won": won, "drawn": 0, "illegal": illegal, "prefix_breaks": 0, "cut_turns": 0}
+
+
+def load_function(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunction:
+    """The reward of this name, which is no model that a run would host."""
+    reward = load_reward(name, timeout_s)
+    assert not isinstance(reward, ModelReward)
+    return reward

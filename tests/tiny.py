@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.models.loading import new_qwen3
 
@@ -87,6 +88,10 @@ def tiny_model_dir(
     directory = path / f"qwen3-{seed}-{vocab_size}-{hidden_size}x{layers}"
     model.save_pretrained(directory)
     return str(directory)
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    return tokenizer.get_vocab()[token]
 
 
 CHAT_TEMPLATE = (

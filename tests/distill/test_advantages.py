@@ -17,7 +17,7 @@ from distill.objective.objectives import opd_advantages, policy_terms
 from distill.objective.reward_advantages import (
     STD_FLOOR,
 )
-from distill.objective.settings import Baseline, ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.refusals import refuses
 from tests.samples import segment, segment_fields, segment_of, trajectory
@@ -34,7 +34,7 @@ def rewarded(*rewards: float, group_id: int = 0) -> TrajectoryGroup:
     )
 
 
-def advantage_by_hand(rewards: Sequence[float], i: int, baseline: Baseline, scale: bool) -> float:
+def advantage_by_hand(rewards: Sequence[float], i: int, baseline: str, scale: bool) -> float:
     total = square = 0.0
     for reward in rewards:
         total += reward

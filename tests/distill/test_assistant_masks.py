@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from distill.data.assistant_masks import MaskedTokens, conversation_chains
 from distill.errors import DataError
 from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import save_tokenizer
+from tests.tiny import EOS, save_tokenizer, token_id
 
 CHATML = (
     "{% if tools %}<s>tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}<e>\n"
@@ -64,7 +65,7 @@ def say(*contents: str) -> list[dict]:
 def chains_of(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings
 ) -> list[MaskedTokens]:
-    stop_ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<e>")}
+    stop_ids = {EOS, token_id(tokenizer, "<e>")}
     return conversation_chains(tokenizer, messages, stop_ids=stop_ids, **settings)
 
 
@@ -73,7 +74,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, chains: list[MaskedTokens]) -> lis
     texts = []
     for chain in chains:
         edges = np.flatnonzero(np.diff(chain.loss_mask_T, append=False)) + 1
-        parts = [tokenizer.decode(part.tolist()) for part in np.split(chain.tokens_T, edges)]
+        parts = [str(tokenizer.decode(part.tolist())) for part in np.split(chain.tokens_T, edges)]
         texts.append("".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts)))
     return texts
 
@@ -94,7 +95,7 @@ def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> No
     chatty.chat_template = GENERATION
     messages = say("hi", "ho", "and?", "no")
     [chain] = chains_of(chatty, messages)
-    marked = chatty.apply_chat_template(
+    marked: Any = chatty.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert chain.tokens_T.tolist() == marked["input_ids"]
@@ -186,7 +187,7 @@ def test_a_turn_that_ends_with_the_next_role_trains_that(
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.add_tokens(["<user>", "<assistant>", "<tool>"], special_tokens=True)
     tokenizer.chat_template = _NEXT_ROLE
-    stop_ids = tokenizer.convert_tokens_to_ids(["<user>", "<tool>"])
+    stop_ids = [token_id(tokenizer, mark) for mark in ("<user>", "<tool>")]
     chains = conversation_chains(tokenizer, messages, stop_ids=stop_ids)
     assert shown(tokenizer, chains) == texts
 

@@ -38,7 +38,7 @@ from distill.types import Segment, StopReason
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, token_id
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 CALL = call("calculator", {"expression": "6*7"})
@@ -348,7 +348,7 @@ def test_hostile_tool_text_is_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
     assert episode.metrics["tool_neutralised"] == 1
     before, after = (request.prompt_tokens_T.tolist() for request in policy.requests)
     bridge = after[len(before) :]
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    start, end = (token_id(tokenizer, mark) for mark in ("<|im_start|>", "<|im_end|>"))
     assert bridge.count(start) == 2  # the tool's message, and the assistant's
     assert bridge.count(end) == 2  # the assistant's turn, and the tool's
     assert "obey" in policy.seen[1]
@@ -356,10 +356,9 @@ def test_hostile_tool_text_is_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
 
 def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> None:
     """It is asked beside the episode: what it answers is no turn."""
-    settings = {"max_tokens": 100, "condense_to": 80, "keep_last": 1}
-    dataset = Echoes(words="1" * 20, condenser="model", **settings)(
-        None, setting(tokenizer, max_new_tokens=20)
-    )
+    dataset = Echoes(
+        words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1
+    )(None, setting(tokenizer, max_new_tokens=20))
 
     def script(_turn: int, seen: str) -> str:
         return "12" if "Summarise" in seen else "7" * 14

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from distill.chat.template import render_text
 from distill.data.example_encoder import ExampleEncoder
 from distill.errors import DataError
+from tests.tiny import token_id
 
 _BAR = "\u2581"
 _TEXTS = ["the answer is 4 . def f(x):\n    return x # 12 + 34 = 46\n\n", "a b  c\t4é"] * 20
@@ -147,7 +148,7 @@ def _encoder(name: str, bos: bool = True, eos: bool = False) -> ExampleEncoder:
         tokenizer=tokenizer,
         vocab_size=len(tokenizer),
         max_length=10_000,
-        stop_ids=[int(tokenizer.eos_token_id or 0)],
+        stop_ids=[token_id(tokenizer, "</s>")],
     )
 
 

@@ -32,6 +32,7 @@ from tests.chat_templates import (
 )
 from tests.refusals import refuses
 from tests.samples import sample
+from tests.tiny import token_id
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
 THANKS = {"role": "user", "content": "Thanks."}
@@ -46,10 +47,6 @@ def result(parsed: turns.ParsedTurn, content: str = "3") -> dict[str, Any]:
 
 def spoken(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
     return sample(*encode_chat(tokenizer, text).tolist())
-
-
-def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    return tokenizer.get_vocab()[token]
 
 
 class Episode:

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.envs.single_turn import SingleTurn
 from distill.errors import ConfigError, DataError
 from distill.rewards.formats import json_schema, matches
-from distill.rewards.registry import judge, load_reward
+from distill.rewards.registry import exact_match, judge
 from tests.refusals import refuses
 from tests.scripted import setting
 
@@ -159,6 +159,6 @@ def test_answers_are_read_before_anything_starts(
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "4?", "answer": "{}"}\n{"prompt": "4?", "answer": "{"}\n')
-    assert len(SingleTurn()(str(path), setting(tokenizer, reward=load_reward("exact_match")))) == 2
+    assert len(SingleTurn()(str(path), setting(tokenizer, reward=exact_match))) == 2
     with refuses(DataError, "answer", names="prompts.jsonl:2:"):
-        SingleTurn()(str(path), setting(tokenizer, reward=load_reward("json_schema")))
+        SingleTurn()(str(path), setting(tokenizer, reward=json_schema))

@@ -15,6 +15,9 @@ from distill.errors import ConfigError
 from distill.rewards.registry import load_reward
 from distill.text.condense import load_condenser
 from distill.tools.load import load_tools
+from tests.distill.test_token_rewards import byte_tokenizer
+
+BYTES = byte_tokenizer()
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,7 @@ from distill.tools.load import load_tools
         ("jsonschema", partial(load_reward, "json_schema"), ("reward=json_schema", "jsonschema")),
         ("simpleeval", partial(load_tools, "calculator"), ("tools=calculator", "simpleeval")),
         ("bm25s", partial(load_tools, "retrieval:."), ("retrieval:.", "bm25s")),
-        ("bm25s", partial(load_condenser, "keywords", None), ("condenser=keywords", "bm25s")),
+        ("bm25s", partial(load_condenser, "keywords", BYTES), ("condenser=keywords", "bm25s")),
         ("pyarrow", partial(read_rows, "rows.parquet"), ("rows.parquet", "pyarrow")),
     ],
 )

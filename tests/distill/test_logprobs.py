@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from distill.models.vocabulary_head import VocabularyHead, kept_until_backward
 from distill.objective.divergences import kl
 
 VOCAB = 50
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
@@ -234,7 +235,9 @@ def test_chunks_under_autocast_are_the_whole_under_autocast(
         with torch.autocast("cpu", torch.bfloat16):
             stats = head.token_stats(hidden_NH, torch.arange(8), torch.ones(8))
         stats.logprobs_N.sum().backward()
-        made.append((stats.logprobs_N, model.get_output_embeddings().weight.grad.clone()))
+        gradient_VH = model.get_input_embeddings().get_parameter("weight").grad
+        assert gradient_VH is not None
+        made.append((stats.logprobs_N, gradient_VH.clone()))
     (whole_N, whole_grad), (chunked_N, chunked_grad) = made
     assert chunked_N.dtype == torch.float32
     torch.testing.assert_close(chunked_N, whole_N)
@@ -280,13 +283,8 @@ def test_an_unknown_post_processing_is_refused() -> None:
 
 def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
     """Llama 4's text model is in an attribute that its `base_model` does not name."""
-    config = Llama4TextConfig(
-        **SHAPE,
-        intermediate_size_mlp=64,
-        num_local_experts=2,
-        head_dim=16,
-        attn_implementation="eager",
-    )
+    eager: dict[str, Any] = {**SHAPE, "attn_implementation": "eager"}
+    config = Llama4TextConfig(**eager, intermediate_size_mlp=64, num_local_experts=2, head_dim=16)
     model = Llama4ForCausalLM(config)
     with pytest.raises(CheckpointError):
         VocabularyHead.of(model)

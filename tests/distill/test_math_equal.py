@@ -8,7 +8,7 @@ import pytest
 
 from distill.rewards import math_equal as maths
 from distill.rewards.math_equal import math_answer, math_equal
-from distill.rewards.registry import load_reward
+from tests.scripted import load_function
 
 ENDLESS = r"so \boxed{9^{9^{9^{9^{9}}}}!}"
 
@@ -97,7 +97,7 @@ def test_equality_is_exact_but_for_decimals() -> None:
 )
 def test_what_is_equal(response: str, answer: str, reward: float) -> None:
     assert math_equal(response, answer) == reward
-    assert load_reward("math_equal")(response, answer) == reward
+    assert load_function("math_equal")(response, answer) == reward
 
 
 def test_the_same_answer_in_other_words_votes_together() -> None:

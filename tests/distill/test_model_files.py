@@ -120,7 +120,8 @@ def test_a_text_model_leaves_within_the_model_that_it_came_in(tmp_path: Path) ->
         config = json.loads((directory / "config.json").read_text())
         assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
         assert config["model_type"] == "qwen3_5" and config["vision_config"]["depth"] == 1
-    loaded, report = type(outer).from_pretrained(exported, output_loading_info=True)
+    found: Any = type(outer).from_pretrained(exported, output_loading_info=True)
+    loaded, report = found
     assert not any(report.values())
     for name, tensor in outer.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ SAY = [{"role": "assistant", "content": "3"}]
 LIMITS = {"vocab_size": 1000, "max_length": 1000, "stop_ids": [3]}
 
 
-def trained(path: str, **columns: str) -> list[list[int]]:
+def trained(path: str, **columns: Mapping[str, str]) -> list[list[int]]:
     read = RowReader(Columns(**columns))
     rows = load_sft_rows(path, chat_tokenizer("qwen2.5"), read=read, **LIMITS)
     return [row.tokens_T[row.loss_mask_T].tolist() for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -14,17 +15,17 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, token_id
 
 STRINGS = {"prompt": "2+2=", "chosen": "4", "rejected": "5!"}
 USER, RIGHT, WRONG, MORE = (
     {"role": role, "content": content}
     for role, content in [("user", "2+2"), ("assistant", "4"), ("assistant", "5"), ("user", "ok?")]
 )
-LIMITS = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
+LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: int):
+def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: Any):
     file = path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_preference_pairs(str(file), tokenizer, **LIMITS | limits)
@@ -33,8 +34,8 @@ def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: 
 def shown(tokenizer: PreTrainedTokenizerBase, row: TrainingRow) -> tuple[str, str]:
     """(all of the text, what is trained of it)"""
     return (
-        tokenizer.decode(row.tokens_T.tolist()),
-        tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist()),
+        str(tokenizer.decode(row.tokens_T.tolist())),
+        str(tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist())),
     )
 
 
@@ -46,9 +47,8 @@ def test_strings_are_encoded_as_completions_are(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     [pair] = load(tmp_path, tokenizer, STRINGS)
-    ids = tokenizer.convert_tokens_to_ids
-    assert pair.chosen.tokens_T.tolist() == [*ids(list("2+2=4")), EOS]
-    assert pair.rejected.tokens_T.tolist() == [*ids(list("2+2=5!")), EOS]
+    for row, text in ((pair.chosen, "2+2=4"), (pair.rejected, "2+2=5!")):
+        assert row.tokens_T.tolist() == [*(token_id(tokenizer, each) for each in text), EOS]
     assert pair.chosen.loss_mask_T.tolist() == [False] * 4 + [True] * 2
     assert pair.rejected.loss_mask_T.tolist() == [False] * 4 + [True] * 3
     for side in ("chosen", "rejected"):
@@ -59,41 +59,31 @@ def test_strings_are_encoded_as_completions_are(
         assert row.source == f"{tmp_path}/pairs.jsonl:1 {side}"
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [USER], "chosen": "4", "rejected": "5"},
-        {"messages": [USER], "chosen": [RIGHT], "rejected": "5"},
-        {"messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
-        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
-        {"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
-        {"prompt": "2+2", "chosen": [RIGHT], "rejected": "5"},
-    ],
-)
-def test_chat_forms_mean_the_same(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
-) -> None:
-    [pair] = load(tmp_path, tokenizer, row)
-    assert both(tokenizer, pair) == (("u:2+2\na:4\n", "4\n"), ("u:2+2\na:5\n", "5\n"))
+ASKED, ASKED_TWICE = "u:2+2\na:", "u:2+2\na:4\nu:ok?\na:"
+BEFORE = [USER, RIGHT, MORE]
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "before"),
     [
-        {"messages": [USER, RIGHT, MORE], "chosen": "4", "rejected": "5"},
-        {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, RIGHT, MORE, WRONG]},
-        {
-            "prompt": "2+2",
-            "chosen": [USER, RIGHT, MORE, RIGHT],
-            "rejected": [USER, RIGHT, MORE, WRONG],
-        },
+        ({"messages": [USER], "chosen": "4", "rejected": "5"}, ASKED),
+        ({"messages": [USER], "chosen": [RIGHT], "rejected": "5"}, ASKED),
+        ({"messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]}, ASKED),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, ASKED),
+        ({"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, ASKED),
+        ({"prompt": "2+2", "chosen": [RIGHT], "rejected": "5"}, ASKED),
+        ({"messages": BEFORE, "chosen": "4", "rejected": "5"}, ASKED_TWICE),
+        ({"chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
+        (
+            {"prompt": "2+2", "chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]},
+            ASKED_TWICE,
+        ),
     ],
 )
-def test_what_the_assistant_said_before_is_context(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
+def test_chat_forms_mean_the_same_and_what_both_sides_begin_with_is_context(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict, before: str
 ) -> None:
     [pair] = load(tmp_path, tokenizer, row)
-    before = "u:2+2\na:4\nu:ok?\na:"
     assert both(tokenizer, pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
 
 

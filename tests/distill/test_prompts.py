@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,15 +29,17 @@ from tests.tiny import VOCAB_SIZE, save_tokenizer
 
 GOOD = '{"prompt": "2 + 2 =", "answer": 4}'
 CHAT = '{"messages": [{"role": "user", "content": "hi"}]}'
-LIMITS: dict = {"vocab_size": VOCAB_SIZE, "context_length": 128, "max_new_tokens": 8}
+LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "context_length": 128, "max_new_tokens": 8}
 
 
 @pytest.fixture
 def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    def load_lines(*lines: str, **changes: object) -> list[Prompt]:
+    def load_lines(
+        *lines: str, tokenizer: PreTrainedTokenizerBase = tokenizer, **changes: Any
+    ) -> list[Prompt]:
         path = tmp_path / "prompts.jsonl"
         path.write_text("\n".join(lines))
-        return load_prompts(str(path), changes.pop("tokenizer", tokenizer), **LIMITS | changes)
+        return load_prompts(str(path), tokenizer, **LIMITS | changes)
 
     return load_lines
 
@@ -133,7 +136,7 @@ def test_tools_reach_the_template(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template=template)
     tokenizer = load_tokenizer(str(tmp_path))
     [prompt] = load(CHAT[:-1] + ', "tools": [{"name": "add"}]}', tokenizer=tokenizer)
-    assert tokenizer.decode(prompt.tokens_T.tolist()).startswith("add:")
+    assert str(tokenizer.decode(prompt.tokens_T.tolist())).startswith("add:")
 
 
 def test_a_begun_answer_is_continued_and_said(
@@ -219,7 +222,7 @@ def test_a_single_turn_pays_for_the_answer(
     prompt = Prompt(tokens_T=np.array([3], np.int32), answer=answer, line=1)
     builder = SingleTurnGroupBuilder(prompt=prompt, tokenizer=tokenizer, group_size=3)
     observed = [asyncio.run(env.initial_observation()) for env in builder.make_envs({})]
-    assert [observation_T.tolist() for observation_T in observed] == [[3]] * 3
+    assert [first_T is not None and first_T.tolist() for first_T in observed] == [[3]] * 3
     response = [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
     assert asyncio.run(_rewards(builder, response)) == [expected] * 3
 
@@ -241,7 +244,7 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     stream = pickle.loads(pickle.dumps(EnvStream(problems, group_size=2, seed=0)))
     builder = stream.builder(7)
     assert (builder.teacher, builder.tag) == ("maths", "sums")
-    assert builder.teacher_tokens_T.tolist() == [5, 6]
+    assert builder.teacher_tokens_T is not None and builder.teacher_tokens_T.tolist() == [5, 6]
     response = tokenizer("so 4!")["input_ids"]
     assert asyncio.run(_rewards(builder, response)) == [1.0, 1.0]
     result = asyncio.run(builder.make_envs({})[0].step(sample(*response)))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from distill.errors import ConfigError, DataError
-from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
     answer_of,
     contains,
@@ -22,6 +21,7 @@ from distill.rewards.registry import (
 )
 from distill.rewards.verdict import Verdict
 from tests.refusals import refuses
+from tests.scripted import load_function
 
 MODULE = """
 import dataclasses
@@ -127,14 +127,14 @@ def test_last_number(response: str, answer: str, reward: float) -> None:
 
 
 def test_a_function_of_the_user_s(user_module: str) -> None:
-    assert load_reward(f"{user_module}:length")("abc", "a") == 2.0
-    right = load_reward(f"{user_module}:right")
+    assert load_function(f"{user_module}:length")("abc", "a") == 2.0
+    right = load_function(f"{user_module}:right")
     assert (right("a", "a"), right("a", "b")) == (1.0, 0.0)
     assert isinstance(right("a", "a"), float)
 
 
 def test_words_of_a_user_s_reward_are_its_verdict_s(user_module: str) -> None:
-    reward = load_reward(f"{user_module}:told")
+    reward = load_function(f"{user_module}:told")
     assert asyncio.run(verdict(reward, "abc", "a")) == Verdict(reward=3.0, feedback="not a")
     assert asyncio.run(judge(reward, "abc", "a")) == 3.0
 
@@ -151,13 +151,12 @@ def test_words_of_a_user_s_reward_are_its_verdict_s(user_module: str) -> None:
     ],
 )
 def test_what_a_built_in_reward_says(name: str, response: str, answer: str, told: str) -> None:
-    reward = load_reward(name)
-    assert not isinstance(reward, ModelReward)
+    reward = load_function(name)
     assert asyncio.run(verdict(reward, response, answer)).feedback == told
 
 
 def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
-    reward = load_reward(f"{user_module}:length")
+    reward = load_function(f"{user_module}:length")
     packed = pickle.dumps(reward)
     assert f"{user_module}:length".encode() in packed
     assert pickle.loads(packed)("abc", "a") == 2.0
@@ -165,16 +164,16 @@ def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
 
 @pytest.mark.parametrize("answer", ["pair", "nan", "inf", "none", "text", "large", "integer"])
 def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> None:
-    reward = load_reward(f"{user_module}:broken")
+    reward = load_function(f"{user_module}:broken")
     with refuses(DataError, "reward"):
         reward("response", answer)
 
 
 def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
-    reward = load_reward(f"{user_module}:hang", timeout_s=0.2)
+    reward = load_function(f"{user_module}:hang", timeout_s=0.2)
     with refuses(DataError, "reward"):
         asyncio.run(judge(pickle.loads(pickle.dumps(reward)), "response", "the answer"))
-    assert asyncio.run(judge(load_reward(f"{user_module}:length"), "abc", "a")) == 2.0
+    assert asyncio.run(judge(load_function(f"{user_module}:length"), "abc", "a")) == 2.0
     sys.modules[user_module].RELEASE.set()
 
 
@@ -185,7 +184,7 @@ def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
 def test_whatever_a_reward_raises_is_an_error_of_the_reward(
     user_module: str, answer: str, error: str
 ) -> None:
-    reward = load_reward(f"{user_module}:exits")
+    reward = load_function(f"{user_module}:exits")
     with refuses(DataError, "reward", names=error) as raised:
         asyncio.run(judge(reward, "half a \ud800", answer))
     assert str(raised.value).encode()  # it goes into files
@@ -213,7 +212,7 @@ def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
 
 def test_only_rewards_of_ours_know_what_a_response_answers(user_module: str) -> None:
     """A user's may be an object without a hash."""
-    mine = load_reward(f"{user_module}:half")
+    mine = load_function(f"{user_module}:half")
     assert mine("4", "4") == 0.5 and answer_of(mine) is None
     find = answer_of(last_number)
     assert find is not None and find("so 18") == find("18.0")

@@ -31,14 +31,6 @@ def write_parquet(path: Path, rows: list[dict], schema: pyarrow.Schema | None = 
     return str(path)
 
 
-def test_parquet_reads_as_the_same_rows_in_jsonl(tmp_path: Path) -> None:
-    """Parquet gives every row every field, null where it had none: those are left out again."""
-    lines = tmp_path / "data.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    parquet = write_parquet(tmp_path / "data.PARQUET", ROWS)
-    assert read_rows(parquet) == read_rows(str(lines)) == list(enumerate(ROWS, start=1))
-
-
 def test_parquet_maps_are_objects(tmp_path: Path) -> None:
     schema = pyarrow.schema({"bonuses": pyarrow.map_(pyarrow.string(), pyarrow.float64())})
     rows = [{"bonuses": {"so": 0.5}}, {"bonuses": {"hm": -1.0, "well": 2.0}}]

@@ -114,12 +114,13 @@ def written_out(
         log_mu, log_old, log_q, log_ref = [], [], [], []
         for row, each in zip(of_sequence, member.segments, strict=True):
             mask_T = row.loss_mask_T
-            mu_N = row.behaviour_logprobs_T[mask_T].tolist()
-            log_mu += mu_N
+            log_mu += row.behaviour_logprobs_T[mask_T].tolist()
             corrected = how.correction != "none"
-            log_old += row.proximal_logprobs_T[mask_T].tolist() if corrected else mu_N
-            log_q += each.teacher_logprobs_T[mask_T].tolist()
-            log_ref += each.reference_logprobs_T[mask_T].tolist()
+            proximal_T = row.proximal_logprobs_T if corrected else row.behaviour_logprobs_T
+            given = proximal_T, each.teacher_logprobs_T, each.reference_logprobs_T
+            for column, values_T in zip((log_old, log_q, log_ref), given, strict=True):
+                assert values_T is not None
+                column += values_T[mask_T].tolist()
         ratio = math.exp(sum(np.subtract(log_pi, log_old)) / sum(sizes))
         for t in range(sum(sizes)):
             A = how.reward_coef * (member.reward - 1 / 3)
@@ -160,12 +161,12 @@ def test_other_rows_are_scored_only_where_tokens_are_joined() -> None:
     def refuse(_: Sequence[TrainingRow]) -> list[np.ndarray]:
         raise AssertionError("a pass over the rows that nothing needs")
 
-    for settings in ({}, {"normalisation": "sequence"}, {"loss": "ppo"}):
-        how = ObjectiveConfig(**settings)
+    for how in (
+        ObjectiveConfig(), ObjectiveConfig(normalisation="sequence"), ObjectiveConfig(loss="ppo"),
+    ):  # fmt: skip
         rows = policy_rows([GROUP], how)
         assert with_other_rows(rows, how, refuse) == rows
-    for settings in ({"loss": "gspo"}, {"kl_discount_factor": 0.5}):
-        how = ObjectiveConfig(**settings)
+    for how in (ObjectiveConfig(loss="gspo"), ObjectiveConfig(kl_discount_factor=0.5)):
         alone = policy_rows([replace(GROUP, trajectories_G=GROUP.trajectories_G[1:2])], how)
         assert with_other_rows(alone, how, refuse) == alone
         scored: list[TrainingRow] = []

@@ -16,11 +16,11 @@ from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint, load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, token_id
 
 GOOD = {"prompt": "2+2=", "completion": "4!"}
 CHAT = {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4!"}]}
-LIMITS = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
+LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
 def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: Any):
@@ -37,8 +37,7 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     [row] = load(tmp_path, tokenizer, GOOD)
-    ids = tokenizer.convert_tokens_to_ids(list("2+2=4!"))
-    assert row.tokens_T.tolist() == [*ids, EOS]
+    assert row.tokens_T.tolist() == [*(token_id(tokenizer, each) for each in "2+2=4!"), EOS]
     assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
     assert row.advantages_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert row.behaviour_logprobs_T.tolist() == [0] * 7
@@ -102,7 +101,7 @@ def test_ids_outside_the_model_are_refused(
         load(tmp_path, tokenizer, GOOD, vocab_size=20)
 
 
-def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+def test_completions_need_an_eos_token(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.eos_token = None
@@ -110,6 +109,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
         load(tmp_path, tokenizer, GOOD, stop_ids=())
     [row] = load(tmp_path, tokenizer, GOOD, stop_ids=(7, 5))
     assert row.tokens_T[-1] == 5, "where a server ends all the same"
+    assert len(load(tmp_path, tokenizer, CHAT)) == 1, "a template writes its own"
 
 
 def test_a_conversation_is_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -184,10 +184,3 @@ def test_bad_token_ids_are_named(
 ) -> None:
     with refuses(DataError, field, names="data.jsonl:2:"):
         load(tmp_path, tokenizer, GOOD, sampled(tokenizer) | changes)
-
-
-def test_chat_needs_no_eos_token(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    tokenizer.eos_token = None
-    assert len(load(tmp_path, tokenizer, CHAT)) == 1

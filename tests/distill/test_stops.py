@@ -15,6 +15,7 @@ from distill.objective.divergences import generalised_jsd, kl
 from distill.stops import StopTokens, hits, parse_stop_tokens
 from tests.chat_templates import chat_tokenizer
 from tests.refusals import refuses
+from tests.tiny import token_id
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_stops_of_several_models(
 
 def test_tokens_by_text_or_id() -> None:
     tokenizer = deepcopy(chat_tokenizer("qwen3"))
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = token_id(tokenizer, "<|im_end|>")
     assert parse_stop_tokens("<|im_end|>, 7", tokenizer) == {end, 7}
     assert parse_stop_tokens("", tokenizer) == set()
     for bad in ("<|im_ed|>", str(len(tokenizer)), ","):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.rewards.token_rewards import phrase_bonuses
+from tests.tiny import token_id
 
 
 def byte_tokenizer(*corpus: str, vocab_size: int = 257) -> PreTrainedTokenizerBase:
@@ -122,7 +123,7 @@ def test_the_row_adds_up_to_its_occurrences(text: str, seed: int) -> None:
     for token in MERGED(text)["input_ids"]:
         split = rng.random() < 0.5
         piece = MERGED.convert_ids_to_tokens(token)
-        ids += [MERGED.convert_tokens_to_ids(byte) for byte in piece] if split else [token]
+        ids += [token_id(MERGED, byte) for byte in piece] if split else [token]
     assert MERGED.decode(ids) == text
     total = sum(text.count(phrase) * value for phrase, value in PHRASES.items())
     row = paid(MERGED, ids, PHRASES)

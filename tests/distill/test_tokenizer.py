@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import normalizers
@@ -18,7 +19,7 @@ from tests.tiny import save_tokenizer, tiny_model_dir
 
 @pytest.fixture
 def make(tmp_path: Path):
-    def made(**settings: object) -> PreTrainedTokenizerBase:
+    def made(**settings: Any) -> PreTrainedTokenizerBase:
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         save_tokenizer(directory, **settings)
         return load_tokenizer(str(directory))

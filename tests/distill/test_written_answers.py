@@ -17,7 +17,7 @@ from distill.data.written_answers import written_sample
 from distill.errors import DataError
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, token_id
 
 LONG = 1 << 20
 CHAT = [{"role": "user", "content": "hi"}]
@@ -135,7 +135,7 @@ def test_a_turn_is_what_the_student_s_template_makes_of_it(
 
 def test_the_end_is_the_run_s_and_not_the_tokenizer_s(tokenizer: PreTrainedTokenizerBase) -> None:
     """A student whose config ends elsewhere than its tokenizer does, and pads with its EOS."""
-    other, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("z", "<pad>"))
+    other, pad = token_id(tokenizer, "z"), token_id(tokenizer, "<pad>")
     for stops in ((other,), (pad, other)):
         prompt = plain(tokenizer)
         text, stop = said(encoder_of(tokenizer, stops), prompt, "two", ended=True)

@@ -129,7 +129,7 @@ def new_loop(
         teachers: LocalTeachers | None = None,
         learner: Mapping[str, object] | None = None,
         resume_from: Checkpoint | None = None,
-        **settings: object,
+        **settings: Any,
     ) -> PolicyLoop:
         start = {"model": resume_from.model_dir} if resume_from else {}
         return PolicyLoop(
@@ -186,11 +186,22 @@ def gradients(learner: Learner) -> dict[str, Tensor]:
 
 
 def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: gradient_of(p).clone() for name, p in model.named_parameters()}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def weights(learner: Learner) -> dict[str, bytes]:
     return {name: p.detach().numpy().tobytes() for name, p in learner.model.named_parameters()}
+
+
+def adjusted(learner: Learner) -> dict[str, Tensor]:
+    """Copies of the parameters that the learner trains."""
+    named = learner.model.named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad}
 
 
 def assert_same(made: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:

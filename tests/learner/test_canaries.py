@@ -12,7 +12,7 @@ import torch
 from distill.handshake.canary import Tolerance, judge
 from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
-from learner.frozen import LocalTeachers
+from learner.frozen import FrozenModel, LocalTeachers
 from learner.learner import Learner
 from learner.sharding import local
 from tests.conftest import TinyPair
@@ -29,6 +29,12 @@ WITH_BASE = CopyQuestion(temperature=T, base=True)
 @pytest.fixture
 def teachers(tiny_pair: TinyPair) -> LocalTeachers:
     return LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
+
+
+def copy_in(teachers: LocalTeachers) -> FrozenModel:
+    teacher = teachers.models[""]
+    assert isinstance(teacher, FrozenModel)
+    return teacher
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def test_one_number_that_changes_in_a_weight_is_found_and_named(
     first = copy.answer(FIRST)
     again = copy.answer(AGAIN)
     assert again.changed == () and again.digest == first.digest and verdict_on(again, first).good
-    embedding = next(teachers.models[""].model.parameters())
+    embedding = next(copy_in(teachers).model.parameters())
     seen = {int(token) for request in first.rows.requests for token in request.tokens_T}
     unseen = next(token for token in range(160) if token not in seen)
     with torch.no_grad():
@@ -79,7 +85,7 @@ def test_a_pass_at_another_temperature_leaves_the_weights_and_is_found(
     teachers: LocalTeachers, copy: WatchedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = copy.answer(FIRST)
-    head = teachers.models[""]._forward.head
+    head = copy_in(teachers)._forward.head
     at_T = head.log_distribution
     monkeypatch.setattr(head, "log_distribution", lambda hidden, t, w: at_T(hidden, t * 0 + 1, w))
     moved = copy.answer(AGAIN)

@@ -88,7 +88,7 @@ def test_what_is_saved_comes_back(
     assert store.latest() is None
     made = save(store, 3)
     found = CheckpointStore(store.root, keep=2).latest()
-    assert found == made
+    assert found is not None and found == made
     assert (found.step, found.delivery) == (3, {"watermark": 12, "set_aside": {"2": "after 3"}})
     model = AutoModelForCausalLM.from_pretrained(found.model_dir)
     for name, parameter in model.named_parameters():
@@ -120,7 +120,8 @@ def test_seals_are_digests_of_what_orjson_writes(store: CheckpointStore) -> None
 def test_the_newest_are_kept(store: CheckpointStore, save) -> None:
     for step in (9, 10, 100, 1_000_000):
         save(store, step)
-        assert store.latest().step == step
+        latest = store.latest()
+        assert latest is not None and latest.step == step
     assert names(store) == ["step-000100", "step-1000000"]
 
 
@@ -142,7 +143,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def write(text: str) -> Callable[[Path], None]:
+def write(text: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(text)
 
 
@@ -165,7 +166,7 @@ def write(text: str) -> Callable[[Path], None]:
     ],
 )
 def test_an_incomplete_checkpoint_is_passed_over(
-    store: CheckpointStore, save, name: str, harm: Callable[[Path], None]
+    store: CheckpointStore, save, name: str, harm: Callable[[Path], object]
 ) -> None:
     first, second = save(store, 1), save(store, 2)
     harm(second.path / name)
@@ -303,7 +304,7 @@ def test_killed_between_any_two_writes_a_whole_checkpoint_is_left(
     first = save(store, 1)
     kept = tmp_path / "kept"
     shutil.copytree(first.path, kept)
-    found: list[int] = []
+    found, code = list[int](), -signal.SIGKILL
     for countdown in range(first_death, 200, 2):
         code = exit_code(die_at, countdown, lambda: save(store, 2))
         latest = store.latest()

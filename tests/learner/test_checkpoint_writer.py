@@ -137,7 +137,7 @@ def test_a_failure_is_told_and_the_next_is_written(
             writer.written(wait=True)
         except CheckpointError as error:
             answer.send(str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         writer.begin(3, {})
         writer.written(wait=True)
 
@@ -159,7 +159,7 @@ def test_killed_while_a_thread_writes_the_one_before_is_left(
         train(trained)
         writer.written(wait=True)
 
-    left = []
+    left, code = list[int](), -signal.SIGKILL
     for countdown in range(1, 200, 4):
         code = exit_code(die_at, countdown, on)
         latest = CheckpointStore(root, keep=2).latest()

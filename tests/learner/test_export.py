@@ -32,6 +32,7 @@ from distill.models.loading import tensor_shapes
 from learner.export import check_export
 from tests.tiny import SIZES, VOCAB_SIZE
 
+_HEADS: dict[str, Any] = {"head_dim": 8}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 TEXT: dict[str, Any] = {"head_dim": 8, "sliding_window": 8}
 PLAIN = {
@@ -45,7 +46,7 @@ PLAIN = {
     "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64),
 }
 FUSED = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **_MOE, head_dim=8, moe_intermediate_size=16),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **_MOE, **_HEADS, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": OlmoeConfig(**SIZES, **_MOE),
 }
@@ -93,7 +94,9 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
-    saved(new(PLAIN["gpt2"]).base_model, tmp_path)
+    base = new(PLAIN["gpt2"]).base_model
+    assert isinstance(base, PreTrainedModel)
+    saved(base, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["GPT2Model"]
     assert "h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")

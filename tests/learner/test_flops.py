@@ -70,10 +70,11 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
 def counted(model: PreTrainedModel, row: TrainingRow, *, backward: bool) -> float:
     """By PyTorch, of the row's log-probs, projected at its trained tokens only."""
     batch = collate([row])
-    counter = FlopCounterMode(display=False)
+    counter, head = FlopCounterMode(display=False), model.get_output_embeddings()
+    assert head is not None
     with counter:
         hidden_TH = model.base_model(input_ids=batch.tokens_BT, use_cache=False)[0][0]
-        logits_NV = model.get_output_embeddings()(hidden_TH[batch.position_N])
+        logits_NV = head(hidden_TH[batch.position_N])
         if backward:
             logits_NV.sum().backward()
     return counter.get_total_flops()

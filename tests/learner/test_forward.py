@@ -112,7 +112,7 @@ def test_rows_that_share_a_context_run_it_once_and_agree(model: PreTrainedModel)
     alone, together = deepcopy(model), deepcopy(model)
     rows = [GROUPED[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
     positions: list[int] = []
-    together.base_model.embed_tokens.register_forward_hook(
+    together.get_input_embeddings().register_forward_hook(
         lambda _module, inputs, _output: positions.append(inputs[0].numel())
     )
     forward, singly = Forward(together), Forward(alone)

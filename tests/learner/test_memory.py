@@ -59,8 +59,9 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, intermediate_size=352, num_key_value_heads=4),
     "llama, grouped heads": LlamaConfig(**SIZES, intermediate_size=448, num_key_value_heads=1),
 }
+_HEADS: dict[str, Any] = {"head_dim": 32}
 MIXTURE = Qwen3MoeConfig(
-    **SIZES, num_key_value_heads=1, head_dim=32,
+    **SIZES, **_HEADS, num_key_value_heads=1,
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96,
 )  # fmt: skip
 QWEN3_8B = Qwen3Config(
@@ -259,10 +260,10 @@ def test_one_replica_may_have_room_where_two_have_none() -> None:
 def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
     """Beside its states torch's tracker finds 10.3 GiB of two layers of 30B-A3B on eight workers at
     16384 tokens, without logits; a pass after the first one has the other layers' inputs, too."""
+    heads: dict[str, Any] = {"num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 4}
     config = Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, head_dim=128,
-        num_key_value_heads=4,
+        num_experts_per_tok=8, num_hidden_layers=48, **heads,
     )  # fmt: skip
     passes = memory_of(config, "bfloat16", 8, device="cuda", parameters=30_532_122_624)
     inputs = 46 * 2048 * 2 * 16_384

@@ -13,13 +13,13 @@ import torch
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import ShadowRule
-from learner.frozen import LocalTeachers
+from learner.frozen import FrozenModel, LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.families import family_dir
-from tests.learner.conftest import NewLearner
+from tests.learner.conftest import NewLearner, adjusted
 from tests.learner.routing import other_experts
 from tests.samples import training_row
 from tests.weights import gather_all
@@ -59,11 +59,6 @@ def train(learner: Learner, first: int, steps: int) -> list[dict[str, float]]:
     return made
 
 
-def trained(learner: Learner) -> dict[str, torch.Tensor]:
-    named = learner.model.named_parameters()
-    return {name: p.detach().clone() for name, p in named if p.requires_grad}
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return family_dir(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
@@ -89,15 +84,17 @@ def assert_steps_of_a_copy(
             each.follow(step + 1)
         for name in ("opd/divergence", "train/loss", "train/grad_norm", *metrics):
             assert made[name] == pytest.approx(expected[name], rel=1e-5), name
-        for name, weight in trained(twin).items():
-            torch.testing.assert_close(trained(learner)[name], weight, atol=1e-6, rtol=1e-5)
+        for name, weight in adjusted(twin).items():
+            torch.testing.assert_close(adjusted(learner)[name], weight, atol=1e-6, rtol=1e-5)
         diverged.append(made["opd/divergence"])
     assert min(diverged) > 1e-3
 
 
 def frozen_at(path: str, state: Mapping[str, torch.Tensor]) -> LocalTeachers:
     teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
-    missed = teachers.models[""].model.load_state_dict(state, strict=False)
+    teacher = teachers.models[""]
+    assert isinstance(teacher, FrozenModel)
+    missed = teacher.model.load_state_dict(state, strict=False)
     assert not missed.unexpected_keys
     return teachers
 
@@ -152,12 +149,12 @@ def test_how_rows_are_run_changes_nothing(new_learner: NewLearner, how: dict) ->
     plain, other = new_learner(shadow=EMA), new_learner(shadow=EMA, **how)
     for ours, theirs in zip(train(other, 0, 3), train(plain, 0, 3), strict=True):
         assert ours["opd/divergence"] == pytest.approx(theirs["opd/divergence"], rel=1e-4)
-    start = trained(new_learner(shadow=EMA))
-    for name, weight in trained(plain).items():
+    start = adjusted(new_learner(shadow=EMA))
+    for name, weight in adjusted(plain).items():
         # AdamW moves a weight by its learning rate however small the gradient: an element whose
         # gradient is rounding alone may go either way.
         moved = (weight - start[name]).norm()
-        assert (trained(other)[name] - weight).norm() <= 0.02 * moved, name
+        assert (adjusted(other)[name] - weight).norm() <= 0.02 * moved, name
 
 
 def test_in_bfloat16_the_live_teacher_rounds_as_the_student_does(new_learner: NewLearner) -> None:

@@ -114,11 +114,11 @@ def naive_sft(model: PreTrainedModel, rows: list[TrainingRow]) -> Tensor:
 def naive_dpo(model: PreTrainedModel, rows: list[TrainingRow], beta: float) -> Tensor:
     total = torch.zeros(())
     for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
-        gained = [
-            naive_logprobs(model, row).sum()
-            - float(row.reference_logprobs_T[row.loss_mask_T].sum())
-            for row in (chosen, rejected)
-        ]
+        gained = []
+        for row in (chosen, rejected):
+            assert row.reference_logprobs_T is not None
+            reference = float(row.reference_logprobs_T[row.loss_mask_T].sum())
+            gained.append(naive_logprobs(model, row).sum() - reference)
         total = total - (1 / (1 + (-beta * (gained[0] - gained[1])).exp())).log()
     return total / (len(rows) // 2)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -205,7 +206,7 @@ def test_on_cuda_the_step_is_the_same(tiny_pair: TinyPair, tmp_path: Path, optio
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Of this process alone, on the CPU."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
     finally:
@@ -217,7 +218,8 @@ def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
 ) -> None:
     """torch's meta device stands for the GPUs of a mesh: what is shown is that nothing moves a
     share there from main memory, not that CUDA copies it."""
-    model = fully_shard(nn.Linear(4, 3), mesh=mesh)
+    model = nn.Linear(4, 3)
+    fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-5))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -236,7 +238,8 @@ def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(
 ) -> None:
     def train(offload: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(4, 3), mesh=mesh)
+        model = nn.Linear(4, 3)
+        fully_shard(model, mesh=mesh)
         optimizer = build_optimizer(model, LearnerSettings(lr=1e-5))
         if offload:
             offload_moments(optimizer)

@@ -96,30 +96,35 @@ def test_no_room_for_the_probe_says_nothing_of_the_architecture(
 # What is asserted at each update
 
 
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+class SmallModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(4, 3), nn.LayerNorm(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(inputs))
 
 
 def test_an_optimizer_of_other_tensors_is_not_stepped() -> None:
-    model = small_model()
+    model = SmallModel()
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     assert_optimizes(optimizer, model)
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    model.linear.weight = nn.Parameter(model.linear.weight.detach().clone())
     with pytest.raises(AssertionError):
         assert_optimizes(optimizer, model)
-    model[0].weight.requires_grad_(False)
+    model.linear.weight.requires_grad_(False)
     with pytest.raises(AssertionError):
         assert_optimizes(optimizer, model)
-    model = small_model()
+    model = SmallModel()
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
-    optimizer.param_groups[0]["params"].append(model[0].weight)
+    optimizer.param_groups[0]["params"].append(model.linear.weight)
     with pytest.raises(AssertionError):
         assert_optimizes(optimizer, model)
 
 
 def test_a_first_update_that_moves_nothing_is_noticed() -> None:
-    model, check = small_model(), UpdateCheck()
+    model, check = SmallModel(), UpdateCheck()
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     model(torch.randn(5, 4)).square().sum().backward()
     unmoved = pytest.raises(AssertionError)
@@ -132,12 +137,12 @@ def test_a_first_update_that_moves_nothing_is_noticed() -> None:
 @pytest.mark.parametrize("lr", [0.0, 1e-12, 1e-3])
 @pytest.mark.parametrize("gradient", [0.0, 1e-30, 1.0])
 def test_an_update_may_be_lost_to_rounding_or_have_no_gradient(lr: float, gradient: float) -> None:
-    model = small_model()
+    model = SmallModel()
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-3))
     for group in optimizer.param_groups:
         group["lr"] = lr
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
-    model[1].bias.grad = None
+    model.norm.bias.grad = None
     with UpdateCheck()(optimizer, model):
         optimizer.step()

@@ -46,7 +46,7 @@ from tests.learner.conftest import (
 from tests.learner.test_export import PLAIN, new, saved
 from tests.learner.two_workers import tell
 from tests.samples import answer_pair, demonstration
-from tests.tiny import PAD, save_tokenizer
+from tests.tiny import EOS, PAD, save_tokenizer, token_id
 
 NUM_PAIRS = 4
 
@@ -142,13 +142,13 @@ def test_a_score_is_read_at_the_row_s_end_whatever_is_beside_it(
 def test_a_padding_that_ends_rows_is_not_taken(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
-    assert padding_token(tokenizer, 160, {eos}) == PAD
+    unknown = token_id(tokenizer, "<unk>")
+    assert padding_token(tokenizer, 160, {EOS}) == PAD
     tokenizer.pad_token = tokenizer.eos_token
-    assert padding_token(tokenizer, 160, {eos}) == PAD  # by its name
-    assert padding_token(tokenizer, 160, {eos, PAD}) == unknown
+    assert padding_token(tokenizer, 160, {EOS}) == PAD  # by its name
+    assert padding_token(tokenizer, 160, {EOS, PAD}) == unknown
     with pytest.raises(CheckpointError):
-        padding_token(tokenizer, 160, {eos, PAD, unknown})
+        padding_token(tokenizer, 160, {EOS, PAD, unknown})
 
 
 # What is no reward model

@@ -14,7 +14,8 @@ import pytest
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.objective.metrics import tokens_by_gap
+from distill.objective.batching import TrainingRow
+from distill.objective.metrics import TokenTable, tokens_by_gap
 from distill.objective.objectives import reference_gap_sum
 from distill.objective.rows import (
     advantage_metrics,
@@ -29,6 +30,7 @@ from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
+from distill.weights.model_weights import Weights
 from learner import rollout_share
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
@@ -110,9 +112,9 @@ class Noting(World):
         self._ahead.set()
         return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in places}, {})
 
-    def publish(self, *given: Any) -> dict[str, float]:
+    def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         assert self._ahead.wait(60) or not self.groups, "nothing is fetched ahead"
-        return super().publish(*given)
+        return super().publish(weights, version, trained)
 
 
 class KeepAll:
@@ -124,8 +126,14 @@ class KeepAll:
     def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
         return group_ids[1:]
 
-    def keep(self, *kept: Any) -> None:
-        self.kept.append(kept)
+    def keep(
+        self,
+        step: int,
+        groups_P: Sequence[TrajectoryGroup],
+        rows_D: Sequence[TrainingRow],
+        tables: Sequence[TokenTable | None],
+    ) -> None:
+        self.kept.append((step, groups_P, rows_D, tables))
 
     def flush(self) -> None:
         """Nothing waits."""
@@ -352,7 +360,7 @@ class Losing(World):
             return Fetched(found, {})
         return Fetched({at: t for at, t in found.items() if at.group_id}, {0: "its node is gone"})
 
-    def lose(self, ids: Sequence[int], reason: str) -> None:
+    def lose(self, ids: Collection[int], reason: str) -> None:
         self.lost.append((sorted(ids), reason))
 
 
@@ -405,14 +413,14 @@ class Ahead(World):
         here = [at for at in places if at.group_id not in gone]
         return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in here}, gone)
 
-    def take(self, _trained: TrainedGroups) -> StepGroups:
+    def take(self, trained: TrainedGroups) -> StepGroups:
         self.groups[:2] = [self.remade.get(made.group_id, made) for made in self.groups[:2]]
-        return super().take(_trained)
+        return super().take(trained)
 
-    def publish(self, *given: Any) -> dict[str, float]:
+    def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         assert self._told.wait(60) or not self.groups, "the next step's groups are not fetched"
         self._told.clear()
-        return super().publish(*given)
+        return super().publish(weights, version, trained)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())

@@ -29,7 +29,7 @@ from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.routers import check_replays
 from tests.families import family_dir, undecided
-from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
+from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
 from tests.refusals import refuses
 from tests.samples import after_context, training_row
@@ -56,8 +56,9 @@ def twin(path: str, rows: list[TrainingRow]) -> tuple[float, dict[str, torch.Ten
     total = sum(row.num_trained for row in rows)
     loss = torch.zeros(())
     for row in rows:
+        experts_TLK = torch.from_numpy(experts_of(row))
         hooks = [
-            router.register_forward_hook(_told(torch.from_numpy(row.experts_TLK[:, layer])))
+            router.register_forward_hook(_told(experts_TLK[:, layer]))
             for layer, router in routers_of(model).items()
         ]
         wanted_N = torch.from_numpy(row.advantages_T[row.loss_mask_T])
@@ -65,7 +66,12 @@ def twin(path: str, rows: list[TrainingRow]) -> tuple[float, dict[str, torch.Ten
         for hook in hooks:
             hook.remove()
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return float(loss), gradients_of(model)
+
+
+def experts_of(row: TrainingRow) -> np.ndarray:
+    assert row.experts_TLK is not None
+    return row.experts_TLK
 
 
 def _told(experts_TK: torch.Tensor) -> Any:
@@ -166,9 +172,9 @@ def test_given_experts_are_the_twins(
     shared = rows is SHARED
     rows = other_experts(mixture, rows)
     if shared:  # one engine's prefill: the same for all of them
-        context = rows[0].experts_TLK[: len(CONTEXT_T)]
+        context = experts_of(rows[0])[: len(CONTEXT_T)]
         rows = [
-            replace(row, experts_TLK=np.concatenate([context, row.experts_TLK[len(context) :]]))
+            replace(row, experts_TLK=np.concatenate([context, experts_of(row)[len(context) :]]))
             for row in rows
         ]
     elif way == "padded":
@@ -185,15 +191,15 @@ def test_the_mismatch_counts_routings(new_learner: NewLearner, tmp_path: Path) -
     path = family_dir(tmp_path, "qwen3_moe")
     learner = new_learner(model=path, replays_routing=True)
     rows, known = own_experts(path, ROWS), 0
-    unknown = unknown_expert(rows[0].experts_TLK.dtype)
+    unknown = unknown_expert(experts_of(rows[0]).dtype)
     for row in rows:
-        row.experts_TLK[1] = unknown
+        experts_of(row)[1] = unknown
         known += (len(row) - 1) * 2
     # In the last layer, where nothing else comes of it: 3 other experts, one other order.
     for t in (3, 4, 5):
-        row = rows[2].experts_TLK[t, 1]
-        row[0] = next(e for e in range(8) if e not in row)
-    rows[1].experts_TLK[2, 1] = rows[1].experts_TLK[2, 1][::-1].copy()
+        chosen = experts_of(rows[2])[t, 1]
+        chosen[0] = next(e for e in range(8) if e not in chosen)
+    experts_of(rows[1])[2, 1] = experts_of(rows[1])[2, 1][::-1].copy()
     assert passed(learner, rows)["train/routing_mismatch"] == pytest.approx(3 / known)
 
 

@@ -17,7 +17,14 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import ShadowRule
 from learner.learner import Learner
 from learner.plan import Part
-from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, NewLoop, World, weights
+from tests.learner.conftest import (
+    IMPORTANCE_SAMPLING,
+    NewLearner,
+    NewLoop,
+    World,
+    adjusted,
+    weights,
+)
 from tests.samples import group, training_row
 
 EVERY, EMA = ShadowRule(every=3), ShadowRule(ema=0.8)
@@ -30,20 +37,15 @@ def train(learner: Learner, first: int, steps: int) -> list[dict[str, torch.Tens
         rows = [training_row(2, 4, seed=step), training_row(3, 5, seed=step + 1)]
         learner.step(Part(rows_D=rows, loss=IMPORTANCE_SAMPLING))
         learner.follow(step + 1)
-        made.append(trained(learner))
+        made.append(adjusted(learner))
     return made
 
 
-def trained(learner: Learner) -> dict[str, torch.Tensor]:
-    parameters = learner.model.named_parameters()
-    return {name: p.detach().clone() for name, p in parameters if p.requires_grad}
-
-
 def teacher(learner: Learner) -> dict[str, torch.Tensor]:
-    before = trained(learner)
+    before = adjusted(learner)
     with learner.as_teacher():
-        shown = trained(learner)
-    assert equal(trained(learner), before), "the weights did not come back as they were"
+        shown = adjusted(learner)
+    assert equal(adjusted(learner), before), "the weights did not come back as they were"
     return shown
 
 
@@ -59,7 +61,7 @@ def saved(learner: Learner, root: Path, tokenizer: PreTrainedTokenizerBase) -> C
 @pytest.mark.parametrize("adapter", [{}, {"lora_rank": 2}], ids=["all", "adapter"])
 def test_an_average_is_that_of_its_formula(new_learner: NewLearner, adapter: dict) -> None:
     learner = new_learner(shadow=EMA, **adapter)
-    versions = [trained(learner), *train(learner, 0, 6)]
+    versions = [adjusted(learner), *train(learner, 0, 6)]
     shown = teacher(learner)
     for name in versions[0]:
         expected = 0.8**6 * versions[0][name].double()
@@ -71,7 +73,7 @@ def test_an_average_is_that_of_its_formula(new_learner: NewLearner, adapter: dic
 
 def test_a_teacher_that_lags_is_an_earlier_student_bit_by_bit(new_learner: NewLearner) -> None:
     learner = new_learner(shadow=EVERY)
-    versions = [trained(learner)]
+    versions = [adjusted(learner)]
     ages = []
     for step in range(7):
         versions += train(learner, step, 1)
@@ -100,7 +102,7 @@ def test_a_resumed_one_goes_on_bit_by_bit(
     again.load_trainer_state(checkpoint.path)
     assert equal(teacher(again), at_five)
     train(again, 5, 2)
-    assert equal(trained(again), trained(learner)) and equal(teacher(again), teacher(learner))
+    assert equal(adjusted(again), adjusted(learner)) and equal(teacher(again), teacher(learner))
 
 
 def test_only_a_run_that_has_one_reads_it(

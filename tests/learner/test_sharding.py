@@ -216,7 +216,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     told["halved"] = total_bytes(halved)
     told["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
     told["lent"] = lent_by_both(learner)
-    told["held"] = sum(p.to_local().numel() for p in learner.model.parameters())
+    told["held"] = sum(local(p).numel() for p in learner.model.parameters())
     told["non finite"] = learner.weights().first_non_finite()
     bad = replace(ROWS[1], advantages_T=np.full(len(ROWS[1]), 3e38, np.float32))
     try:
@@ -384,7 +384,7 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     layers = learner.model.config.num_hidden_layers
     taken = [
         math.prod(event.input_shapes[1])
-        for event in profiled.events()
+        for event in profiled.events() or ()
         if event.name == "c10d::_reduce_scatter_base_"
     ]
     return {
@@ -441,7 +441,8 @@ def turns_story(learner: Learner, given: dict[str, Any]) -> None:
     last.give()
     learner.take_turn(60)
     assert not first.take(0) and not last.take(0)
-    first.give(), last.give()
+    first.give()
+    last.give()
     train(learner, STEPS[:1])
     learner.rest()
     assert first.take(0) and last.take(0)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.objective.rows import policy_rows
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.settings import Correction, ObjectiveConfig
 from distill.types import TrajectoryGroup
 from learner.loop import PolicyLoop, SupervisedMix
 from learner.plan import Part
@@ -101,7 +101,7 @@ def test_advantages_are_those_of_the_whole_step(
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
 def test_ratios_are_against_the_log_probs_before_the_first_update(
-    new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch, correction: str
+    new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch, correction: Correction
 ) -> None:
     """cispo with both bounds at 1 counts a token as clipped wherever its ratio is not exactly 1."""
     objective = ObjectiveConfig(loss="cispo", clip=0, correction=correction, num_substeps=2)
@@ -123,7 +123,7 @@ def test_with_a_correction_and_one_update_the_ratio_is_exactly_one(
     new_loop: NewLoop,
     monkeypatch: pytest.MonkeyPatch,
     plain_model: PreTrainedModel,
-    correction: str,
+    correction: Correction,
 ) -> None:
     settings: dict[str, Any] = {"loss": "cispo", "clip": 0}
     uncorrected = new_loop(World(GROUPS), ObjectiveConfig(**settings))

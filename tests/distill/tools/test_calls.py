@@ -21,9 +21,7 @@ from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
 class Given(Tool):
     """Does what the test says."""
 
-    name = "given"  # pyright: ignore[reportAssignmentType]
-    description = "Does it."  # pyright: ignore[reportAssignmentType]
-    parameters = {  # noqa: RUF012 # pyright: ignore[reportAssignmentType]
+    schema_of_arguments: Mapping[str, Any] = {
         "type": "object",
         "properties": {
             "n": {"type": "integer", "minimum": 0},
@@ -31,6 +29,18 @@ class Given(Tool):
         },
         "required": ["n"],
     }
+
+    @property
+    def name(self) -> str:
+        return "given"
+
+    @property
+    def description(self) -> str:
+        return "Does it."
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return self.schema_of_arguments
 
     def __init__(self, does: Callable[[Mapping[str, Any]], Any]) -> None:
         self.does = does
@@ -149,7 +159,7 @@ def test_arguments_that_do_not_fit(run, arguments, message: str) -> None:
 def test_a_schema_that_cannot_be_checked_is_told(
     run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Given, "parameters", {"properties": {"n": schema}})
+    monkeypatch.setattr(Given, "schema_of_arguments", {"properties": {"n": schema}})
     for value in ("a" * 40 + "b", 1, {"b": 1}):
         (outcome, other) = run(call(n=value), ToolCall(name="calculator", arguments={}))
         assert outcome.error in (None, "arguments") and other.error == "arguments"
@@ -171,7 +181,7 @@ def test_schemas_of_other_authors(
     run, monkeypatch: pytest.MonkeyPatch, schema: dict, value: object, error: str | None
 ) -> None:
     parameters = {"properties": {"n": schema}, "$defs": {"Even": {"multipleOf": 2}}}
-    monkeypatch.setattr(Given, "parameters", parameters)
+    monkeypatch.setattr(Given, "schema_of_arguments", parameters)
     assert run(call(n=value))[0].error == error
 
 
@@ -182,7 +192,7 @@ def test_names_may_be_elsewhere_in_the_schema(
     named = {"properties": {"n": {"type": "integer"}}}
     reference = {"$ref": "#/$defs/Named"}
     top = reference if combined == "$ref" else {"allOf": [reference]}
-    monkeypatch.setattr(Given, "parameters", {**top, "$defs": {"Named": named}})
+    monkeypatch.setattr(Given, "schema_of_arguments", {**top, "$defs": {"Named": named}})
     assert run(call(n=1))[0].error is None
     assert run(call(n="1"))[0].error == "arguments"
 
