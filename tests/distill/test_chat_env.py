@@ -354,24 +354,6 @@ def test_hostile_tool_text_is_text(tokenizer: PreTrainedTokenizerBase, tmp_path:
     assert "obey" in policy.seen[1]
 
 
-def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> None:
-    """It is asked beside the episode: what it answers is no turn."""
-    dataset = Echoes(
-        words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1
-    )(None, setting(tokenizer, max_new_tokens=20))
-
-    def script(_turn: int, seen: str) -> str:
-        return "12" if "Summarise" in seen else "7" * 14
-
-    policy = Scripted(tokenizer, script)
-    made = trajectory(dataset, policy)
-    assert made.metrics["condensed"] >= 1
-    assert any("so far: 12<" in seen for seen in policy.seen if "Summarise" not in seen)
-    turns = sum("Summarise" not in seen for seen in policy.seen)
-    assert made.reward == turns == 3
-    assert turns < len(policy.seen)
-
-
 def test_what_was_condensed_can_be_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
     """By number and in full, as a message of a tool's."""
     secret = "7" * 90
@@ -419,9 +401,9 @@ def test_blocks_are_listed_within_their_budget(tokenizer: PreTrainedTokenizerBas
             blocks.read(number)
 
 
-def test_a_condenser_has_a_budget_a_temperature_and_a_prompt_of_its_own(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> None:
+    """It is asked beside the episode, with a budget, a temperature and a prompt of their own: what
+    it answers is no turn."""
     dataset = Echoes(
         words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1,
         condenser_tokens=33, condenser_temperature=0.5, condenser_prompt="Say it shorter.",
@@ -431,13 +413,16 @@ def test_a_condenser_has_a_budget_a_temperature_and_a_prompt_of_its_own(
         return "12" if "Say it shorter." in seen else "7" * 14
 
     policy = Scripted(tokenizer, script)
-    trajectory(dataset, policy)
+    made = trajectory(dataset, policy)
     asked = [
         (request.sampling.max_new_tokens, request.sampling.temperature)
         for request, seen in zip(policy.requests, policy.seen, strict=True)
         if "Say it shorter." in seen
     ]
     assert asked and set(asked) == {(33, 0.5)}
+    assert made.metrics["condensed"] >= 1
+    assert any("so far: 12<" in seen for seen in policy.seen if "Say it shorter." not in seen)
+    assert made.reward == len(policy.seen) - len(asked) == 3
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:

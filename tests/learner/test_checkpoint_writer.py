@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import resource
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,17 +15,14 @@ from safetensors.torch import load_file
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import learner.shard
-from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.learner import Learner
 from learner.plan import Part
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner
-from tests.learner.test_checkpoint import die_at, exit_code
 from tests.samples import training_row
 
 ROWS = [training_row(3, 5, seed=1), training_row(2, 4, seed=2)]
-fork = multiprocessing.get_context("fork")
 
 
 def train(learner: Learner) -> None:
@@ -120,56 +114,6 @@ def test_the_next_waits_for_the_one_before(new_writer: NewWriter, tmp_path: Path
     gate.open.release()
     written = writer.written(wait=True)
     assert written is not None and written.checkpoint.step == 2
-
-
-def test_a_failure_is_told_and_the_next_is_written(
-    new_writer: NewWriter, trained: Learner, tmp_path: Path
-) -> None:
-    """A disk that fills up while a thread writes: as in `test_checkpoint`, in a child."""
-    writer = new_writer()
-    size = (writer.save(1, {}).path / "model/model.safetensors").stat().st_size
-
-    def fill(answer: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
-        writer.begin(2, {})
-        train(trained)
-        try:
-            writer.written(wait=True)
-        except CheckpointError as error:
-            answer.send(str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        writer.begin(3, {})
-        writer.written(wait=True)
-
-    answer, theirs = fork.Pipe(duplex=False)
-    assert exit_code(fill, theirs) == 0
-    assert "cannot write checkpoint" in (said := answer.recv()) and "step-000002" in said
-    assert [made.step for made in CheckpointStore(tmp_path / "beside", keep=2).complete()] == [1, 3]
-
-
-def test_killed_while_a_thread_writes_the_one_before_is_left(
-    new_writer: NewWriter, trained: Learner, tmp_path: Path
-) -> None:
-    root = tmp_path / "beside"
-    new_writer().save(1, {"watermark": 1})
-
-    def on() -> None:
-        writer = new_writer()
-        writer.begin(2, {"watermark": 2})
-        train(trained)
-        writer.written(wait=True)
-
-    left, code = list[int](), -signal.SIGKILL
-    for countdown in range(1, 200, 4):
-        code = exit_code(die_at, countdown, on)
-        latest = CheckpointStore(root, keep=2).latest()
-        assert latest is not None and latest.delivery == {"watermark": latest.step}
-        left.append(latest.step)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-    assert code == 0 and set(left) == {1, 2} and left == sorted(left)
-    assert not list(root.glob(".step-*.partial")), "what a killed writer left is cleared away"
 
 
 def test_nothing_is_copied_where_memory_is_short(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from learner.config import LearnerConfig
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
-from learner.policy_loss import PreferenceLoss, cross_entropy_loss
-from learner.supervised import with_reference
+from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import after_context, training_row
 from tests.tiny import SIZES, VOCAB_SIZE
@@ -104,14 +102,6 @@ def test_the_ratio_of_the_sampling_policy_is_1(noisy: str, checkpointing: bool) 
     metrics = learner.step(Part(rows_D=rows, loss=IMPORTANCE_SAMPLING))
     assert metrics["train/logprob_gap"] < 1e-4
     assert metrics["train/grad_norm"] > 0
-
-
-def test_dpo_starts_at_log_2(noisy: str) -> None:
-    learner = learner_of(noisy)
-    rows = with_reference(ROWS, Path(noisy) / "reference.npz", learner.logprobs)
-    metrics = learner.step(Part(rows_D=rows, loss=PreferenceLoss(beta=0.3), rows_per_unit=2))
-    assert metrics["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert metrics["dpo/margin"] == pytest.approx(0, abs=1e-4)
 
 
 def test_a_local_teacher_scores_without_noise(noisy: str) -> None:

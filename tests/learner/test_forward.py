@@ -92,14 +92,6 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for(model: PreTrainedModel
     assert_same(gradients_of(ours), gradients_of(plain), share=1e-5)
 
 
-def test_the_temperature_matters(model: PreTrainedModel) -> None:
-    """The comparison above could not pass with the temperatures left out."""
-    scaled, unscaled = (
-        np.array(naive(model, training_row(2, 5, seed=1, temperature=T))) for T in (0.5, 1.0)
-    )
-    assert np.abs(scaled - unscaled).max() > 0.5
-
-
 GROUPED = [
     row
     for context_T in (np.arange(40, 75, dtype=np.int32), np.arange(90, 130, dtype=np.int32))

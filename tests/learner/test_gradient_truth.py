@@ -156,15 +156,6 @@ def test_stopping_with_either_of_two_tokens_is_one_event(
     assert error(one_by_one, truth) < 3e-5
 
 
-@every_T
-def test_two_ends_taken_apart_have_another_gradient(
-    world: World, two_ends: World, T: float
-) -> None:
-    """With each stop token an outcome of its own, the student is taught which of them to say."""
-    together = two_ends.state_gradient(T, reverse_kl)
-    assert error(world.state_gradient(T, reverse_kl), together) > 0.01
-
-
 def test_off_policy_too(two_ends: World) -> None:
     """The ratio to the sampler is of outcomes as well."""
     estimator = ESTIMATORS["sampled, g=0"]

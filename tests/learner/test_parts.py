@@ -145,17 +145,6 @@ def test_several_parts_are_the_sum_of_their_losses(
     assert {"train/ratio", "train/ess", "dpo/margin"} <= metrics.keys()
 
 
-def test_a_part_s_coef_scales_its_gradient(new_learner: NewLearner) -> None:
-    once, thrice = new_learner(), new_learner()
-    part = Part(rows_D=DEMONSTRATIONS, loss=cross_entropy_loss)
-    expected, metrics = once.step(part), thrice.step(replace(part, coef=3.0))
-    assert_same(
-        gradients(thrice), {name: 3 * value for name, value in gradients(once).items()}, share=1e-6
-    )
-    assert metrics["train/loss"] == pytest.approx(3 * expected["train/loss"])
-    assert metrics["train/nll"] == expected["train/nll"]
-
-
 def fixed_metrics(made: list[dict[str, float]]) -> LossFunction:
     """A loss whose micro-batches report `made`, one after the other."""
     left = iter(made)

@@ -54,10 +54,6 @@ def new_loop(
     return new
 
 
-def rows_seen(loop: SupervisedLoop, steps: int) -> list[int]:
-    return [int(loop.step()["train/tokens"]) for _ in range(steps)]
-
-
 def test_the_first_loss_is_the_mean_negative_log_likelihood(
     new_loop: NewLoop, plain_model: PreTrainedModel
 ) -> None:
@@ -88,20 +84,6 @@ def test_it_learns_its_rows_by_heart(new_loop: NewLoop) -> None:
     loop = new_loop(ROWS[2:5], batch_size=3, lr=1e-2, max_grad_norm=1.0)
     losses = [loop.step()["train/loss"] for _ in range(30)]
     assert losses[-1] < 0.1 * losses[0]
-
-
-def test_every_epoch_sees_every_row_once(new_loop: NewLoop) -> None:
-    loop = new_loop(batch_size=1)
-    epochs = [rows_seen(loop, 6) for _ in range(3)]
-    assert all(sorted(epoch) == [1, 2, 4, 8, 16, 32] for epoch in epochs)
-    assert epochs[0] != epochs[1] and rows_seen(new_loop(batch_size=1, seed=1), 6) != epochs[0]
-
-
-def test_a_batch_may_span_epochs(new_loop: NewLoop) -> None:
-    one_by_one = rows_seen(new_loop(batch_size=1), 12)
-    assert rows_seen(new_loop(batch_size=4), 3) == [
-        sum(one_by_one[i : i + 4]) for i in range(0, 12, 4)
-    ]
 
 
 def test_units_of_rows_are_drawn_whole() -> None:
