@@ -89,7 +89,7 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
 
     def step_late(self: Learner, *parts: Part) -> dict[str, float]:
         deadline = time.monotonic() + DEADLINE_S
-        ahead = self.worker._rollouts._ahead
+        ahead = self.worker.rollouts._ahead
         while taken(out) == 1 and len(ahead) < 2 * PER_STEP:
             assert time.monotonic() < deadline, f"of the next step only {list(ahead)} are fetched"
             time.sleep(0.02)
