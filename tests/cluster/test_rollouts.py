@@ -51,8 +51,10 @@ def two_turns() -> TrajectoryGroup:
     )
 
 
-def kept(path: Path, groups: list[TrajectoryGroup], steps: range, every: int = 1) -> RolloutLog:
-    log = RolloutLog(path, every)
+def kept(
+    path: Path, groups: list[TrajectoryGroup], steps: range, every: int = 1, last: int | None = None
+) -> RolloutLog:
+    log = RolloutLog(path, every, last=last)
     for step in steps:
         keep_step(log, step, groups, policy_rows(groups, OBJECTIVE))
     return log
@@ -122,12 +124,16 @@ def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (10, [1])]
-)
-def test_the_first_step_and_every_nth_after_it(
-    tmp_path: Path, every: int, steps: list[int]
+    ("every", "last", "steps"),
+    [
+        (0, None, []), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [1, 4, 7]), (10, None, [1]),
+        (0, 7, []), (3, 7, [1, 4, 7]), (10, 7, [1, 7]),
+    ],
+)  # fmt: skip
+def test_the_first_step_and_every_nth_after_it_and_the_last(
+    tmp_path: Path, every: int, last: int | None, steps: list[int]
 ) -> None:
-    kept(tmp_path / "r", [group(3), group(4)], range(1, 8), every)
+    kept(tmp_path / "r", [group(3), group(4)], range(1, 8), every, last)
     found = read_rollouts(tmp_path / "r")
     assert [each.step for each in found] == steps
     assert {each.group_id for each in found} <= {3}
@@ -152,15 +158,6 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
     (tmp_path / "r").write_text(json.dumps(row) + "\n")
     with refuses(DataError, None, names="r:1"):
         read_rollouts(tmp_path / "r")
-
-
-def test_the_last_step_is_kept_too(tmp_path: Path) -> None:
-    groups = [group(3)]
-    for every, steps in ((10, [1, 7]), (3, [1, 4, 7]), (0, [])):
-        log = RolloutLog(tmp_path / f"{every}", every, last=7)
-        for step in range(1, 8):
-            keep_step(log, step, groups, policy_rows(groups, OBJECTIVE))
-        assert [each.step for each in read_rollouts(tmp_path / f"{every}")] == steps
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
