@@ -196,12 +196,17 @@ def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
         time.sleep(0.2)
     again = lease(queue, 1, "b")
     assert (ids(again), again[0].attempt) == ([0], 2)
-    assert get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
-    assert get(queue.status()).last_reason == "no beat for 3 s"
     put(queue, *hung)
     put(queue, *again, worker="b")
     status = get(queue.status())
     assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
+
+
+def test_a_lease_can_be_ended_before_its_time(new_queue: NewQueue) -> None:
+    queue = new_queue()
+    lease(queue, 1)
+    assert get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
+    assert get(queue.status()).last_reason == "no beat for 3 s"
 
 
 def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> None:
