@@ -209,10 +209,11 @@ def make_learners(
     return LearnerActors(leader=leader, followers=followers, meeting_point=meeting_point)
 
 
-def learner_spec(config: CommonConfig) -> ActorSpec:
+def learner_spec(config: CommonConfig, places: Places) -> ActorSpec:
     """Spec of the learner's workers: if one is lost, all are."""
     read = 0 if config.only_keeps else _learner_bytes(config)
     return ActorSpec(
+        placed=(lambda _: True) if config.only_keeps else partial(places.ready, LEARNER),
         name=LEARNER,
         title=(lambda _: KEEPER) if config.only_keeps else learner_title,
         create=None,

@@ -145,7 +145,9 @@ def _parts_on_kept(
             "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
         )
     make = partial(kept_learners, config, inputs, kept, context.directory, places)
-    learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
+    learner = LearnerAlone(
+        config, places, make, context.directory, context.signals, context.progress.note
+    )
     return learner, NoEvaluations()
 
 

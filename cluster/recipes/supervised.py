@@ -109,7 +109,9 @@ def _parts(
     config: SupervisedConfig, inputs: SupervisedInputs, context: RunContext, places: Places
 ) -> tuple[LearnerAlone, NoEvaluations]:
     make = partial(supervised_learners, config, inputs, context.directory, places)
-    learner = LearnerAlone(config, make, context.directory, context.signals, context.progress.note)
+    learner = LearnerAlone(
+        config, places, make, context.directory, context.signals, context.progress.note
+    )
     if not config.eval.runs:
         return learner, NoEvaluations()
     return learner, Validation(config, context, learner)

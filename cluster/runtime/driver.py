@@ -108,10 +108,14 @@ class Signals:
 
 def _starts(members: Sequence[Member]) -> list[str]:
     """Names of starting members, each with the current activity of its start if known."""
-    return [
-        f"{member.name} ({does})" if (does := member.spec.start_is(member.index)) else member.name
-        for member in members
-    ]
+    return [f"{m.name} ({does})" if (does := _start_of(m)) else m.name for m in members]
+
+
+def _start_of(member: Member) -> str:
+    """Activity of a member's start; "" if it is not known."""
+    if not member.spec.placed(member.index):
+        return "no node has room for it"
+    return member.spec.start_is(member.index)
 
 
 class Driver:

@@ -95,6 +95,7 @@ class Fleet(LearnerAlone):
     ) -> None:
         super().__init__(
             config,
+            placement,
             self._make_learners,
             directory,
             signals,

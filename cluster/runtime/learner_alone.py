@@ -17,6 +17,7 @@ from cluster.config.common import CommonConfig
 from cluster.handles import calls, errors
 from cluster.handles.engine_pool import EnginePool
 from cluster.hosts.learners import LearnerActors, learner_spec
+from cluster.placement.places import Places
 from cluster.placement.roles import LEARNER
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, Signals
@@ -32,6 +33,7 @@ class LearnerAlone:
     """Lifecycle of a learner; the loss of one of its workers is the loss of all.
 
     Args:
+        places: of the run's actors.
         make: creates the learner's workers from a checkpoint, or from the run's start; the number
             counts how often they were created before.
         say: prints a line on the console.
@@ -41,6 +43,7 @@ class LearnerAlone:
     def __init__(
         self,
         config: CommonConfig,
+        places: Places,
         make: Callable[[Checkpoint | None, int], LearnerActors],
         directory: RunDirectory,
         signals: Signals,
@@ -50,7 +53,7 @@ class LearnerAlone:
     ) -> None:
         self._make, self._directory, self._say = make, directory, say
         self._checkpoint_every = config.checkpoint.every
-        self._learner_spec = learner_spec(config)
+        self._learner_spec = learner_spec(config, places)
         self._attempt = 0
         self._learners: LearnerActors | None = None
         self.supervisor = Supervisor(say=say, record=directory.append_event, buried=buried)

@@ -20,14 +20,21 @@ from distill.errors import EngineError
 
 
 class Starting:
-    """Members of two roles; one after the other answers, as long as there are answers to come."""
+    """Members of two roles; one after the other answers, as long as there are answers to come.
 
-    def __init__(self, answers: int, start_deadline_s: float = 0.0) -> None:
+    Nodes have room for the first `room` of each role.
+    """
+
+    def __init__(self, answers: int, start_deadline_s: float = 0.0, room: int = 3) -> None:
         self.said: list[str] = []
         self.say = self.said.append
         self.background = Background()
         self.background.start(self._answer(answers))
-        spec = SimpleNamespace(start_deadline_s=start_deadline_s, start_is=lambda _: "")
+        spec = SimpleNamespace(
+            start_deadline_s=start_deadline_s,
+            start_is=lambda _: "",
+            placed=lambda index: index < room,
+        )
         self._members = [
             SimpleNamespace(name=f"{role} {i}", index=i, role=role, state=State.STARTING, spec=spec)
             for role in ("engine", "worker")
@@ -58,6 +65,16 @@ def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyP
     assert said[0].startswith("starting: 0 of 6 actors have answered")
     assert said[0].endswith("waiting for engine 0, engine 1, engine 2, worker 0 and 2 more")
     assert said[-1].startswith("starting: 5 of 6") and said[-1].endswith("waiting for worker 2")
+
+
+def test_a_start_that_waits_for_a_node_is_told_from_one_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
+    supervisor = Starting(answers=6, room=2)
+    driver(supervisor, 60).until_started(["engine", "worker"])
+    *_, worker_1, worker_2 = supervisor.said
+    assert "worker 1," in worker_1 and "worker 2 (no node" in worker_2
 
 
 def test_who_does_not_start_in_time_is_named() -> None:
