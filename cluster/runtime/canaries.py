@@ -1,7 +1,7 @@
 """Canaries of a run: fixed inputs that frozen models answer again and again, to detect drift.
 
     join         first answers of a new model: repeatable, and equal to those of its role's others
-    after_step   every `CanarySetup.every` steps: engines' canaries are sent with a worker's next
+    after_step   every `verify.canary_every` steps: engines' canaries are sent with a worker's next
                  batch, the learner is idle and answers at once.
                  An engine or reward model whose answer differs from its first ones has drifted. It
                  is terminated and restarted; its scores since its last good canary are repeated
@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
@@ -50,48 +49,12 @@ class ScoredWrongly(LearnerLost):
         self.before = self.first_bad = first_bad
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanarySetup:
-    """Settings of a run's canaries.
-
-    Attributes:
-        every: steps between two canaries; 0 disables them.
-        listed: numbers of (given, likeliest) tokens that training requests per position, by role.
-        headed: roles of which it requests hidden states (`teacher.head`).
-        require: False lets engines serve that disagree with the others of their role.
-        copies: the learner holds frozen models of its own.
-        base: the base of the learner's adapter is one of them.
-    """
-
-    every: int
-    temperature: float
-    listed: Mapping[str, tuple[int, int]]
-    headed: Collection[str]
-    require: bool
-    copies: bool = False
-    base: bool = False
-
-
-def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
-    """Canary setup of a run; `scorers` are the roles whose weights never change."""
-    objective = config.objective
-    asked = objective.asked_of_policy, objective.asked_of_teacher
-    return CanarySetup(
-        every=config.verify.canary_every,
-        temperature=config.sampling.temperature,
-        listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
-        headed=[teacher_role(name) for name in config.teacher_heads],
-        require=config.verify.handshake,
-        copies=bool(config.copied_teachers or config.teacher_heads) or config.base_is_reference,
-        base=config.base_is_reference,
-    )
-
-
 class Canaries:
     """The canaries of one run's frozen models: on engines, in the learner, and the reward model.
 
     Args:
         actors: the run's, whose learner may be another after a recovery.
+        scorers: roles whose weights never change.
         found: called with a finding for each model that has drifted.
         trusted: called with the step up to which weights contain only proven groups.
 
@@ -103,15 +66,22 @@ class Canaries:
         self,
         actors: LearnerAlone,
         queue: GroupQueue,
-        setup: CanarySetup,
+        config: RolloutConfig,
+        scorers: Sequence[str],
         *,
         found: Callable[[Finding], None],
         trusted: Callable[[int], None],
     ) -> None:
         self._actors, self._queue = actors, queue
         self._supervisor, self._driver = actors.supervisor, actors.driver
-        self._setup, self._found, self._trusted = setup, found, trusted
-        self._engines = Engines(setup.temperature, setup.listed, setup.headed)
+        self._config, self._scorers = config, scorers
+        self._every, self._found, self._trusted = config.verify.canary_every, found, trusted
+        asked = config.objective.asked_of_policy, config.objective.asked_of_teacher
+        self._engines = Engines(
+            config.sampling.temperature,
+            listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
+            headed=[teacher_role(name) for name in config.teacher_heads],
+        )
         self._numbers: dict[Watched, int] = {}  # of the lives in the journal
         self._next_number = 0
         self._digests: dict[object, str] = {}  # that each life of these weights has to have
@@ -142,12 +112,12 @@ class Canaries:
         Raises:
             EngineError, RunFailed: an engine did not answer.
         """
-        scorers = [m for m in members if m.spec.name in self._setup.listed]
-        if not self._setup.every or not scorers:
+        scorers = [m for m in members if m.spec.name in self._scorers]
+        if not self._every or not scorers:
             return {}
         engines = self._driver.run("the first canaries", self._engines.introduce(scorers))
         refused = self._engines.inconsistent(engines)
-        if refused and not self._setup.require:
+        if refused and not self._config.verify.handshake:
             for name, why in refused.items():
                 self._supervisor.say(f"WARNING: {name} serves although {why}")
             refused = {}
@@ -166,9 +136,10 @@ class Canaries:
         """
         self._numbers = {w: number for w, number in self._numbers.items() if w.member is not None}
         self._learner_asked_at, self._proven = None, -1
-        if not (self._setup.every and self._setup.copies):
+        config, base = self._config, self._config.base_is_reference
+        if not (self._every and (config.copied_teachers or config.teacher_heads or base)):
             return
-        leader, T, base = self._actors.learner, self._setup.temperature, self._setup.base
+        leader, T = self._actors.learner, config.sampling.temperature
         first = CopyQuestion(temperature=T, company=COMPANY, base=base)
         later = CopyQuestion(temperature=T, base=base)
         what = "the canaries of the learner's frozen models"
@@ -198,7 +169,7 @@ class Canaries:
 
     def _new_reward_models(self) -> list[Member]:
         known = {*self._starting, *(watched.member for watched in self._numbers)}
-        serving = self._supervisor.members(REWARD, State.SERVING) if self._setup.every else []
+        serving = self._supervisor.members(REWARD, State.SERVING) if self._every else []
         return [member for member in serving if member not in known]
 
     async def _introduce_late(self, member: Member) -> None:
@@ -243,7 +214,7 @@ class Canaries:
             ScoredWrongly: as `check`, for a model in the learner, which answers here.
         """
         self.step = step
-        if self._setup.every and step % self._setup.every == 0:
+        if self._every and step % self._every == 0:
             self.ask_new_reward_models()  # those whose first canary failed
             numbers = self._written_down(w for w in self._serving() if w not in self._pending)
             for watched, number in numbers.items():

@@ -48,7 +48,7 @@ from cluster.queue.scoring import read_scoring
 from cluster.run_files.certificate import certificate
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission
-from cluster.runtime.canaries import Canaries, ScoredWrongly, canary_setup
+from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_alone import LearnerAlone
@@ -123,7 +123,8 @@ class Fleet(LearnerAlone):
         self.canaries = Canaries(
             self,
             self.queue,
-            canary_setup(config, self.frozen),
+            config,
+            self.frozen,
             found=found,
             trusted=self._trust,
         )

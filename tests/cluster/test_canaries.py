@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.config.on_policy import OpdConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.handles.engine_pool import EnginePool
@@ -21,7 +22,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.journal import read_journal, replay
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
-from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly
+from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import (
     ActorSpec,
@@ -121,7 +122,7 @@ class House:
     """Scorers of one role under the real supervisor, driver and queue; `model` is what a learner
     has copies of."""
 
-    def __init__(self, path: Path, every: int = 1, model: str | None = None) -> None:
+    def __init__(self, path: Path, config: OpdConfig, model: str | None = None) -> None:
         self.learner = None if model is None else LocalActor(Holder, model)
         self.found: list[Finding] = []
         self.trusted = 0
@@ -139,14 +140,8 @@ class House:
         self.canaries = Canaries(
             self,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
             self.queue,
-            CanarySetup(
-                every=every,
-                temperature=T,
-                listed={REFERENCE: (0, 0)},
-                headed=(),
-                require=True,
-                copies=model is not None,
-            ),
+            config,
+            [REFERENCE],
             found=self.found.append,
             trusted=self._trust,
         )
@@ -237,11 +232,13 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[Any]:
+def house(tmp_path: Path, opd: Callable[..., OpdConfig]) -> Iterator[Any]:
     made: list[House] = []
 
-    def new(**named: Any) -> House:
-        made.append(House(tmp_path, **named))
+    def new(every: int = 1, model: str | None = None) -> House:
+        estimator = "sampled" if model is None else "full"
+        config = opd(temperature=T, verify_every=every, estimator=estimator)
+        made.append(House(tmp_path, config, model))
         return made[-1]
 
     yield new
