@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cluster import train
 from cluster.placement.connect import connect
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
-from tests.e2e.ray_head import HOST, Head, autoscaling, ray_head
+from tests.e2e.ray_head import HOST, autoscaling, ray_head
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.e2e
@@ -131,21 +130,13 @@ def test_a_setting_that_is_not_utf8_is_refused(
     assert f"{setting!a} is not UTF-8" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    with ray_head(dashboard=False, cpus=3) as head:
-        yield head
-
-
 @pytest.mark.slow
-def test_a_cluster_named_by_the_environment_is_joined(head: Head) -> None:
-    assert join(head.address) == {
-        "cpus": 3,
-        "namespace": "somewhere",
-        "autoscales": False,
-        "left": True,
-    }
-    assert python(_CHOOSE, head.address).split() == ["cpu", "cpu", "refused"]
+def test_a_cluster_named_by_the_environment_is_joined() -> None:
+    with ray_head(dashboard=False, cpus=3) as head:
+        assert join(head.address) == {
+            "cpus": 3, "namespace": "somewhere", "autoscales": False, "left": True,
+        }  # fmt: skip
+        assert python(_CHOOSE, head.address).split() == ["cpu", "cpu", "refused"]
 
 
 @pytest.mark.slow
@@ -210,8 +201,9 @@ def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_versions_are_named(head: Head) -> None:
-    """Last of this file's tests on the shared head: nobody gets in afterwards."""
-    python(_PRETEND, head.address)
-    error = join(head.address)["error"]
+def test_other_versions_are_named() -> None:
+    """On a head of its own, into which nobody gets afterwards."""
+    with ray_head(dashboard=False, cpus=1) as head:
+        python(_PRETEND, head.address)
+        error = join(head.address)["error"]
     assert "Python: 3.10.4" in error and f"ray=={ray.__version__}" in error
