@@ -235,6 +235,8 @@ def _check_rows(name: str, value: str) -> None:
             require_source(source.place)
             if kind_of(source.place) is Kind.HUB:
                 require_hub_rows(source.place)
+            elif kind_of(source.place) is Kind.FUNCTION:
+                require_module(name, source.place, ())
 
 
 def _check_small_files(name: str, value: str | None, read: RowReader, check_row: RowCheck) -> None:
@@ -275,19 +277,15 @@ def _check_function(name: str, value: str) -> None:
 def _check_written(name: str, path: str) -> None:
     refuse_upload(name, path)
     parent = Path(path).absolute().parent
+    why = ""
     if Path(path).is_dir():
-        raise ConfigError(
-            f"{name}={path} cannot be written: it is a directory; give a file", field=name
-        )
-    if not parent.is_dir():
-        raise ConfigError(
-            f"{name}={path} cannot be written: there is no directory {parent}; make it first",
-            field=name,
-        )
-    if not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
-        raise ConfigError(
-            f"{name}={path} cannot be written (no permission); choose another {name}", field=name
-        )
+        why = "it is a directory; give a file"
+    elif not parent.is_dir():
+        why = f"there is no directory {parent}; make it first"
+    elif not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
+        why = f"no permission; choose another {name}"
+    if why:
+        raise ConfigError(f"{name}={path} cannot be written: {why}", field=name)
 
 
 _CHECKS: dict[str, Callable[[str, str], None]] = {

@@ -39,36 +39,30 @@ def read_settings(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         file /= "config.json"
         if not file.exists():
-            raise ConfigError(
-                f"config={path} is a directory without a config.json, so no run's; give a run's "
-                f"directory, or a file named {', '.join(SETTINGS_FILES)}",
-                field="config",
+            raise _refused(
+                path,
+                "is a directory without a config.json, so no run's; give a run's directory, or a "
+                f"file named {', '.join(SETTINGS_FILES)}",
             )
     read = _READERS.get(file.suffix)
     if read is None:
-        raise ConfigError(
-            f"config={path} is not named {', '.join(SETTINGS_FILES)}, nor a run's directory",
-            field="config",
-        )
+        raise _refused(path, f"is not named {', '.join(SETTINGS_FILES)}, nor a run's directory")
     try:
         tree = _settings_of(read(file.read_text(encoding="utf-8-sig")))
     except OSError as error:
-        raise ConfigError(
-            f"config={path} cannot be read: {error.strerror}", field="config"
-        ) from error
+        raise _refused(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"config={path} is no {file.suffix[1:]}: {' '.join(str(error).split())}", field="config"
-        ) from error
+        why = " ".join(str(error).split())
+        raise _refused(path, f"is no {file.suffix[1:]}: {why}") from error
     if tree is None:
-        raise ConfigError(
-            f"config={path} holds no settings; write `name: value` lines in it", field="config"
-        )
+        raise _refused(path, "holds no settings; write `name: value` lines in it")
     if CONFIG in tree:
-        raise ConfigError(
-            f"config={path} names another file; give all settings in one", field="config"
-        )
+        raise _refused(path, "names another file; give all settings in one")
     return tree
+
+
+def _refused(path: str, why: str) -> ConfigError:
+    return ConfigError(f"config={path} {why}", field=CONFIG, value=path)
 
 
 def as_tree(config: Any) -> dict[str, Any]:

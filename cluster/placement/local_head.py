@@ -77,14 +77,12 @@ class LocalHead:
     def _told(self) -> str:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], START_S)[0]:
-            raise ConfigError(f"Ray cannot start on this machine: not up within {START_S} s")
-        line = self._process.stdout.readline()
-        if not line:
+            told = {"error": f"not up within {START_S} s"}
+        elif line := self._process.stdout.readline():
+            told = json.loads(line)
+        else:
             code = self._process.wait(START_S)
-            raise ConfigError(
-                f"Ray cannot start on this machine: the process that starts it ended with {code}"
-            )
-        told = json.loads(line)
+            told = {"error": f"the process that starts it ended with {code}"}
         if "error" in told:
             raise ConfigError(f"Ray cannot start on this machine: {told['error']}")
         return told["address"]

@@ -134,18 +134,16 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
     if step == "best":
         best = CheckpointStore(Path(run) / "checkpoints", keep=1).best()
         if best is None:
-            raise ConfigError(
-                f"fork_from={fork_from}: {run} keeps no best checkpoint (keep_best=); write "
-                "RUN:STEP, or RUN",
-                field="fork_from",
-            )
+            why = f"{run} keeps no best checkpoint (keep_best=); write RUN:STEP, or RUN"
+            raise _refused(fork_from, why)
         return Path(run), best.step
     if not step.isdecimal():
-        raise ConfigError(
-            f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, RUN:best, or RUN",
-            field="fork_from",
-        )
+        raise _refused(fork_from, f"{step!r} is no step; write RUN:STEP, RUN:best, or RUN")
     return Path(run), int(step)
+
+
+def _refused(fork_from: str, why: str) -> ConfigError:
+    return ConfigError(f"fork_from={fork_from}: {why}", field="fork_from")
 
 
 def _record(run: Path, fork_from: str) -> RunRecord:
@@ -155,11 +153,8 @@ def _record(run: Path, fork_from: str) -> RunRecord:
     except DataError as error:
         record, complaint = None, str(error)
     if record is None or not (record.recipe and record.run_id):
-        raise ConfigError(
-            f"fork_from={fork_from} is no run: {complaint}; give the out= of a run, RUN or "
-            "RUN:STEP",
-            field="fork_from",
-        )
+        why = f"it is no run: {complaint}; give the out= of a run, RUN or RUN:STEP"
+        raise _refused(fork_from, why)
     return record
 
 
@@ -172,16 +167,13 @@ def _checkpoint(
         return found
     kept = ", ".join(str(each.step) for each in store.complete())
     if not kept:
-        raise ConfigError(
-            f"fork_from={fork_from}: {run} has no checkpoint yet; it writes one every "
-            "checkpoint_every= steps",
-            field="fork_from",
+        why = f"{run} has no checkpoint yet; it writes one every checkpoint.every= steps"
+    else:
+        why = (
+            f"{run} keeps no checkpoint of step {step}; it has those of steps {kept} (keep_every= "
+            "and keep_best= keep more)"
         )
-    raise ConfigError(
-        f"fork_from={fork_from}: {run} keeps no checkpoint of step {step}; it has those of steps "
-        f"{kept} (keep_every= and keep_best= keep more)",
-        field="fork_from",
-    )
+    raise _refused(fork_from, why)
 
 
 def _check_base(settings: Mapping[str, Any], fork_from: str, model: str) -> None:

@@ -59,32 +59,26 @@ class FeedbackTemplate:
     correct_reward_threshold: float
 
     def __post_init__(self) -> None:
+        if why := self._wrong():
+            raise ConfigError(f"teacher.feedback={self.text!r}: {why}", field="teacher.feedback")
+
+    def _wrong(self) -> str:
+        """What is wrong with the template, and the remedy; empty if nothing is."""
         try:
             parts = list(Formatter().parse(self.text))
         except ValueError as error:
-            raise ConfigError(
-                f"teacher.feedback={self.text!r}: {error}; a brace is written {{{{ or }}}}",
-                field="teacher.feedback",
-            ) from error
+            return f"{error}; a brace is written {{{{ or }}}}"
         for _, name, spec, conversion in parts:
             if name is not None and name not in PLACEHOLDERS:
-                raise ConfigError(
-                    f"teacher.feedback: the placeholder {{{name}}} is unknown; "
-                    f"{known_names(name, PLACEHOLDERS)}",
-                    field="teacher.feedback",
-                )
+                return f"the placeholder {{{name}}} is unknown; {known_names(name, PLACEHOLDERS)}"
             if spec or conversion:
-                raise ConfigError(
-                    f"teacher.feedback: write {{{name}}} without `!` or `:`; numbers are "
-                    "written short as they are",
-                    field="teacher.feedback",
-                )
+                return f"write {{{name}}} without `!` or `:`; numbers are written short as they are"
         if "prompt" not in self.placeholders:
-            raise ConfigError(
-                f"teacher.feedback={self.text!r} lacks {{prompt}}: the teacher would not see what "
-                "is asked; put it where the prompt belongs",
-                field="teacher.feedback",
+            return (
+                "it lacks {prompt}: the teacher would not see what is asked; put it where the "
+                "prompt belongs"
             )
+        return ""
 
     @property
     def placeholders(self) -> frozenset[str]:

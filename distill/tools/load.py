@@ -43,13 +43,15 @@ def load_tools(names: str) -> tuple[Tool, ...]:
 
 
 def require_tools(names: str) -> None:
-    """Check the names of tools, without making one.
+    """Check the names of tools, without an import of their modules.
 
     Raises:
-        ConfigError: an unknown name, or a module that is not there.
+        ConfigError: an unknown name, or a module or a directory that is not there.
     """
     for name in filter(None, map(str.strip, names.split(","))):
-        if name not in _BUILT_IN and name.partition(":")[0] not in _RETRIEVAL:
+        if name.partition(":")[0] in _RETRIEVAL:
+            _load(name)  # indexes nothing yet
+        elif name not in _BUILT_IN:
             require_module("env.tools", name, _KNOWN)
 
 

@@ -42,16 +42,13 @@ class Retrieval(Tool):
     def __init__(self, directory: str | Path) -> None:
         require_library("bm25s", f"retrieval:{directory}", "bm25s")
         self._directory = str(directory)
+        why = ""
         if not Path(directory).is_dir():
-            raise ConfigError(
-                f"retrieval:{directory}: there is no such directory", field="env.tools"
-            )
-        if not any(path.stat().st_size for path in _files(Path(directory))):
-            raise ConfigError(
-                f"retrieval:{directory}: it has no text; put *.txt, *.md or *.jsonl (with `text`) "
-                "files there",
-                field="env.tools",
-            )
+            why = "there is no such directory"
+        elif not any(path.stat().st_size for path in _files(Path(directory))):
+            why = "it has no text; put *.txt, *.md or *.jsonl (with `text`) files there"
+        if why:
+            raise ConfigError(f"env.tools=retrieval:{directory}: {why}", field="env.tools")
 
     @property
     def name(self) -> str:

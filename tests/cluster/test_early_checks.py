@@ -163,6 +163,8 @@ def test_a_resumed_run_needs_neither_the_run_that_it_began_from_nor_the_adapter(
         ("teacher=a/c chat_template=no.jinja", "chat_template"),
         ("teacher=RUN/..", "teacher.model"),
         ("teacher=a/c env=ToolUse env.tools=calc", "env.tools"),
+        ("teacher=a/c env=ToolUse env.tools=retrieval:/no/where", "env.tools"),
+        ("teacher=a/c eval.source=no_such_module:rows", "eval.source"),
         ("teacher=a/c env=Agent env.command=no", "env.command"),
         ("teacher=a/c eval.every=1 keep_best=eval/acc", "checkpoint.keep_best"),
     ],
