@@ -10,7 +10,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import ClusterSettings, ServerSettings
 from distill.errors import ConfigError
 from distill.records import OnStale
-from distill.rules import above, at_least, not_with, only_for, setting
+from distill.rules import above, at_least, not_with, only_for, readable_as, setting
 from distill.settings import MAY_CHANGE, Section
 
 # Steps between two canaries, by default.
@@ -80,26 +80,18 @@ class PoolSize(NamedTuple):
     largest: int
 
     @classmethod
-    def parse(cls, name: str, text: int | str) -> PoolSize:
+    def parse(cls, text: int | str) -> PoolSize:
         """Parse a number, or a range such as 2..8.
 
         Raises:
-            ConfigError: it is neither, or the smallest size is below 1 or above the largest.
+            ValueError: it is neither, or the smallest size is below 1 or above the largest.
         """
         first, _, last = str(text).partition("..")
         if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ConfigError(
-                f"{name}={text} is not a number of actors; write 2, or 2..8 for a pool that grows",
-                field=name,
-                value=text,
-            )
+            raise ValueError("write 2, or 2..8 for a pool that grows")
         size = cls(int(first), int(last or first))
         if not 1 <= size.smallest <= size.largest:
-            raise ConfigError(
-                f"{name}={text} must be at least 1, and the largest size not below the smallest",
-                field=name,
-                value=text,
-            )
+            raise ValueError("the smallest size is at least 1, and the largest not below it")
         return size
 
     def check_place(self, name: str, cluster: ClusterSettings) -> None:
@@ -112,13 +104,17 @@ class PoolSize(NamedTuple):
             )
 
 
+_SIZE = readable_as("number of actors", PoolSize.parse, allows="1..2", refuses="2..1")
+
+
 @chz.chz
 class EnginePoolSettings(ServerSettings):
     """Engines of one kind, and their servers."""
 
     section: ClassVar[Section] = Section.ENGINES
 
-    engines: int | str = chz.field(
+    engines: int | str = setting(
+        _SIZE,
         default=1,
         doc="engines (actors); several teachers have as many each. A number, or 2..8 for a pool "
         "that begins with 2 and grows up to 8 while its work is too slow",
@@ -127,13 +123,12 @@ class EnginePoolSettings(ServerSettings):
 
     @chz.validate
     def _engines_can_be_hosted(self) -> None:
-        _ = self.size
         check_hosted(f"{self.within}server_flags", self.server_flags)
 
     @property
     def size(self) -> PoolSize:
-        """Number of engines. Raises as `PoolSize.parse`."""
-        return PoolSize.parse(f"{self.within}engines", self.engines)
+        """Number of engines."""
+        return PoolSize.parse(self.engines)
 
     def check_place(self, cluster: PolicyClusterSettings) -> None:
         """Raises ConfigError for engines, or servers over several nodes, that have no place."""
@@ -243,7 +238,8 @@ class RolloutSettings:
     section: ClassVar[Section] = Section.ENGINES
     within: ClassVar[str] = "rollout."
 
-    workers: int | str = chz.field(
+    workers: int | str = setting(
+        _SIZE,
         default=1,
         doc="rollout workers (actors): a number, or 2..8 for a pool that begins with 2 and grows "
         "up to 8 while environments and rewards are too slow",
@@ -262,14 +258,10 @@ class RolloutSettings:
         metadata=MAY_CHANGE,
     )
 
-    @chz.validate
-    def _workers_are_some(self) -> None:
-        _ = self.size
-
     @property
     def size(self) -> PoolSize:
-        """Number of workers. Raises as `PoolSize.parse`."""
-        return PoolSize.parse("rollout.workers", self.workers)
+        """Number of workers."""
+        return PoolSize.parse(self.workers)
 
 
 @chz.chz

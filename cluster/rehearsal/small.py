@@ -87,7 +87,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
             changes[name] = min(value, most)
     for name in _POOLS:
         if name in defaults:
-            changes[name] = min(PoolSize.parse(name, get(config, name)).smallest, _MOST_ACTORS)
+            changes[name] = min(PoolSize.parse(get(config, name)).smallest, _MOST_ACTORS)
     if 0 < config.eval.size < 1:  # a share, of which the small run does not know the size
         changes["eval.size"] = _MOST["eval.size"]
     if config.lora.adapter is not None:
