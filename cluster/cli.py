@@ -43,12 +43,20 @@ def main() -> int:
         print("\nisotherm COMMAND --help explains its settings")
         if sys.argv[1:] in ([], ["--help"]):
             return 0
-        near = get_close_matches(sys.argv[1], _COMMANDS, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        print(f"error: {sys.argv[1]!r} is no command{meant}", file=sys.stderr)
+        print(f"error: {sys.argv[1]!r} is no command{_meant(sys.argv[1])}", file=sys.stderr)
         return 2
     module, _ = _COMMANDS[sys.argv[1]]
     return importlib.import_module(module).main(sys.argv[2:])
+
+
+def _meant(word: str) -> str:
+    """What was meant by a word that is no command; empty if nothing is like it."""
+    from cluster.train import RECIPES
+
+    if word in RECIPES or word.startswith("recipe="):
+        return f"; write isotherm train recipe={word.removeprefix('recipe=')}"
+    near = get_close_matches(word, _COMMANDS, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 if __name__ == "__main__":

@@ -46,10 +46,14 @@ def test_importing_it_imports_neither_torch_nor_ray(here: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_that_is_none_is_named_with_the_nearest(here: Path, script: str) -> None:
-    done = python(script, "trian", cwd=here)
+@pytest.mark.parametrize(("word", "meant"), [("trian", "'train'"), ("sft", "train recipe=sft")])
+def test_a_command_that_is_none_is_named_with_the_nearest(
+    here: Path, script: str, word: str, meant: str
+) -> None:
+    done = python(script, word, cwd=here)
     assert done.returncode == 2
-    assert done.stderr == "error: 'trian' is no command; did you mean 'train'?\n"
+    assert done.stderr.startswith(f"error: {word!r} is no command; ") and meant in done.stderr
+    assert done.stderr.count("\n") == 1
     assert {"demo", "evaluate", "train"} < set(done.stdout.split())
 
 
