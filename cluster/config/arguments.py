@@ -241,9 +241,8 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     near = [name for name in _ELSEWHERE.get(last, ()) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
-    if (
-        not near and len(key) > 3
-    ):  # search the docs for a name that other libraries use: learning_rate
+    # Search the docs for a name that other libraries use: learning_rate.
+    if not near and len(key) > 3:
         words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} all lists them"
