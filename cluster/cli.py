@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _meant(word: str) -> str:
-    """What was meant by a word that is no command; empty if nothing is like it."""
+    """Remedy for a word that is no command; empty if nothing is like it."""
     from cluster.train import RECIPES
 
     if word in RECIPES or word.startswith("recipe="):

@@ -63,7 +63,7 @@ class FeedbackTemplate:
             raise ConfigError(f"teacher.feedback={self.text!r}: {why}", field="teacher.feedback")
 
     def _wrong(self) -> str:
-        """What is wrong with the template, and the remedy; empty if nothing is."""
+        """Fault of the template, and the remedy; empty if there is none."""
         try:
             parts = list(Formatter().parse(self.text))
         except ValueError as error:
