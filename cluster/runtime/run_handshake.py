@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_dtype
-from actors.rollout.teacher import States
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.teachers import teacher_setting
 from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import (
@@ -30,7 +29,6 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.learner_alone import LearnerAlone
 from distill.handshake.comparison import CalibrationReport
-from distill.stops import StopTokens
 from distill.tokenizer import fingerprint, probe_tokenizer
 
 
@@ -38,7 +36,6 @@ class RunHandshake:
     """Compares the parties of a run on the same tokens.
 
     Args:
-        states: which hidden states the teachers' engines give (`RolloutInputs.states`).
         directory: where calibration.json is written.
         console: shows the table of parties that disagree.
         say: prints a line on the console.
@@ -47,19 +44,15 @@ class RunHandshake:
     def __init__(
         self,
         config: RolloutConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: StopTokens,
-        states: Mapping[str, States],
-        device: str,
+        inputs: RolloutInputs,
         directory: RunDirectory,
         console: Console,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._stops, self._device = config, stops, device
-        self._states = states
+        self._config, self._stops, self._states = config, inputs.stops, inputs.states
         self._directory, self._console, self._say = directory, console, say
-        self._fingerprint = fingerprint(tokenizer)
-        self._probe = probe_tokenizer(tokenizer)
+        self._fingerprint = fingerprint(inputs.tokenizer)
+        self._probe = probe_tokenizer(inputs.tokenizer)
 
     def before_steps(self, actors: LearnerAlone, scorers: Sequence[str]) -> None:
         """Compare the learner, all policy engines and those of `scorers`; write calibration.json.
@@ -144,7 +137,7 @@ class RunHandshake:
             learner=learner_logprobs if reference is None else scored_by(reference),
             tokenizer=self._probe,
             temperature=self._config.sampling.temperature,
-            learner_dtype=choose_dtype(self._config.learner.dtype, self._device),
+            learner_dtype=choose_dtype(self._config.learner.dtype, self._config.cluster.device),
             copies=copies,
             deadline_s=min(ENGINE_DEADLINE_S, self._config.cluster.no_progress_s / PARTS),
         )

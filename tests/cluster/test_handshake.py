@@ -452,12 +452,12 @@ class Shaken:
         )  # fmt: skip
         self.printed = io.StringIO()
         self.directory: Any = RecordingDirectory()
-        tokenizer = load_tokenizer(config.model.path)
         console = Console(file=self.printed, width=400)
-        stops = StopTokens(ids=(EOS,))
-        self._handshake = RunHandshake(
-            config, tokenizer, stops, states or {}, "cpu", self.directory, console, console.print
-        )
+        inputs: Any = SimpleNamespace(
+            tokenizer=load_tokenizer(config.model.path), stops=StopTokens(ids=(EOS,)),
+            states=states or {},
+        )  # fmt: skip
+        self._handshake = RunHandshake(config, inputs, self.directory, console, console.print)
 
     def __call__(self) -> dict[str, Any]:
         """Shakes hands; returns calibration.json."""
