@@ -234,9 +234,10 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval.")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
-    # where nothing is rehearsed; teacher.gpus where there are several teachers.
+    # where nothing is rehearsed; teacher.gpus and learner.replicas where there are several teachers
+    # or workers.
     others = {
-        *("out", "engine.kind", "liger", "local", "dry_run", "teacher.gpus"),
+        *("out", "engine.kind", "liger", "local", "dry_run", "teacher.gpus", "learner.replicas"),
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others
     assert {path_of(OpdConfig, name) for name in known} == fields_of(OpdConfig).keys()
