@@ -121,10 +121,11 @@ class WorkerGroup:
             return
         # With the time-out, which a mesh of two dimensions would not give to its groups.
         ranks = torch.arange(self.size).view(self.replicas, self.shards)
-        share, self.same_shard = (
+        groups: list[Any] = [
             dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0]
             for each in (ranks, ranks.T)
-        )
+        ]
+        share, self.same_shard = groups
         self.mesh = DeviceMesh.from_group(share, kind)
 
     @property
