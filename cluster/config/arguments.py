@@ -236,7 +236,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields = fields_of(kind)
     parts = key.split(".")
     if len(parts) > 1 and (within := _within(kind, parts[0], given)):
-        return known_names(".".join(parts[1:]), within)
+        return known_names(key, [f"{parts[0]}.{name}" for name in within])
     last = next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in _ELSEWHERE), "")
     near = [name for name in _ELSEWHERE.get(last, ()) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]

@@ -424,7 +424,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["env=json:dupms"], "env", "AttributeError"),
         (["env=no.where.Env"], "env", "ModuleNotFoundError"),
         ([f"env={__name__}:Undecorated"], "env", "@chz.chz"),
-        (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'max_turns'"),
+        (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
         (["env.max_turns=3"], "env.max_turns", "format_reward"),
         (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
