@@ -298,7 +298,8 @@ class Placement:
                 say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
             if waited > held_until and len(unplaced) < len(self._groups):
-                self._give_back(poll)
+                if not self._lacking():  # else nodes are still to come, and nobody else has them
+                    self._give_back(poll)
                 held_until = time.monotonic() - started + random.uniform(*_HELD_S)
             time.sleep(_FIRST_POLL_S if waited < _SAY_FROM_S else _POLL_S)
 
@@ -324,11 +325,10 @@ class Placement:
 
     def _require_possible(self) -> None:
         """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""
-        planned = self._planned()
-        nodes = [node["Resources"] for node in _nodes()]
-        lacking = lacking_of(planned, nodes)
+        lacking = self._lacking()
         if not lacking or autoscales():
             return
+        planned = self._planned()
         who = self._who(planned[name] for name in lacking)
         total = sum_of(chain(*(group.bundles for group in planned.values())))
         raise ConfigError(
@@ -337,6 +337,10 @@ class Placement:
             "member needs on one node. Ask for fewer members or less for each (dry_run=True "
             f"shows them), or add nodes{self._by_turns()}"
         )
+
+    def _lacking(self) -> list[str]:
+        """Names of the groups that the nodes which are up could not hold, idle."""
+        return lacking_of(self._planned(), [node["Resources"] for node in _nodes()])
 
     def _shared_by(self, group: PlannedGroup) -> _Sharers | None:
         return next((s for s in self._sharers.values() if s.name == group.role), None)
