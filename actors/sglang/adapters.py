@@ -34,7 +34,7 @@ class Traffic:
     def __init__(self) -> None:
         self._calls = 0
         self._last = time.monotonic()
-        self._ended = asyncio.Event()
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()
         self._ended.set()
 
     @property
@@ -49,6 +49,7 @@ class Traffic:
     @contextmanager
     def call(self) -> Iterator[None]:
         self._calls += 1
+        self._begun.set()
         self._ended.clear()
         try:
             yield
@@ -56,7 +57,13 @@ class Traffic:
             self._calls -= 1
             if self._calls == 0:
                 self._last = time.monotonic()
+                self._begun.clear()
                 self._ended.set()
+
+    async def begun(self) -> None:
+        """Wait until a call is under way."""
+        while not self._calls:  # it may have ended since the event was set
+            await self._begun.wait()
 
     async def ended(self) -> None:
         await self._ended.wait()

@@ -103,7 +103,7 @@ class TurnTakingEngine(HostedSglangEngine):
     async def _awake(self) -> AsyncIterator[None]:
         """Context in which the server is awake, and stays so."""
         await self._ready()
-        with self._session().waiting():
+        with self._session().waiters.call():
             await self._sleeping.acquire()
         try:
             self._require_turns()
@@ -122,7 +122,7 @@ class TurnTakingEngine(HostedSglangEngine):
                 await session.sleep(whole=True)
                 turn.give()
                 slept_s = time.monotonic() - began
-                await session.wanted()
+                await session.waiters.begun()
                 await turn.taken()
                 began = time.monotonic()
                 await session.wake(self._prove)

@@ -113,8 +113,7 @@ class WeightSession:
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        self._waiting = 0  # calls that wait for it to wake, or for a load
-        self._wanted = asyncio.Event()  # there are such calls
+        self.waiters = Traffic()  # calls that wait for it to wake, or for a load
         self._generations, self._scorings = Traffic(), Traffic()
         self._count = 0  # of loads
         self._released: frozenset[str] = frozenset()
@@ -156,23 +155,6 @@ class WeightSession:
         """True while samples are under way."""
         return self._generations.under_way
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context of a wait for a session that is asleep."""
-        self._waiting += 1
-        self._wanted.set()
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._wanted.clear()
-
-    async def wanted(self) -> None:
-        """Wait until somebody waits for a session that is asleep."""
-        while not self._waiting:
-            await self._wanted.wait()
-
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
         while True:
@@ -192,7 +174,7 @@ class WeightSession:
             return await send(use)
 
     async def _admission(self) -> None:
-        with self.waiting():
+        with self.waiters.call():
             while not self._open.is_set():
                 await self._open.wait()
         self._check_whole()

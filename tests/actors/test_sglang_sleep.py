@@ -234,7 +234,7 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
     async def all_of_it() -> None:
         nonlocal waiting, late
         await session.sleep()
-        wanted = asyncio.create_task(session.wanted())
+        wanted = asyncio.create_task(session.waiters.begun())
         await asyncio.sleep(0.01)
         assert not wanted.done() and session.asleep
         waiting = asyncio.create_task(session.score(server.score))
@@ -277,7 +277,7 @@ def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
         gone = asyncio.create_task(session.score(server.score))
         await asyncio.sleep(0.01)
         gone.cancel()
-        wanted = asyncio.create_task(session.wanted())
+        wanted = asyncio.create_task(session.waiters.begun())
         await asyncio.sleep(0.01)
         assert not wanted.done()
         waiting = asyncio.create_task(session.score(server.score))
@@ -298,7 +298,7 @@ def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str
     async def all_of_it() -> None:
         await session.sleep()
         waiting = asyncio.create_task(session.score(server.score))
-        await session.wanted()
+        await session.waiters.begun()
         with pytest.raises(EngineError):
             await session.wake(prove)
         with pytest.raises(EngineLost):
