@@ -17,10 +17,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: DemoConfig, console: Console) -> None:
-    claim_directory(config.out, "demo")  # refused before seconds of imports
+    out = claim_directory(config.out, "demo")  # refused before seconds of imports
     from cluster.demos.demo import demo  # Ray and torch: not for --help
 
-    demo(config, console)
+    demo(config, out, console)
 
 
 if __name__ == "__main__":

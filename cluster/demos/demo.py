@@ -41,7 +41,6 @@ from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines, read_object
 from cluster.recipes.observer import Observer, observed_by
-from cluster.run_files.out_directory import claim_directory
 from cluster.runtime.driver import Signals
 from distill.models.loading import new_qwen3
 
@@ -61,14 +60,13 @@ class _Failed(RunFailed):
     remedy = "The same command starts again from nothing"
 
 
-def demo(config: DemoConfig, console: Console) -> None:
-    """Run all stages and print the table.
+def demo(config: DemoConfig, out: Path, console: Console) -> None:
+    """Run all stages in `out`, which is empty, and print the table.
 
     Raises:
         RunFailed: a stage failed, or an accuracy is below what the demo must reach.
     """
     started = time.perf_counter()
-    out = claim_directory(config.out, "demo")
     data = write_data(out, FORGET_CARRY, config.seed)
     opd = distillation(config, out, data)
     console.print(
