@@ -368,9 +368,10 @@ def _check_complete(kind: type, given: Mapping[str, Any]) -> None:
         inner = settings_within(field, given.get(name))
         required = {name: field} | {f"{name}.{each}": inner[each] for each in inner}
         missing += [
-            f"{path}= ({each._doc})"
+            (path, each._doc)
             for path, each in required.items()
             if path not in given and each._default is each._default_factory is MISSING
         ]
     if missing:
-        raise ConfigError(f"not given: {'; '.join(missing)}", field=missing[0].partition("=")[0])
+        listed = "; ".join(f"{path}= ({doc})" for path, doc in missing)
+        raise ConfigError(f"not given: {listed}", field=missing[0][0])

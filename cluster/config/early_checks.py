@@ -69,19 +69,26 @@ def check_path(name: str, kind: str, text: str) -> None:
     Raises:
         ConfigError: it is too long, has a NUL, or has what a shell would have replaced.
     """
-    for path in text.split(",") if kind == "rows" else [text] if kind != "function" else []:
-        why = ""
-        try:
-            if not os.path.lexists(path) and _OF_A_SHELL.match(path):
-                why = "only a shell replaces ~ and $NAME; write the path itself"
-            os.stat(path)
-        except ValueError as error:
-            why = str(error)
-        except OSError as error:
-            why = (error.strerror or "") if error.errno == errno.ENAMETOOLONG else why
-        if why:
+    if kind == "function":
+        return
+    for path in text.split(",") if kind == "rows" else [text]:
+        if why := _no_path(path):
             shown = path if len(path) < _SHOWN else f"{path[:_SHOWN]}..."
             raise ConfigError(f"{name}={shown} is no path: {why}", field=name)
+
+
+def _no_path(text: str) -> str:
+    """Reason why a text is no path; empty if it is one, of a file or of nothing yet."""
+    try:
+        os.stat(text)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return "it is too long"
+        if _OF_A_SHELL.match(text):
+            return "only a shell replaces ~ and $NAME; write the path itself"
+    return ""
 
 
 def check_early(config: Any, *, elsewhere: bool = False) -> None:
