@@ -232,4 +232,6 @@ def _(MOST_STEPS, distilled, first_stage, known_by_heart, mo, more_sft):
 
 
 if __name__ == "__main__":
-    app.run()
+    from as_script import run_as_script
+
+    run_as_script(app, __file__)

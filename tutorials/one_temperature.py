@@ -244,4 +244,6 @@ def _(MOST_STEPS, biased, mo, np, unbiased):
 
 
 if __name__ == "__main__":
-    app.run()
+    from as_script import run_as_script
+
+    run_as_script(app, __file__)

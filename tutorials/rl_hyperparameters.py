@@ -251,4 +251,6 @@ def _(groups_of_8, mo, substeps):
 
 
 if __name__ == "__main__":
-    app.run()
+    from as_script import run_as_script
+
+    run_as_script(app, __file__)

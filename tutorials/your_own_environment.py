@@ -215,4 +215,6 @@ def _(MOST_STEPS, ROOT, isotherm, lines, mo, np):
 
 
 if __name__ == "__main__":
-    app.run()
+    from as_script import run_as_script
+
+    run_as_script(app, __file__)
