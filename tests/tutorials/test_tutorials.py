@@ -51,7 +51,7 @@ def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
     printed = run_python(tmp_path, str(path))
     plots = re.findall(r"\[plot: (.+)\]", printed)
     assert plots and all((tmp_path / plot).stat().st_size > 0 for plot in plots)
-    assert re.search(r"^# ", printed, re.MULTILINE) and "**" in printed
+    assert re.search(r"^# ", printed, re.MULTILINE)
 
 
 @pytest.mark.slow
