@@ -83,10 +83,10 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
         ends.append(None)
     stops = config.model.stops(student, ends)
     report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
-    console.print(f"stops at {stops.described(student)}", highlight=False, markup=False)
+    console.print(f"stops at {stops.described(student)}", highlight=False)
     console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)
     console.print(agreement_table(report))
-    console.print(report.verdict(), highlight=False, markup=False)
+    console.print(report.verdict(), highlight=False)
     if config.out is not None:
         made = report.to_json() | {"tokenizers": prints, "stop_tokens": stops.to_json()}
         write_json("out", Path(config.out), made)

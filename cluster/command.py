@@ -51,7 +51,7 @@ def run_and_report(run: Callable[[Console], Any]) -> int:
     try:
         run(console)
     except HelpAsked as asked:
-        console.print(str(asked), markup=False, highlight=False)
+        console.print(str(asked), highlight=False)
     except BaseException as error:
         code = exit_code(error)
         if code is None:

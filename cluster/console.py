@@ -21,13 +21,21 @@ _LOST = {
     errno.EIO: "the terminal was closed",
 }
 
+# A path, a token or a model's words: `[/INST]` is no markup there, and `rows.jsonl:100:` no emoji.
+_AS_IT_IS: Any = {"markup": False, "emoji": False}
+
 
 def make_console() -> Console:
-    """Wide enough never to wrap a log line; a terminal keeps its own width."""
+    """Console of standard output; a terminal keeps its own width."""
     output = cast(IO[str], _Output(sys.stdout))
     if sys.stdout.isatty():
-        return Console(file=output)
-    return Console(file=output, width=200, soft_wrap=True)
+        return Console(file=output, **_AS_IT_IS)
+    return log_console(output)
+
+
+def log_console(file: IO[str]) -> Console:
+    """Console of a log, wide enough never to wrap a line."""
+    return Console(file=file, width=200, soft_wrap=True, **_AS_IT_IS)
 
 
 def lost_output(console: Console) -> str | None:

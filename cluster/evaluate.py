@@ -176,7 +176,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     }
     read.require_columns()
     results = asyncio.run(_measure(config, evaluators, stops))
-    console.print(f"stops at {stops.described(tokenizer)}", highlight=False, markup=False)
+    console.print(f"stops at {stops.described(tokenizer)}", highlight=False)
     console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)
     console.print(_table(config, results))
     if config.out is not None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from cluster.base.outcomes import RunFailed
@@ -231,7 +230,7 @@ class StepReplay:
             for header in ("share", "where", "text"):
                 table.add_column(header, justify="right" if header == "share" else "left")
             for row in rows:
-                table.add_row(f"{row.share:+.1%}", row.where, escape(row.text))
+                table.add_row(f"{row.share:+.1%}", row.where, row.text)
             self._console.print(table)
         self._tell_links([row for rows in found.values() for row in rows])
 
@@ -261,7 +260,7 @@ class StepReplay:
         return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -245,7 +245,6 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     console.print(
         f"{len(rows)} responses to {answered} of {len(asked)} prompts are in {config.data}",
         highlight=False,
-        markup=False,
     )
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     def run(console: Console) -> None:
         given = Arguments.of(arguments)
         if not arguments or arguments == [HELP]:
-            console.print(_usage(), markup=False, highlight=False)
+            console.print(_usage(), highlight=False)
         else:
             run_recipe(given, console, explain=help_asked(arguments))
 
@@ -106,13 +106,13 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     config = with_chat_date(built(kind, settings))
     missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
     for note in filter(None, (said, missing)):
-        console.print(note, markup=False, highlight=False)
+        console.print(note, highlight=False)
     if not (config.cluster.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]")
     check_early(config, elsewhere=gpus_elsewhere(config))
     out = Path(config.out).resolve()
     if not config.only_plans:
-        wait_for_other_job(out, partial(console.print, markup=False, highlight=False))
+        wait_for_other_job(out, partial(console.print, highlight=False))
     check_out(out)
     with _ray_beside_imports(config):
         console.print("checking models and data", highlight=False)  # seconds, of imports alone

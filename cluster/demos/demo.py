@@ -29,6 +29,7 @@ from cluster.config.demos import DemoConfig
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
+from cluster.console import log_console
 from cluster.demos.arithmetic import (
     ANSWER_TOKENS,
     Problems,
@@ -158,7 +159,7 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
         stages.see(STUDENT, lines)
 
     with log.open("w") as file, observed_by(Observer(line=see, signals=Signals())):
-        cluster.run.run(opd, Console(file=file, width=200, soft_wrap=True))
+        cluster.run.run(opd, log_console(file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

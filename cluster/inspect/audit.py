@@ -468,7 +468,7 @@ def print_audit(config: AuditConfig, console: Console) -> None:
     path = Path(config.out) / "ledger.jsonl"
     found = audit(path, steps=config.steps, groups_per_step=config.groups_per_step)
     for line in found.lines():
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
     if found.problems:
         raise IsothermError(f"{path} does not prove that each group was trained exactly once")
     if found.scoring and found.scoring.bad:

@@ -80,7 +80,7 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
     taken = _qualifying(run, config)
     rows = list(_rows(taken, _tokenizer(run)))
     write_rows("data", data, rows)
-    console.print(_summary(run, taken, rows, data), highlight=False, markup=False)
+    console.print(_summary(run, taken, rows, data), highlight=False)
 
 
 def _qualifying(run: RunFiles, config: RolloutsToSftConfig) -> list[_Taken]:

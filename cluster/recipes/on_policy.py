@@ -49,7 +49,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     Raises:
         IsothermError: the run cannot work as it is set.
     """
-    say = partial(console.print, markup=False, highlight=False)
+    say = partial(console.print, highlight=False)
     device, engine = config.cluster.device, config.engine.kind
     config, inputs = checked(config, say)
     config, said = with_routing_replay(config)
@@ -71,7 +71,7 @@ def _planned(
     resume_from: Checkpoint | None,
     console: Console,
 ) -> RunPlan:
-    say = partial(console.print, markup=False, highlight=False)
+    say = partial(console.print, highlight=False)
     config.check_keep_best(judged=inputs.judged)
     fork = None
     if resume_from is None:

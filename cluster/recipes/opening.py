@@ -71,7 +71,7 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
         directory.append_event("begin", step=first_step)
         if plan.fork:
             resume_from = plan.fork.begin(directory.store, plan.untrained)
-            console.print(f"starting from {plan.fork.described}", markup=False, highlight=False)
+            console.print(f"starting from {plan.fork.described}", highlight=False)
         progress = Progression(console, first_step, config.steps, bar=not config.cluster.local)
         trackers = Trackers(
             config.tracking,

@@ -58,7 +58,7 @@ def is_over(plan: RunPlan, console: Console) -> bool:
         console.print(describe_layout(config, plan.longest_row), highlight=False)
         console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
         # Not wrapped: the file repeats the command.
-        console.print(plan.directory.yaml, markup=False, highlight=False, soft_wrap=True, end="")
+        console.print(plan.directory.yaml, highlight=False, soft_wrap=True, end="")
         return True
     if resume_from is None or resume_from.step < config.steps or not plan.directory.is_finished():
         return False

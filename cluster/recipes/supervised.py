@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
 from cluster.config.supervised_checks import (
@@ -39,7 +39,7 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     """
     kind = _checked(config)
     inputs, asked = kind.inputs, config.cluster.device
-    say = partial(console.print, markup=False, highlight=False)
+    say = partial(console.print, highlight=False)
     config, said = with_device(config)
     if said:
         say(said)
@@ -65,7 +65,8 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
             + f"; {kept_line(config, directory.path)}"
         )
         if inputs.warning is not None:
-            console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
+            warning = Text("WARNING", "bold red")
+            console.print(warning, f": {inputs.warning}", sep="", highlight=False)
         yield RunPlan(
             config=config,
             tokenizer=inputs.tokenizer,

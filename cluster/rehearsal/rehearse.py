@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import cluster.run
 from cluster.base.outcomes import Interrupted, RunFailed
@@ -80,7 +80,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
         RunFailed: a check failed.
     """
     began = time.monotonic()
-    config, inputs = checked(config, partial(console.print, markup=False, highlight=False))
+    config, inputs = checked(config, partial(console.print, highlight=False))
     out = Path(config.out)
     place = clear_place(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)
@@ -252,16 +252,17 @@ class _Rehearsal:
         for header in ("", "what", "how", "s"):
             table.add_column(header, justify="right" if header == "s" else "left")
         for each in self._outcomes:
-            mark = "[green]works[/]" if each.works else "[bold red]FAILS[/]"
+            mark = Text("works", "green") if each.works else Text("FAILS", "bold red")
             took = "" if each.seconds is None else f"{each.seconds:.1f}"
-            table.add_row(mark, each.what, escape(each.told), took)
+            table.add_row(mark, each.what, each.told, took)
         self._console.print(table)
         full = full_size(self._config, self._inputs, self._first_observations())
         self._say("at full size:")
         for line in full.lines:
             self._say(f"  {line}".replace("\n", "\n  "))
         for warning in full.warnings:
-            self._console.print(f"  [bold red]WOULD BREAK[/] {escape(warning)}", highlight=False)
+            mark = Text("  WOULD BREAK", "bold red")
+            self._console.print(mark, warning, highlight=False)
         if self._small.left_out:
             self._say(f"not rehearsed: {', '.join(self._small.left_out)}")
         failed = [each.what for each in self._outcomes if not each.works]
@@ -286,4 +287,4 @@ class _Rehearsal:
         ]
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, highlight=False)

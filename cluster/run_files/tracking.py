@@ -9,6 +9,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from distill.handshake.comparison import CalibrationReport
 
@@ -136,14 +137,14 @@ def agreement_table(report: CalibrationReport) -> Table:
     for header in ("T", "tokens", "max gap", "mean gap", "allowed max, mean", "verdict"):
         table.add_column(header, justify="right")
     for c in report.comparisons:
-        verdict = "[green]agrees[/]" if c.agrees else "[red]DISAGREES[/]"
+        verdict = Text("agrees", "green") if c.agrees else Text("DISAGREES", "red")
         if c.must_differ:
-            verdict = "[green]differs[/]" if c.agrees else "[red]THE SAME[/]"
+            verdict = Text("differs", "green") if c.agrees else Text("THE SAME", "red")
         table.add_row(
             c.party, c.reference, f"{c.temperature:g}", str(c.num_tokens), f"{c.max_gap:.1e}",
             f"{c.mean_gap:.1e}",
             f"{'> ' if c.must_differ else ''}{c.tolerance:.2g}, {c.mean_tolerance:.2g}", verdict,
         )  # fmt: skip
     for difference in report.differences:
-        table.add_row(difference, *[""] * 6, "[red]DIFFERS[/]")
+        table.add_row(difference, *[""] * 6, Text("DIFFERS", "red"))
     return table

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from actors.config import choose_dtype
 from cluster.config.on_policy import RolloutConfig
@@ -83,8 +83,13 @@ class RunHandshake:
             report.require_agreement()
         doing = "keeping groups" if self._config.only_keeps else "training"
         self._console.print(
-            f"[bold red]WARNING: {doing} although the handshake failed (handshake=False); "
-            f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
+            Text(
+                f"WARNING: {doing} although the handshake failed (handshake=False); the objective "
+                "is not KL(p_T || q_T)",
+                "bold red",
+            ),
+            f". {report.complaint()}",
+            sep="",
         )
 
     async def examine(

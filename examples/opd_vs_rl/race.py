@@ -31,6 +31,7 @@ from cluster.base.outcomes import Interrupted
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
+from cluster.console import log_console
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.recipes.observer import Observer, observed_by
 from cluster.run_files.out_directory import claim_directory
@@ -122,7 +123,7 @@ def _log(path: Path) -> Iterator[Console]:
     """Console that writes to the log file of a single run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        yield Console(file=file, width=200, soft_wrap=True)
+        yield log_console(file)
 
 
 def school(config: OpdVsRlConfig, out: Path, console: Console) -> None:
@@ -302,7 +303,6 @@ class Race:
             f"{length} tokens, {method.name}, lr {lr:g}, seed {seed}: {target:.1%} after "
             f"{shown(curve.steps_to(target), cap)} steps; from {curve.accuracy[0]:.1%} to "
             f"{curve.accuracy[-1]:.1%} in {curve.steps[-1]} ({curve.seconds[-1]:.0f} s)",
-            markup=False,
             highlight=False,
         )
         return curve
@@ -317,7 +317,6 @@ class Race:
                 self._console.print(
                     f"{ratio.length} tokens, {ratio.method}: {ratio} times OPD's steps; "
                     f"{ratio.verdict}",
-                    markup=False,
                     highlight=False,
                 )
         picture = self._out / "opd_vs_rl.png"

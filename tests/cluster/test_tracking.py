@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+from cluster.console import make_console
 from cluster.run_files.tracking import Progression, measured_line
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,17 @@ def test_a_lost_terminal_ends_no_run() -> None:
     os.read(master, 4)
     os.close(master)
     assert child.wait(timeout=60) == 7
+
+
+def test_what_is_printed_stands_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens that would be markup, or an emoji's name, by themselves and in a table."""
+    words = "[/INST] [bold] prompts.jsonl:100: [a]"
+    table = Table("words")
+    table.add_row(words)
+    console = make_console()
+    console.print(words)
+    console.print(table)
+    assert capsys.readouterr().out.count(words) == 2
 
 
 def test_a_log_bears_the_time_that_is_left_and_thins_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,16 +144,15 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     )
     console.print(_table(measured))
     for warning in found.warnings:
-        console.print(f"- {warning}", highlight=False, markup=False)
+        console.print(f"- {warning}", highlight=False)
     console.print(f"verdict: {found.verdict}", highlight=False)
-    console.print(why, highlight=False, markup=False)
+    console.print(why, highlight=False)
     if measured.noise_of != run.objective.estimator:
         console.print(
             f"the noise is that of estimator={measured.noise_of}: "
             f"estimator={run.objective.estimator} has "
             "less, and may need smaller steps than these",
             highlight=False,
-            markup=False,
         )
     console.print(
         f"to begin with: estimator={run.objective.estimator} lr={found.lr:g} "
@@ -161,13 +160,12 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         f"the teacher score {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
         "the speed seen here",
         highlight=False,
-        markup=False,
     )
     if config.out is not None:
         settings = asdict(found) | {"estimator": run.objective.estimator}
         written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": settings}
         write_json("out", Path(config.out), written)
-        console.print(f"all of it is in {config.out}", highlight=False, markup=False)
+        console.print(f"all of it is in {config.out}", highlight=False)
 
 
 async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInputs) -> Any:

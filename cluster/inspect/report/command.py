@@ -87,9 +87,9 @@ def report(config: ReportConfig, console: Console) -> None:
         raise ConfigError(f"html={page} cannot be written: {error}", field="html") from error
     shown = len(data["groups"])
     kept = f"{shown} of {data['kept']} kept groups" if data["kept"] else "no kept rollouts"
-    console.print(f"the report of {out} is in {page}: {kept}", highlight=False, markup=False)
+    console.print(f"the report of {out} is in {page}: {kept}", highlight=False)
     if data["note"]:
-        console.print(data["note"], highlight=False, markup=False)
+        console.print(data["note"], highlight=False)
 
 
 def _data(config: ReportConfig) -> dict[str, Any]:
@@ -109,7 +109,6 @@ def _serve(config: ReportConfig, port: int, console: Console) -> None:
         console.print(
             f"the report of {config.out} is at http://{HOST}:{port}; Ctrl-C ends it",
             highlight=False,
-            markup=False,
         )
 
     named = {"out": config.out, "against": config.against}
