@@ -31,7 +31,10 @@ class LocalReference:
         self.future = future
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.shield(asyncio.wrap_future(self.future)).__await__()
+        call = asyncio.wrap_future(self.future)
+        # Retrieved here: asyncio would print the traceback of a call that nobody awaits any more.
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return asyncio.shield(call).__await__()
 
 
 class LocalActor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -146,6 +147,21 @@ def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
         return [await meeting.come.remote(2), await first]
 
     assert asyncio.run(impatient()) == [2, 2]
+
+
+def test_a_call_that_fails_after_all_gave_it_up_is_not_printed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    meeting = LocalActor(Meeting)
+
+    async def gives_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(meeting.come.remote(2), 0.05)
+        await asyncio.to_thread(calls.kill, meeting)
+
+    asyncio.run(gives_up())
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("either_errors")
