@@ -23,6 +23,7 @@ from actors.sglang.turns import TurnTakingEngine
 from distill.engine import CheckpointDirectory, ScoreRequest
 from distill.errors import EngineError, EngineLost
 from distill.gpu_turn import GpuTurn
+from tests.e2e.harness import DEADLINE_S
 from tests.tiny import TinyPair, tiny_model_dir
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
@@ -167,7 +168,7 @@ def test_engines_on_the_same_gpus_score_by_turns_what_they_score_alone(
                 found += await asyncio.gather(*map(client, numbers))
             return found
 
-    found = asyncio.run(asyncio.wait_for(by_turns(), 280))
+    found = asyncio.run(asyncio.wait_for(by_turns(), DEADLINE_S))
     for number, scored in enumerate(found):
         model = (tiny_pair.student, tiny_pair.teacher)[number % 2]
         alone = EmbeddedEngine(model_path=model, device="cpu", threads=1)
@@ -210,7 +211,7 @@ def test_an_engine_that_wakes_with_other_weights_answers_nothing(
             with pytest.raises(EngineError, match=re.escape(tiny_pair.student)):
                 await student.health()
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 280))
+    asyncio.run(asyncio.wait_for(all_of_it(), DEADLINE_S))
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_new_weights_wake_an_engine_and_are_its_own_after_the_next_sleep(
             assert {score.version for scores in found for score in scores} == {1}
             return [[score.logprobs_by_temperature[0] for score in scores] for scores in found]
 
-    found = asyncio.run(asyncio.wait_for(all_of_it(), 280))
+    found = asyncio.run(asyncio.wait_for(all_of_it(), DEADLINE_S))
     alone = EmbeddedEngine(model_path=other, device="cpu", threads=1)
     expected = asyncio.run(alone.score(rows(1)))
     for scored in found:
@@ -264,4 +265,4 @@ def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
                     await student.health()
             await awake(teacher)
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 280))
+    asyncio.run(asyncio.wait_for(all_of_it(), DEADLINE_S))

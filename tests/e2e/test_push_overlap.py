@@ -26,11 +26,9 @@ from distill.errors import EngineError
 from learner.learner import Learner
 from learner.plan import Part
 from tests.conftest import TinyPair
-from tests.e2e.harness import events, metrics, trained_groups
+from tests.e2e.harness import DEADLINE_S, events, metrics, trained_groups
 
 STEPS, PER_STEP = 4, 2
-# Against hangs only.
-DEADLINE_S = 300.0
 
 
 def settings(pair: TinyPair, out: Path, **changes: Any) -> OpdConfig:

@@ -19,15 +19,20 @@ import pytest
 from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
 from tests.conftest import TinyPair
-from tests.e2e.harness import REPOSITORY, events, metrics, opd_arguments, trained_groups
+from tests.e2e.harness import (
+    DEADLINE_S,
+    REPOSITORY,
+    events,
+    metrics,
+    opd_arguments,
+    trained_groups,
+)
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
 ]
-
-DEADLINE_S = 900  # against hangs
 
 # Kills a process of the second node once two steps are done, says where the server's parts are, and
 # ends the run three steps after all of the server is back.
