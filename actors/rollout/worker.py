@@ -112,10 +112,11 @@ class UnderWay:
             self.task.cancel()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class RolloutWorker:
     """Leases, rolls out, scores and delivers groups until the sink closes or `drain` is called.
 
-    Args:
+    Attributes:
         policy: engine that samples.
         teachers: teacher engines by name, as groups name theirs; empty for plain RL.
         reference: policy of the objective's reference (KL) term; None without such a term.
@@ -136,52 +137,31 @@ class RolloutWorker:
             reported before it enters them.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: Engine,
-        teachers: Mapping[str, Engine],
-        sink: GroupSink,
-        dataset: EnvStream,
-        sampling: TrainSampling,
-        seed: int,
-        max_groups: int,
-        reference: Engine | None = None,
-        models: Mapping[str, SamplingModel] | None = None,
-        policy_top_k: int = 0,
-        teacher_top_k: int = 0,
-        lengths: LengthRules | None = None,
-        routed_experts: bool = False,
-        scored: GroupShare = EVERY_GROUP,
-        states: Mapping[str, States] | None = None,
-        teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
-        text_teachers: Mapping[str, TextTeacher] | None = None,
-        runs_user_code: bool = True,
-    ) -> None:
-        self._policy = policy
-        self._teachers = teachers
-        self._reference = reference
-        self._models = {**teachers, **(models or {})}
-        self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
-        self._lengths = lengths
-        self._routed_experts = routed_experts
-        self._scored = scored
-        self._states = states or {}
-        self._teacher_samples = teacher_samples
-        self._text_teachers = text_teachers or {}
-        self._open_teachers: dict[str, OpenTextTeacher] = {}
-        self._sink = sink
-        self._dataset = dataset
-        self._sampling = sampling
-        self._seed = seed
-        self._runs_user_code = runs_user_code
-        self.max_groups = max_groups
-        self._under_way: dict[Lease, UnderWay] = {}
-        self._logged: set[str] = set()  # kinds of failures
-        self._has_room = asyncio.Event()
-        self._reporting = asyncio.Lock()
-        self._draining = False
-        self._asking: asyncio.Task[Sequence[Lease]] | None = None
+    policy: Engine
+    teachers: Mapping[str, Engine]
+    sink: GroupSink
+    dataset: EnvStream
+    sampling: TrainSampling
+    seed: int
+    max_groups: int
+    reference: Engine | None = None
+    models: Mapping[str, SamplingModel] = field(default_factory=dict)
+    policy_top_k: int = 0
+    teacher_top_k: int = 0
+    lengths: LengthRules | None = None
+    routed_experts: bool = False
+    scored: GroupShare = EVERY_GROUP
+    states: Mapping[str, States] = field(default_factory=dict)
+    teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES
+    text_teachers: Mapping[str, TextTeacher] = field(default_factory=dict)
+    runs_user_code: bool = True
+    _open_teachers: dict[str, OpenTextTeacher] = field(init=False, default_factory=dict)
+    _under_way: dict[Lease, UnderWay] = field(init=False, default_factory=dict)
+    _logged: set[str] = field(init=False, default_factory=set)  # kinds of failures
+    _has_room: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _reporting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _draining: bool = field(init=False, default=False)
+    _asking: asyncio.Task[Sequence[Lease]] | None = field(init=False, default=None)
 
     @property
     def under_way(self) -> list[UnderWay]:
@@ -214,14 +194,14 @@ class RolloutWorker:
     async def run(self) -> None:
         """Run up to `max_groups` groups concurrently until the sink closes or `drain` is called."""
         async with AsyncExitStack() as endpoints:
-            for name, teacher in self._text_teachers.items():
+            for name, teacher in self.text_teachers.items():
                 opened = await endpoints.enter_async_context(teacher.opened())
                 self._open_teachers[name] = opened
             await self._run()
 
     async def _run(self) -> None:
-        if not self._runs_user_code:
-            await self._sink.inside({})  # once: without any report all groups would be suspects
+        if not self.runs_user_code:
+            await self.sink.inside({})  # once: without any report all groups would be suspects
         async with task_group() as tasks:
             while leases := await self._lease():
                 for lease in leases:
@@ -237,7 +217,7 @@ class RolloutWorker:
         if self._draining:
             return []
         room = self.max_groups - len(self._under_way)
-        self._asking = asyncio.ensure_future(self._sink.lease(room))
+        self._asking = asyncio.ensure_future(self.sink.lease(room))
         try:
             return await self._asking
         except asyncio.CancelledError:
@@ -258,10 +238,10 @@ class RolloutWorker:
         except Exception as error:  # a bad rollout is data: any error is reported
             reason = described(error) + (f", in {group.problem}" if group.problem else "")
             self._log_once(group.lease.group_id, reason, error)
-            await self._sink.fail(group.lease, reason)
+            await self.sink.fail(group.lease, reason)
         else:
             group.enter("delivery")
-            await self._sink.put(group.lease, meta, columns)
+            await self.sink.put(group.lease, meta, columns)
 
     def _log_once(self, group_id: int, reason: str, error: Exception) -> None:
         """Log the first failure of each kind, with a traceback cut to the user's frames if any."""
@@ -279,15 +259,15 @@ class RolloutWorker:
         self._has_room.set()
 
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
-        sampled = await self._sink.sampled(under_way.lease)
+        sampled = await self.sink.sampled(under_way.lease)
         if sampled is not None and not sampled.by_teacher:
             return await self._score_again(under_way, sampled)
         group_id = under_way.lease.group_id
-        under_way.problem = self._dataset.describe(group_id)
+        under_way.problem = self.dataset.describe(group_id)
         async with self._user_code(under_way):
-            builder = self._dataset.builder(group_id)
-        made = self._by_teacher if group_id in self._teacher_samples else self._by_policy
-        return replace(await made(under_way, builder), source=self._dataset.source(group_id))
+            builder = self.dataset.builder(group_id)
+        made = self._by_teacher if group_id in self.teacher_samples else self._by_policy
+        return replace(await made(under_way, builder), source=self.dataset.source(group_id))
 
     async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from the policy, and score it."""
@@ -297,32 +277,32 @@ class RolloutWorker:
             scorer = Scorer(
                 tasks,
                 teacher=teacher,
-                reference=self._reference,
-                top_k=self._teacher_top_k,
+                reference=self.reference,
+                top_k=self.teacher_top_k,
                 states=self._states_of(builder.teacher),
             )
-            policy = _PolicyWithExtras(self._policy, self._policy_top_k, self._routed_experts)
+            policy = _PolicyWithExtras(self.policy, self.policy_top_k, self.routed_experts)
             group = await self._rollout(policy, under_way, builder, scorer.ended)
             sampled = time.perf_counter()
             under_way.enter("scoring")
             scorer.no_more()
         timings = {"time/rollout": sampled - started}
-        if teacher is not None or self._reference is not None:
+        if teacher is not None or self.reference is not None:
             timings["time/teacher"] = time.perf_counter() - sampled
         scored = scorer.filled(group)
         return replace(scored, metrics={**scored.metrics, **timings})
 
     def _scorer(self, group_id: int, name: str) -> Engine | None:
         """The teacher that scores the group, or None."""
-        if not self._teachers or group_id not in self._scored:
+        if not self.teachers or group_id not in self.scored:
             return None
-        return teacher_of(self._teachers, name)
+        return teacher_of(self.teachers, name)
 
     def _states_of(self, name: str) -> States:
         """Whether hidden states are wanted of the teacher that `teacher_of` has for this name."""
-        if len(self._teachers) == 1:
-            [name] = self._teachers
-        return self._states.get(name, "none")
+        if len(self.teachers) == 1:
+            [name] = self.teachers
+        return self.states.get(name, "none")
 
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from its teacher."""
@@ -340,9 +320,9 @@ class RolloutWorker:
             assert builder.asked is not None, "settings were checked for it"
             return opened.sampler(builder.asked, partial(under_way.enter, "environment"))
         return TeacherSampler(
-            teacher_of(self._teachers, builder.teacher),
+            teacher_of(self.teachers, builder.teacher),
             builder.teacher_tokens_T,
-            self._teacher_samples.vocab_size,
+            self.teacher_samples.vocab_size,
         )
 
     async def _rollout(
@@ -356,13 +336,13 @@ class RolloutWorker:
         return await rollout_group(
             _Sampled(sampler, under_way, stage),
             builder,
-            self._sampling,
+            self.sampling,
             group_id=under_way.lease.group_id,
-            seed=self._seed,
-            models=self._models,
+            seed=self.seed,
+            models={**self.teachers, **self.models},
             user_code=partial(self._user_code, under_way),
             ended=ended,
-            lengths=self._lengths,
+            lengths=self.lengths,
         )
 
     async def _score_again(self, under_way: UnderWay, group: TrajectoryGroup) -> TrajectoryGroup:
@@ -371,9 +351,9 @@ class RolloutWorker:
         return await score_again(
             group,
             teacher=self._scorer(group.group_id, group.teacher),
-            reference=self._reference,
-            policy_top_k=self._policy_top_k,
-            top_k=self._teacher_top_k,
+            reference=self.reference,
+            policy_top_k=self.policy_top_k,
+            top_k=self.teacher_top_k,
             states=self._states_of(group.teacher),
         )
 
@@ -383,7 +363,7 @@ class RolloutWorker:
 
         User code is reported before it starts, because it may crash or hang this process.
         """
-        if not self._runs_user_code:
+        if not self.runs_user_code:
             yield
             return
         group.inside += 1
@@ -398,7 +378,7 @@ class RolloutWorker:
 
     async def _report(self) -> None:
         inside = [group for group in self.under_way if group.inside]
-        await self._sink.inside({group.lease.group_id: group.problem for group in inside})
+        await self.sink.inside({group.lease.group_id: group.problem for group in inside})
         for group in inside:
             group.reported = group.inside > 0
 
