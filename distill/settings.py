@@ -233,8 +233,5 @@ def section_of(kind: type, path: str) -> Section | None:
 
 def flagged(kind: type, flag: dict[str, Any]) -> set[str]:
     """Paths of the settings of `kind` that carry `flag`, one of the constants above."""
-    return {path for path, field in fields_of(kind).items() if _carries(field, flag)}
-
-
-def _carries(field: Field, flag: dict[str, Any]) -> bool:
-    return flag.items() <= (field.metadata or {}).items()
+    fields = fields_of(kind).items()
+    return {path for path, field in fields if flag.items() <= (field.metadata or {}).items()}

@@ -183,7 +183,8 @@ def load_moments(
     Raises:
         CheckpointError: it was written for another model, or cannot be read.
     """
-    written = _without_shadow(tensor_sizes(path))
+    # Without a teacher that moves, whose run this one may be a fork of.
+    written = {n: size for n, size in tensor_sizes(path).items() if not n.endswith(SUFFIX)}
     trained = {
         name: parameter
         for name, parameter in _trained(model)
@@ -209,11 +210,6 @@ def load_shadow(
     written = {n: size for n, size in tensor_sizes(path).items() if n.endswith(SUFFIX)}
     _check_fits(written, state, path)
     read_tensors(path, state, collectives)
-
-
-def _without_shadow(written: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Without a teacher that moves, whose run this one may be a fork of."""
-    return {name: value for name, value in written.items() if not name.endswith(SUFFIX)}
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

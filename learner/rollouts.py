@@ -26,7 +26,7 @@ import numpy as np
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable
 from distill.objective.objectives import advantages_of, teacher_coef
-from distill.objective.rows import RowMeta, advantage_metrics, joins_tokens, row_metas
+from distill.objective.rows import advantage_metrics, joins_tokens, row_metas
 from distill.records import TrainedGroups, TrajectoryGroupMeta, TrajectoryId, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner
@@ -184,7 +184,7 @@ class Rollouts:
                 row.place
                 for rows_B, counted in batches
                 for row in rows_B
-                if counted and _has_others(row)
+                if counted and (row.place.segment > 0 or not row.ends_sequence)  # it has others
             ]
             for batches in part.dealt
         ]
@@ -267,7 +267,3 @@ class Foresight:
 
 def _united(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:
     return {key: value for one in of_workers for key, value in one.items()}
-
-
-def _has_others(row: RowMeta) -> bool:
-    return row.place.segment > 0 or not row.ends_sequence

@@ -232,7 +232,8 @@ class SamplingRule:
         asked = {
             name: value
             for name in _WITHOUT_EFFECT
-            if (value := _found(body, name)) is not None and not self._is_harmless(name, value)
+            if (value := _found(body, name)) is not None
+            and value not in (*_WITHOUT_EFFECT[name], self._own(name))
         }
         if asked and self.client_sampling == "refuse":
             name, value = next(iter(asked.items()))
@@ -251,9 +252,6 @@ class SamplingRule:
                 "an agent asks for %s: no effect, the policy is sampled as the run says",
                 ", ".join(f"{name}={json.dumps(asked[name])[:80]}" for name in new),
             )
-
-    def _is_harmless(self, name: str, value: object) -> bool:
-        return value in _WITHOUT_EFFECT[name] or value == self._own(name)
 
     def _own(self, name: str) -> float | None:
         """The run's own value; None: it has none."""

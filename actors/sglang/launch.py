@@ -58,7 +58,9 @@ def main() -> None:
     load_plugins()
     _name_instances(PortArgs, directory.name)
     try:
-        server_args: Any = prepare_server_args([*order["flags"], *_key_flags(order)])
+        # One word each: a key may begin with a dash.
+        keys = [f"--api-key={order['api_key']}", f"--admin-api-key={order['admin_api_key']}"]
+        server_args: Any = prepare_server_args([*order["flags"], *keys])
         if server_args.device == "cpu" and os.environ.get(START_METHOD) != "spawn":
             _fork_processes()
         _meet_in(directory, server_args)
@@ -136,11 +138,6 @@ def _fork_processes() -> None:
         set_start_method("fork", force=force)
 
     multiprocessing.set_start_method = fork
-
-
-def _key_flags(order: dict[str, Any]) -> list[str]:
-    # One word each: a key may begin with a dash.
-    return [f"--api-key={order['api_key']}", f"--admin-api-key={order['admin_api_key']}"]
 
 
 def _die_with_the_parent() -> None:

@@ -189,7 +189,8 @@ def cache_bytes_per_token(config: Any, number: int, spread: Parallelism) -> int 
         number: bytes of one number of the cache.
     """
     text = config.get_text_config()
-    if any("attention" not in kind or "linear" in kind for kind in _layer_types(text)):
+    layer_types = getattr(text, "layer_types", None) or ()
+    if any("attention" not in kind or "linear" in kind for kind in layer_types):
         return None
     layers = -(-text.num_hidden_layers // spread.pipeline)
     latent = getattr(text, "kv_lora_rank", None)
@@ -198,10 +199,6 @@ def cache_bytes_per_token(config: Any, number: int, spread: Parallelism) -> int 
     heads = HeadSizes.of(text)
     ranks = spread.tensor // (spread.data if spread.data_attention else 1)
     return layers * 2 * max(1, heads.keys // max(1, ranks)) * heads.dim * number
-
-
-def _layer_types(text: Any) -> list[str]:
-    return list(getattr(text, "layer_types", None) or [])
 
 
 def _int_flag(flags: dict[str, list[str]], name: str, default: int) -> int:

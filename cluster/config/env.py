@@ -45,7 +45,8 @@ class _EnvFactory(chz.factories.subclass):
         """Raises ConfigError: there is none, or it is no environment."""
         names = [env.__name__ for env in BUILT_IN]
         if ":" in factory or "." in factory:
-            found = resolve("env", _with_colon(factory), names)
+            path = factory if ":" in factory else ":".join(factory.rpartition(".")[::2])
+            found = resolve("env", path, names)
         else:
             try:
                 found = super().from_string(factory)
@@ -65,10 +66,6 @@ class _EnvFactory(chz.factories.subclass):
                 field="env",
             )
         return found
-
-
-def _with_colon(path: str) -> str:
-    return path if ":" in path else ":".join(path.rpartition(".")[::2])
 
 
 def env_field(default: type[EnvConfig] = SingleTurn) -> Any:

@@ -143,14 +143,13 @@ async def handshake(
     rows_D = [probe_row(p.tokens_T, p.start, p.temperature) for p in probes]
     parts = {n: examine(n, e, plan, probes, infos[n]) for n, e in engines.items()}
     by_themselves = {n: _own_samples(n, policies[n], plan, infos[n]) for n in others}
-    learnt, answers, sampled = await asyncio.gather(
-        _nobodys() if learner is None else learner(rows_D),
-        _of_each(parts, deadline_s),
-        _of_each(by_themselves, deadline_s),
-    )
-    arbiter = _Arbiter("learner", "learner", learnt, learner_dtype)
+    asked = _of_each(parts, deadline_s), _of_each(by_themselves, deadline_s)
     if learner is None:
+        answers, sampled = await asyncio.gather(*asked)
         arbiter = _Arbiter(first, f"{first} prefill", answers[first].prefill, infos[first].dtype)
+    else:
+        learnt, answers, sampled = await asyncio.gather(learner(rows_D), *asked)
+        arbiter = _Arbiter("learner", "learner", learnt, learner_dtype)
     comparisons: list[Comparison] = []
     for name, of_one in answers.items():
         comparisons += of_one.comparisons()
@@ -178,10 +177,6 @@ class _Arbiter:
     name: str
     logprobs: Sequence[FloatArray]
     dtype: str
-
-
-async def _nobodys() -> list[FloatArray]:
-    return []
 
 
 async def _of_each(

@@ -186,7 +186,9 @@ class RolloutCast:
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
             return self._make(RolloutActor, options, build, dataset, config.cluster.no_progress_s)
 
-        placed = partial(self._placement.ready, ROLLOUT) if config.rollout.cpus else _anywhere
+        if not config.rollout.cpus:
+            return self._role(ROLLOUT, worker_title, create)
+        placed = partial(self._placement.ready, ROLLOUT)
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
     @property
@@ -408,7 +410,3 @@ class RolloutCast:
 def _of_server(engine: EngineConfig) -> dict[str, Any]:
     """Settings of an engine's server, which can then be started without torch."""
     return engine.server_arguments() | {"context_length": context_length(load_config(engine.model))}
-
-
-def _anywhere(_index: int) -> bool:
-    return True

@@ -133,10 +133,7 @@ class Custody:
         self._begun.clear()
         self.drop([i for i in self._open if i not in self._versions or not trained(i)])
 
-    def versions_of(self, group_ids: Iterable[int]) -> Mapping[int, int]:
-        """First version that contains each group, for the unproven groups that are in weights."""
-        return {i: self._versions[i] for i in group_ids if i in self._versions}
-
-    def first_open_version(self) -> int | None:
-        """First version with an unproven group; None if every group in weights is proven."""
-        return min(self._versions.values(), default=None)
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """First version that contains each unproven group in weights, by group id."""
+        return self._versions

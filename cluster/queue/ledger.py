@@ -361,7 +361,8 @@ class Ledger:
             return CanaryAnswer(proven=self._proven)
         scored = self.custody.bad(replica)
         taken = scored & set(self._taken.group_ids if self._taken else ())
-        bad = [*self.custody.versions_of(scored).values(), *([self._version + 1] if taken else [])]
+        bad = [v for i, v in self.custody.versions.items() if i in scored]
+        bad += [self._version + 1] if taken else []
         again = sorted(scored & self._delivered - taken)
         self._score_again(again, anew=self.custody.rewards(replica))
         self._meter()
@@ -371,7 +372,7 @@ class Ledger:
 
     @property
     def _proven(self) -> int:
-        first = self.custody.first_open_version()
+        first = min(self.custody.versions.values(), default=None)
         return self._version if first is None else first - 1
 
     def _score_again(self, ids: Collection[int], *, anew: bool) -> None:

@@ -27,7 +27,10 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
         config.scored_by_reference or config.base_is_reference or config.reward_model is not None
     )
     if not (by_frozen or (isinstance(config, OpdConfig) and not config.teacher_moves)):
-        return _of_moving_teacher() if config.teacher_moves else None
+        if not config.teacher_moves:
+            return None
+        verdict = f"not proven by canaries: {_MOVES}"
+        return {"proven": False, "verdict": verdict, "limits": [_MOVES]}
     if scoring is None or not config.verify.canary_every:
         return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}
     return {
@@ -45,10 +48,6 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
         "replicas": [_replica(each) for each in scoring.replicas],
         "limits": limits(config, scoring),
     }
-
-
-def _of_moving_teacher() -> dict[str, Any]:
-    return {"proven": False, "verdict": f"not proven by canaries: {_MOVES}", "limits": [_MOVES]}
 
 
 def _replica(replica: Replica) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def find_fork(
     check_fork(checkpoint, model=model, tokenizer=tokenizer, lora=config.lora)
     if config.lora.trains_adapter:
         _check_base(their.settings, config.fork_from, model)
-    moments = recipe == their.recipe and has_moments(checkpoint)
+    # The first checkpoint of a run that took over no moments has none.
+    moments = recipe == their.recipe and (checkpoint.path / "optimizer").is_dir()
     return Fork(
         run=run,
         run_id=their.run_id,
@@ -243,11 +244,6 @@ def _shape(model: str) -> dict[str, Any]:
         for name, value in config.items()
         if name not in _PASSED_OVER and not name.startswith("_")
     }
-
-
-def has_moments(checkpoint: Checkpoint) -> bool:
-    """False for the first checkpoint of a run that took over no moments."""
-    return (checkpoint.path / "optimizer").is_dir()
 
 
 def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:

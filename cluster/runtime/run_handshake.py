@@ -114,16 +114,13 @@ class RunHandshake:
             proven = actors.pool(POLICY).each()
             reference = next((proven[name] for name in proven if name not in policies), None)
 
-        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
-            return await learner.teacher_logprobs.remote(teacher, rows_D)
-
         copies: dict[str, Copy] = {}
         teachers: dict[str, Any] = dict(scorers)
         heads: dict[str, str] = {}
         follows = self._config.teacher_rule is not None
         for name, role in served_teachers(self._config).items():
             engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
-            by_learner = partial(copied_logprobs, name)
+            by_learner = partial(learner.teacher_logprobs.remote, name)
             if name in self._config.copied_teachers or follows:
                 for engine in engines if follows else engines[:1]:
                     copies[engine] = Copy(f"the learner's copy of {engine}", by_learner)

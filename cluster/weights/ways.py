@@ -76,7 +76,8 @@ def plan_ways(
         shares = served and bool(place.gpus) and _is_lent(place, lenders)
         way = _way(choice, learner, place, served)
         ways.setdefault("ipc" if choice == "auto" and shares else way, []).append(name)
-    if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
+    others = [name for name, place in engines.items() if not place.beside(learner)]
+    if choice == "shared_memory" and others:
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
             "nodes; use weights=auto",
@@ -148,10 +149,6 @@ def _not_lent(name: str, why: str) -> ConfigError:
         "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)",
         field="weights.transport",
     )
-
-
-def _elsewhere(learner: Place, engines: Mapping[str, Place]) -> list[str]:
-    return [name for name, place in engines.items() if not place.beside(learner)]
 
 
 def _who_shares(engines: Mapping[str, Place]) -> list[str]:

@@ -90,11 +90,9 @@ def _call_of(value: object) -> ToolCall | None:
         arguments = {}
     elif not isinstance(arguments, (dict, str)):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name=name, arguments=arguments, id=_usable_id(value.get("id")))
-
-
-def _usable_id(value: object) -> str | None:
-    return value if isinstance(value, str) and _ID.fullmatch(value) else None
+    id_ = value.get("id")
+    usable = isinstance(id_, str) and _ID.fullmatch(id_)
+    return ToolCall(name=name, arguments=arguments, id=id_ if usable else None)
 
 
 def _unread(name: str | None, arguments: str, stop: int, error: str = _NO_NAME) -> Piece:

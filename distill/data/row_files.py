@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,6 @@ def _what_else(text: str) -> str:
     return ". The file is one JSON object; write an array of objects, or one object per line"
 
 
-def _csv_rows(path: str) -> Rows:
-    return _table_rows(path, ",")
-
-
-def _tsv_rows(path: str) -> Rows:
-    return _table_rows(path, "\t")
-
-
 def _table_rows(path: str, delimiter: str) -> Rows:
     """Rows of a table whose first row has the names."""
     text = _text_of(path)
@@ -251,8 +244,8 @@ def _with_parsed_json(value: Any, kind: Any) -> Any:
 
 
 _READERS: dict[str, Callable[[str], Rows]] = {
-    ".csv": _csv_rows,
-    ".tsv": _tsv_rows,
+    ".csv": partial(_table_rows, delimiter=","),
+    ".tsv": partial(_table_rows, delimiter="\t"),
     ".parquet": _parquet_rows,
     ".arrow": _arrow_rows,
     ".feather": _arrow_rows,

@@ -251,7 +251,8 @@ class ChatEnv(Env):
         self._turns += 1
         cut = sample.stop_reason is StopReason.LENGTH
         self._counts["cut_turns"] += cut
-        bonus = 0.0 if cut else -self._setting.malformed_penalty * len(_malformed(turn))
+        unread = len(turn.malformed) + sum(isinstance(c.arguments, str) for c in turn.calls)
+        bonus = 0.0 if cut else -self._setting.malformed_penalty * unread
         if not cut and (turn.calls or turn.malformed):
             answered = await self._call(turn)
         else:
@@ -333,8 +334,3 @@ class ChatEnv(Env):
         if answered.oracle is not None:
             bonuses_T += answered.oracle(sample.tokens_T, self._setting.tokenizer)
         return bonuses_T
-
-
-def _malformed(turn: ParsedTurn) -> list[object]:
-    """The calls of a turn whose arguments, or all of which, cannot be read."""
-    return [*turn.malformed, *(call for call in turn.calls if isinstance(call.arguments, str))]

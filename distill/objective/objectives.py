@@ -186,7 +186,8 @@ def trajectory_terms(
     if objective.reference_kl_coef:
         terms = _with_reference(terms, trajectory, objective, mean_kl)
     rewards = [reward_terms(segment, advantage) for segment in trajectory.segments]
-    if objective.hint_bonus_coef and _is_right(trajectory, objective):
+    is_right = trajectory.reward_counts and trajectory.reward >= objective.correct_threshold
+    if objective.hint_bonus_coef and is_right:
         coef = objective.hint_bonus_coef
         hints = (hint_bonus(segment, coef) for segment in trajectory.segments)
         rewards = [reward_T + hint_T for reward_T, hint_T in zip(rewards, hints, strict=True)]
@@ -194,10 +195,6 @@ def trajectory_terms(
         term._replace(advantages_T=reward_T + term.advantages_T)
         for reward_T, term in zip(rewards, terms, strict=True)
     ]
-
-
-def _is_right(trajectory: Trajectory, objective: ObjectiveConfig) -> bool:
-    return trajectory.reward_counts and trajectory.reward >= objective.correct_threshold
 
 
 def hint_bonus(segment: Segment, coef: float) -> FloatArray:

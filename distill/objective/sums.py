@@ -99,11 +99,6 @@ class ActionTokens:
         """log p_T - log q_T, NaN where the teacher has not scored a segment; None: it has none."""
         return self._gaps("teacher_logprobs_T")
 
-    @cached_property
-    def scored_gaps_N(self) -> npt.NDArray[np.float64] | None:
-        """log p_T - log q_T; None unless the teacher has scored every segment."""
-        return self.gaps_N if self.columns.all_have("teacher_logprobs_T") else None
-
     def gap_to(self, name: str) -> Sum | None:
         """Sum of log p_T less these log-probs; None unless every segment has them."""
         if not self.columns.all_have(name):
@@ -156,8 +151,8 @@ def _teacher_versions(actions: ActionTokens) -> Sum | None:
 
 def _top_share(actions: ActionTokens) -> Sum | None:
     """Sum of |log p_T - log q_T| over its largest hundredth, its size rounded up; and over all."""
-    gaps_N = actions.scored_gaps_N
-    if gaps_N is None:
+    gaps_N = actions.gaps_N
+    if gaps_N is None or not actions.columns.all_have("teacher_logprobs_T"):
         return None
     sizes_N = np.abs(gaps_N)
     top = math.ceil(_TOP * len(sizes_N))

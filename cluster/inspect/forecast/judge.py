@@ -74,7 +74,7 @@ def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
             f"{noise.between:.3g} with a standard error of {noise.between_error:.2g} (within a "
             f"prompt {noise.within:.3g}); more prompts here (eval.size=) tell more"
         )
-    prompts = _power_of_two(min(max(wanted, _FEWEST), _MOST))
+    prompts = 2 ** math.ceil(math.log2(min(max(wanted, _FEWEST), _MOST)))
     seen_tokens = measured.student.tokens * noise.prompts * noise.group_size
     step_tokens = prompts * group_size * (measured.student.tokens + measured.prompt_tokens)
     per_token = measured.score_s / max(
@@ -142,7 +142,3 @@ def _beside(measured: PairMeasurements, pair: Pair) -> list[str]:
             "(chat_template= takes the teacher's for both)"
         )
     return warnings
-
-
-def _power_of_two(value: float) -> int:
-    return 2 ** math.ceil(math.log2(value))
