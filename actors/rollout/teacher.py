@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -63,7 +63,7 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
 
 
 async def score_group(
-    teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0, states: States = "none"
+    teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0
 ) -> TrajectoryGroup:
     """The group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
 
@@ -74,46 +74,49 @@ async def score_group(
     Raises:
         EngineError: the teacher answered with the wrong number of log-probs.
     """
-    return _filled(group, await _by_teacher(teacher, list(group.segments()), top_k, states))
+    scorers = Scorers(teacher=teacher, top_k=top_k)
+    return _filled(group, await scorers.score(list(group.segments())))
 
 
-async def _score(
-    segments: Sequence[Segment],
-    teacher: Engine | None,
-    reference: Engine | None,
-    top_k: int,
-    states: States,
-) -> list[_Fields]:
-    """Fields of each segment from the teacher and the reference, which score concurrently."""
-    wanted: list[Coroutine[Any, Any, list[_Fields]]] = []
-    if teacher is not None:
-        wanted.append(_by_teacher(teacher, segments, top_k, states))
-    if reference is not None:
-        wanted.append(_by_reference(reference, segments))
-    made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
-    for found in await together(*wanted):
-        for fields, more in zip(made, found, strict=True):
-            fields |= {**more, "scored_by": fields["scored_by"] + more["scored_by"]}
-    return list(made)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorers:
+    """Engines that score a group, and what the teacher is asked for; None: its fields are left out.
 
-
-async def score_again(
-    group: TrajectoryGroup,
-    *,
-    teacher: Engine | None,
-    reference: Engine | None,
-    policy_top_k: int,
-    top_k: int,
-    states: States = "none",
-) -> TrajectoryGroup:
-    """Score a group again with these engines, and return it with the new log-probs.
-
-    Args:
-        policy_top_k: number of leading ids in `teacher_top` that are the policy's likeliest. They
-            are scored again; the teacher's own likeliest tokens are requested anew.
+    Attributes:
+        top_k: number of the teacher's likeliest (other) tokens, as for `score_group`.
+        states: hidden states of the teacher.
     """
-    segments = [_unscored(segment, policy_top_k) for segment in group.segments()]
-    return _filled(group, await _score(segments, teacher, reference, top_k, states))
+
+    teacher: Engine | None
+    reference: Engine | None = None
+    top_k: int = 0
+    states: States = "none"
+
+    def __bool__(self) -> bool:
+        return self.teacher is not None or self.reference is not None
+
+    async def score(self, segments: Sequence[Segment]) -> list[_Fields]:
+        """Fields of each segment from the teacher and the reference, which score concurrently."""
+        wanted: list[Coroutine[Any, Any, list[_Fields]]] = []
+        if self.teacher is not None:
+            wanted.append(_by_teacher(self.teacher, segments, self.top_k, self.states))
+        if self.reference is not None:
+            wanted.append(_by_reference(self.reference, segments))
+        made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
+        for found in await together(*wanted):
+            for fields, more in zip(made, found, strict=True):
+                fields |= {**more, "scored_by": fields["scored_by"] + more["scored_by"]}
+        return list(made)
+
+    async def score_again(self, group: TrajectoryGroup, policy_top_k: int) -> TrajectoryGroup:
+        """Score a group again, and return it with the new log-probs.
+
+        Args:
+            policy_top_k: number of leading ids in `teacher_top` that are the policy's likeliest.
+                They are scored again; the teacher's own likeliest tokens are requested anew.
+        """
+        segments = [_unscored(segment, policy_top_k) for segment in group.segments()]
+        return _filled(group, await self.score(segments))
 
 
 def _unscored(segment: Segment, policy_top_k: int) -> Segment:
@@ -125,30 +128,20 @@ def _unscored(segment: Segment, policy_top_k: int) -> Segment:
 class Scorer:
     """Scores a group's trajectories as they end; those that end together share one request.
 
-    Fills in the fields of `score_group` and `reference_logprobs_T`, concurrently. Without a teacher
-    the former are omitted, without a reference the latter. The scoring tasks run in `tasks`, the
-    task group of the rollout: an error in scoring cancels the rollout, and the reverse.
+    Fills in the fields of `score_group` and `reference_logprobs_T`. The scoring tasks run in
+    `tasks`, the task group of the rollout: an error in scoring cancels the rollout, and the
+    reverse.
     """
 
-    def __init__(
-        self,
-        tasks: asyncio.TaskGroup,
-        *,
-        teacher: Engine | None,
-        reference: Engine | None,
-        top_k: int,
-        states: States = "none",
-    ) -> None:
-        self._tasks = tasks
-        self._teacher, self._reference, self._top_k = teacher, reference, top_k
-        self._states: States = states
+    def __init__(self, tasks: asyncio.TaskGroup, scorers: Scorers) -> None:
+        self._tasks, self._scorers = tasks, scorers
         self._waiting: list[Segment] = []
         self._all_ended = asyncio.Event()
         self._fields: dict[int, _Fields] = {}
 
     def ended(self, segments: Sequence[Segment]) -> None:
         """Queue the segments of a trajectory that has ended for scoring."""
-        if self._teacher is None and self._reference is None:
+        if not self._scorers:
             return
         if not self._waiting:
             self._tasks.create_task(self._score_waiting())
@@ -158,8 +151,7 @@ class Scorer:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_ended.wait(), _TOGETHER_S)
         segments, self._waiting = self._waiting, []
-        asked = self._teacher, self._reference, self._top_k, self._states
-        scored = await _score(segments, *asked)
+        scored = await self._scorers.score(segments)
         self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}
 
     def no_more(self) -> None:
@@ -168,7 +160,7 @@ class Scorer:
 
     def filled(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The group with scores on its segments. Call it after the scoring tasks have ended."""
-        if self._teacher is None and self._reference is None:
+        if not self._scorers:
             return group
         return _filled(group, [self._fields[id(segment)] for segment in group.segments()])
 

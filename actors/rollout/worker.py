@@ -26,7 +26,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
-from actors.rollout.teacher import Scorer, States, TeacherSampler, score_again, teacher_of
+from actors.rollout.teacher import Scorer, Scorers, States, TeacherSampler, teacher_of
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
 from distill.columns import GroupColumns, checked
@@ -261,7 +261,10 @@ class RolloutWorker:
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
         sampled = await self.sink.sampled(under_way.lease)
         if sampled is not None and not sampled.by_teacher:
-            return await self._score_again(under_way, sampled)
+            # Its scorer was quarantined, or holds different weights.
+            under_way.enter("scoring")
+            scorers = self._scorers(sampled.group_id, sampled.teacher)
+            return await scorers.score_again(sampled, self.policy_top_k)
         group_id = under_way.lease.group_id
         under_way.problem = self.dataset.describe(group_id)
         async with self._user_code(under_way):
@@ -272,37 +275,33 @@ class RolloutWorker:
     async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from the policy, and score it."""
         started = time.perf_counter()
-        teacher = self._scorer(under_way.lease.group_id, builder.teacher)
+        scorers = self._scorers(under_way.lease.group_id, builder.teacher)
         async with task_group() as tasks:
-            scorer = Scorer(
-                tasks,
-                teacher=teacher,
-                reference=self.reference,
-                top_k=self.teacher_top_k,
-                states=self._states_of(builder.teacher),
-            )
+            scorer = Scorer(tasks, scorers)
             policy = _PolicyWithExtras(self.policy, self.policy_top_k, self.routed_experts)
             group = await self._rollout(policy, under_way, builder, scorer.ended)
             sampled = time.perf_counter()
             under_way.enter("scoring")
             scorer.no_more()
         timings = {"time/rollout": sampled - started}
-        if teacher is not None or self.reference is not None:
+        if scorers:
             timings["time/teacher"] = time.perf_counter() - sampled
         scored = scorer.filled(group)
         return replace(scored, metrics={**scored.metrics, **timings})
 
-    def _scorer(self, group_id: int, name: str) -> Engine | None:
-        """The teacher that scores the group, or None."""
-        if not self.teachers or group_id not in self.scored:
-            return None
-        return teacher_of(self.teachers, name)
-
-    def _states_of(self, name: str) -> States:
-        """Whether hidden states are wanted of the teacher that `teacher_of` has for this name."""
+    def _scorers(self, group_id: int, name: str) -> Scorers:
+        """Engines that score a group whose teacher has this name (`teacher_of`)."""
+        teacher = None
+        if self.teachers and group_id in self.scored:
+            teacher = teacher_of(self.teachers, name)
         if len(self.teachers) == 1:
             [name] = self.teachers
-        return self.states.get(name, "none")
+        return Scorers(
+            teacher=teacher,
+            reference=self.reference,
+            top_k=self.teacher_top_k,
+            states=self.states.get(name, "none"),
+        )
 
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from its teacher."""
@@ -343,18 +342,6 @@ class RolloutWorker:
             user_code=partial(self._user_code, under_way),
             ended=ended,
             lengths=self.lengths,
-        )
-
-    async def _score_again(self, under_way: UnderWay, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Re-score a group whose scorer was quarantined or holds different weights."""
-        under_way.enter("scoring")
-        return await score_again(
-            group,
-            teacher=self._scorer(group.group_id, group.teacher),
-            reference=self.reference,
-            policy_top_k=self.policy_top_k,
-            top_k=self.teacher_top_k,
-            states=self._states_of(group.teacher),
         )
 
     @asynccontextmanager

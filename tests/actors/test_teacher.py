@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rollout.teacher import Scorer, score_group, teacher_of
+from actors.rollout.teacher import Scorer, Scorers, score_group, teacher_of
 from distill.chat.segments import SegmentBuilder
 from distill.engine import Engine, Sample, Score, ScoreRequest
 from distill.errors import ConfigError, EngineError
@@ -37,7 +37,8 @@ async def score_rollout(
     teacher = teacher_of(teachers, group.teacher) if teachers else None
     try:
         async with asyncio.TaskGroup() as tasks:
-            scorer = Scorer(tasks, teacher=teacher, reference=reference, top_k=top_k)
+            scorers = Scorers(teacher=teacher, reference=reference, top_k=top_k)
+            scorer = Scorer(tasks, scorers)
             for member in group.trajectories_G:
                 scorer.ended(member.segments)
             scorer.no_more()
