@@ -11,7 +11,7 @@ rows together. cluster/runtime/canaries.py decides when canaries run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,18 +26,16 @@ from distill.handshake.canary import CanaryRows, CanaryScores
 from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.states import HiddenStates
-from distill.types import FloatArray, TopLogprobs
+from distill.types import FloatArray, TokenArray, TopLogprobs
 from distill.weights.digests import digest_of, tensor_checksum
-from learner.frozen import FrozenModel, LocalTeachers, Teacher, TeacherHead
+from learner.frozen import FrozenModel, LocalTeachers, TeacherHead
 from learner.sharding import local, stored
 
 # Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
 # taken from the whole distribution, as for estimator=full.
 _LISTED = 16
-# Log-probs of rows at T, by the row's id: of the row's tokens, and of listed tokens (may be empty).
-Run = Callable[[Sequence[TrainingRow], CanaryRows], Mapping[int, tuple[FloatArray, FloatArray]]]
-# log p_T of the trained tokens of batches, one array for each row.
-BaseLogprobs = Callable[[Sequence[list[TrainingRow]]], list[list[FloatArray]]]
+# As `Teacher.read`: log-probs at T of each row's own tokens, and of given tokens there.
+Read = Callable[[Sequence[TrainingRow], TokenArray], list[tuple[FloatArray, FloatArray]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +83,12 @@ class WatchedModel:
         config: Any,
         *,
         dtype: str,
-        run: Run,
+        read: Read,
         listed: int,
+        token_budget: int,
     ) -> None:
-        self._teacher, self._model, self._run, self._listed = teacher, model, run, listed
+        self._teacher, self._model, self._read = teacher, model, read
+        self._listed, self._token_budget = listed, token_budget
         self._info = EngineInfo(
             kind="in the learner",
             model=path,
@@ -127,7 +127,13 @@ class WatchedModel:
     def _answered(self, rows: CanaryRows, company: int) -> CanaryScores:
         asked = rows.with_company(company)
         by_request = [training_rows(request, self._teacher or "") for request in asked]
-        found = self._run([row for made in by_request for row in made], rows)
+        ids_K = np.empty(0, np.int32)
+        if (given_NK := rows.requests[0].given_NK) is not None:
+            ids_K = given_NK[0]
+        found: dict[int, tuple[FloatArray, FloatArray]] = {}
+        rows_D = [row for made in by_request for row in made]
+        for rows_B in split_by_token_budget(rows_D, self._token_budget):
+            found |= zip(map(id, rows_B), self._read(rows_B, ids_K), strict=True)
         scores = []
         for request, made in zip(asked[: len(rows.requests)], by_request, strict=False):
             parts = [found[id(row)] for row in made]
@@ -141,12 +147,21 @@ class WatchedModel:
 
 
 class Base(NamedTuple):
-    """A model without its adapter; `dtype` is the compute precision."""
+    """A model without its adapter; `dtype` is the compute precision.
+
+    `logprobs` returns log p_T of the trained tokens of batches, one array for each row.
+    """
 
     model: PreTrainedModel
     path: str
     dtype: str
-    logprobs: BaseLogprobs
+    logprobs: Callable[[Sequence[list[TrainingRow]]], list[list[FloatArray]]]
+
+    def read(
+        self, rows_B: Sequence[TrainingRow], _ids_K: TokenArray
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """See `Read`; it lists no tokens."""
+        return [(own_N, np.empty(0, np.float32)) for own_N in self.logprobs([list(rows_B)])[0]]
 
 
 def watched(
@@ -156,33 +171,24 @@ def watched(
     found = []
     for name, teacher in ({} if teachers is None else teachers.models).items():
         if isinstance(teacher, TeacherHead):
-            model, config, dtype = (
-                teacher.projection,
-                teacher.config,
-                teacher.projection.weight.dtype,
-            )
-            run = partial(_by_head, teacher, token_budget)
+            model, config, read = teacher.projection, teacher.config, partial(_read_head, teacher)
         else:
             assert isinstance(teacher, FrozenModel)
-            model, config, dtype = teacher.model, teacher.model.config, teacher.model.dtype
-            run = partial(_by_teacher, teacher, token_budget)
+            model, config, read = teacher.model, teacher.model.config, teacher.read
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         found.append(
             WatchedModel(
-                name,
-                teacher.path,
-                model,
-                config,
-                dtype=str(dtype).removeprefix("torch."),
-                run=run,
-                listed=_LISTED,
+                name, teacher.path, model, config,
+                dtype=dtype, read=read, listed=_LISTED, token_budget=token_budget,
             )
-        )
+        )  # fmt: skip
     if base is not None:
-        run = partial(_by_base, base.logprobs, token_budget)
-        model, path = base.model, base.path
         found.append(
-            WatchedModel(None, path, model, model.config, dtype=base.dtype, run=run, listed=0)
-        )
+            WatchedModel(
+                None, base.path, base.model, base.model.config,
+                dtype=base.dtype, read=base.read, listed=0, token_budget=token_budget,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -203,44 +209,15 @@ def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
     ]
 
 
-def _by_teacher(
-    teacher: Teacher, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
-) -> dict[int, tuple[FloatArray, FloatArray]]:
-    ids_K = np.empty(0, np.int32)
-    if (given_NK := asked.requests[0].given_NK) is not None:
-        ids_K = given_NK[0]
-    found = {}
-    for rows_B in split_by_token_budget(rows_D, token_budget):
-        read = teacher.read(rows_B, ids_K)
-        found |= {id(row): values for row, values in zip(rows_B, read, strict=True)}
-    return found
-
-
-def _by_head(
-    head: TeacherHead, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
-) -> dict[int, tuple[FloatArray, FloatArray]]:
+def _read_head(
+    head: TeacherHead, rows_B: Sequence[TrainingRow], ids_K: TokenArray
+) -> list[tuple[FloatArray, FloatArray]]:
     """Log-probs at drawn hidden states, alike for the same tokens: no engine is asked for any."""
     weight = head.projection.weight
-    given_D = []
-    for row in rows_D:
+    given_B = []
+    for row in rows_B:
         generator = torch.Generator().manual_seed(int(row.tokens_T.sum()))
         states_NH = torch.randn(row.num_trained, weight.shape[1], generator=generator)
         states = HiddenStates.of(states_NH.to(weight.dtype))
-        given_D.append(replace(row, teacher_states=states))
-    found = _by_teacher(head, token_budget, given_D, asked)
-    return {id(row): found[id(own)] for row, own in zip(rows_D, given_D, strict=True)}
-
-
-def _by_base(
-    logprobs: BaseLogprobs,
-    token_budget: int,
-    rows_D: Sequence[TrainingRow],
-    _asked: CanaryRows,
-) -> dict[int, tuple[FloatArray, FloatArray]]:
-    batches = list(split_by_token_budget(rows_D, token_budget))
-    nothing = np.empty(0, np.float32)
-    return {
-        id(row): (logprobs_N, nothing)
-        for rows_B, made in zip(batches, logprobs(batches), strict=True)
-        for row, logprobs_N in zip(rows_B, made, strict=True)
-    }
+        given_B.append(replace(row, teacher_states=states))
+    return head.read(given_B, ids_K)
