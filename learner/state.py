@@ -171,28 +171,23 @@ class CopyCost(NamedTuple):
     free: int
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class StateCopy:
     """Copy of the complete state of a checkpoint. It is written once, in any thread, or dropped.
 
-    Args:
+    Attributes:
         write_moments: writes all workers' copies of the moments to a directory, and drops them;
             None: drops them only.
         write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
         write_adapter: writes the adapter; None if there is none.
     """
 
-    def __init__(
-        self,
-        *,
-        weights: HeldWeights,
-        write_moments: Callable[[str | None], object],
-        trainer: TrainerState,
-        write_model: Callable[[Path, Weights], None],
-        write_adapter: Callable[[Path], None] | None,
-    ) -> None:
-        self._weights, self._write_moments, self._trainer = weights, write_moments, trainer
-        self._write_model, self._write_adapter = write_model, write_adapter
-        self._begun = False
+    weights: HeldWeights
+    write_moments: Callable[[str | None], object]
+    trainer: TrainerState
+    write_model: Callable[[Path, Weights], None]
+    write_adapter: Callable[[Path], None] | None
+    _begun: bool = field(init=False, default=False)
 
     def write(self, path: Path) -> None:
         """Write the copy in the format of `Learner.save`.
@@ -200,18 +195,18 @@ class StateCopy:
         Raises: as `Learner.save`.
         """
         self._begun = True
-        self._write_moments(str(path / "optimizer"))
-        self._write_model(path / "model", self._weights)
-        if self._write_adapter is not None:
-            self._write_adapter(path / "adapter")
-        write_trainer(path, self._trainer)
+        self.write_moments(str(path / "optimizer"))
+        self.write_model(path / "model", self.weights)
+        if self.write_adapter is not None:
+            self.write_adapter(path / "adapter")
+        write_trainer(path, self.trainer)
 
     def drop(self) -> None:
         """Free the memory on every worker. The copy cannot be written afterwards."""
         if not self._begun:
             self._begun = True
-            self._write_moments(None)
-        self._weights, self._write_adapter = HeldWeights({}), None
+            self.write_moments(None)
+        self.weights, self.write_adapter = HeldWeights({}), None
 
 
 def copied_weights(weights: Weights) -> HeldWeights:
