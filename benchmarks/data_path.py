@@ -152,7 +152,7 @@ class LearnerWorker:
 
     def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
         self.rollouts = RolloutShare(
-            source, objective(k), (), group, score=_scores_none, score_reference=_scores_none
+            source, objective(k), (), group, score=_scores_none, score_by_reference=_scores_none
         )
 
     def take_rollouts_from(self, _source: TrajectorySource, _loss: PolicyObjectiveLoss) -> None:

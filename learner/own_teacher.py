@@ -18,6 +18,7 @@ pass will need is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -74,41 +75,36 @@ class Shadow:
             yield local(self._shadows[name]), local(weight)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OwnTeacher:
-    """The learner's own model as a teacher, on one worker of it."""
+    """The learner's own model as a teacher, on one worker of it.
 
-    def __init__(
-        self,
-        forward: Forward,
-        shadow: Shadow | None,
-        *,
-        device: str,
-        reshard: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            shadow: the teacher that follows the weights; None: it is the weights themselves.
-            reshard: drops what a pass without gradients has gathered of the other workers' shares.
-        """
-        self._forward, self._shadow = forward, shadow
-        self._device, self._reshard = device, reshard
+    Attributes:
+        shadow: the teacher that follows the weights; None: it is the weights themselves.
+        reshard: drops what a pass without gradients has gathered of the other workers' shares.
+    """
+
+    forward: Forward
+    shadow: Shadow | None
+    device: str
+    reshard: Callable[[], None]
 
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
         """log q_T of slices of the batch's trained tokens, for the learner's next pass over it.
 
         It has no noise.
         """
-        batch_seen = collate([as_seen(row) for row in batch.rows], self._device)
-        if self._shadow is None:
+        batch_seen = collate([as_seen(row) for row in batch.rows], self.device)
+        if self.shadow is None:
             return self._read(batch_seen, "none")
-        self._shadow.swap()
+        self.shadow.swap()
         try:
             return self._read(batch_seen, "trained")
         finally:
-            self._shadow.swap()
+            self.shadow.swap()
 
     def _read(self, batch: Batch, copies: Literal["none", "trained"]) -> TeacherDistribution:
         try:
-            return self._forward.distribution_of(batch, copies=copies)
+            return self.forward.distribution_of(batch, copies=copies)
         finally:
-            self._reshard()
+            self.reshard()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +115,7 @@ class KeptRow(NamedTuple):
     row: TrainingRow
 
 
+@dataclass(slots=True, eq=False)
 class RolloutShare:
     """One worker's share of the rollouts of a step, from `hold` to the next `hold`.
 
@@ -123,36 +124,29 @@ class RolloutShare:
 
     It also stores the trajectories that were prefetched for the next step. They are used only if
     the next `hold` holds the same objects.
+
+    Attributes:
+        score: log-probs of rows by the current weights.
+        score_by_reference: those by the reference policy.
+        heads: names of the teachers whose heads the learner has, in place of the teachers.
     """
 
-    def __init__(
-        self,
-        source: TrajectorySource,
-        objective: ObjectiveConfig,
-        stop_event: tuple[int, ...],
-        group: WorkerGroup,
-        *,
-        score: Score,
-        score_reference: Score,
-        heads: Collection[str] = (),
-    ) -> None:
-        """
-        Args:
-            score: log-probs of rows by the current weights.
-            score_reference: those by the reference policy.
-            heads: names of the teachers whose heads the learner has, in place of the teachers.
-        """
-        self._score, self._score_reference, self._heads = score, score_reference, heads
-        self._source, self._objective, self._stop_event = source, objective, stop_event
-        self._group = group
-        self._shares: Sequence[TrajectoryShare] = ()
-        self._trajectories: dict[TrajectoryId, Trajectory] = {}
-        self._rows: dict[RowPlace, TrainingRow] = {}
-        self._referred: dict[RowPlace, FloatArray] = {}
-        self._turn = 0
-        self._held_ahead: Mapping[TrajectoryId, _Ahead] = {}  # for this step
-        self._ahead: dict[TrajectoryId, _Ahead] = {}  # for the next step
-        self._fetching = threading.Lock()
+    source: TrajectorySource
+    objective: ObjectiveConfig
+    stop_event: tuple[int, ...]
+    group: WorkerGroup
+    score: Score
+    score_by_reference: Score
+    heads: Collection[str] = ()
+    _shares: Sequence[TrajectoryShare] = field(init=False, default=())
+    _trajectories: dict[TrajectoryId, Trajectory] = field(init=False, default_factory=dict)
+    _rows: dict[RowPlace, TrainingRow] = field(init=False, default_factory=dict)
+    _referred: dict[RowPlace, FloatArray] = field(init=False, default_factory=dict)
+    _turn: int = field(init=False, default=0)
+    # Prefetched for this step, and for the next.
+    _held_ahead: Mapping[TrajectoryId, _Ahead] = field(init=False, default_factory=dict)
+    _ahead: dict[TrajectoryId, _Ahead] = field(init=False, default_factory=dict)
+    _fetching: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def hold(self, step: Shares) -> Mapping[int, str]:
         """Fetch the trajectories of a step, in place of the previous step's.
@@ -162,7 +156,7 @@ class RolloutShare:
         with self._fetching:
             self._turn, self._shares = step.turn, step.shares
             self._trajectories, self._rows = {}, {}
-            found, lost = self._source.trajectories([share.place for share in step.shares])
+            found, lost = self.source.trajectories([share.place for share in step.shares])
             self._trajectories = dict(found)
             lost = dict(lost) | self._without_states()
             self._held_ahead = {
@@ -177,7 +171,7 @@ class RolloutShare:
         """Groups that a teacher's head is for, without its hidden states: read from disk, say."""
         lost = {}
         for share in self._shares:
-            if share.by_teacher or share.teacher not in self._heads:
+            if share.by_teacher or share.teacher not in self.heads:
                 continue
             held = self._trajectories.get(share.place)
             if held is not None and any(each.teacher_states is None for each in held.segments):
@@ -193,7 +187,7 @@ class RolloutShare:
         with self._fetching:
             if step.turn != self._turn:
                 return
-            found, _ = self._source.trajectories([share.place for share in step.shares], True)
+            found, _ = self.source.trajectories([share.place for share in step.shares], True)
             for share in step.shares:
                 if (trajectory := found.get(share.place)) is not None:
                     self._ahead[share.place] = _Ahead(
@@ -201,7 +195,7 @@ class RolloutShare:
                     )
 
     def _rows_ahead(self, share: TrajectoryShare, trajectory: Trajectory) -> Sequence[TrainingRow]:
-        if self._objective.reference_kl_coef:  # all rows depend on the mean of the whole step
+        if self.objective.reference_kl_coef:  # all rows depend on the mean of the whole step
             return ()
         return self._rows_of(share, trajectory, 0.0)
 
@@ -221,7 +215,7 @@ class RolloutShare:
         """
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
-        self._referred = dict(zip(trained, self._score_reference(rows), strict=True))
+        self._referred = dict(zip(trained, self.score_by_reference(rows), strict=True))
         shared = {share.place for share in self._shares if share.shared}
         return {place: each for place, each in self._referred.items() if place.trajectory in shared}
 
@@ -245,10 +239,10 @@ class RolloutShare:
     def build(self, _: None) -> Built:
         """Build the rows of the trajectories. Collective if there is a reference term."""
         mean_kl = None
-        if self._objective.reference_kl_coef:
+        if self.objective.reference_kl_coef:
             segments = [self._segment(place) for place in self._trained()]
-            tokens = self._group.total(float(sum(s.num_actions for s in segments)))
-            gap = self._group.total(reference_gap_sum(segments))
+            tokens = self.group.total(float(sum(s.num_actions for s in segments)))
+            gap = self.group.total(reference_gap_sum(segments))
             mean_kl = gap / tokens if tokens else None
         ahead, self._held_ahead = self._held_ahead, {}
         for share in self._shares:
@@ -271,11 +265,11 @@ class RolloutShare:
             if share.by_teacher
             else trajectory_terms(
                 trajectory,
-                self._objective,
+                self.objective,
                 advantage=share.advantage,
                 coef=share.coef,
                 mean_kl=mean_kl,
-                stop_event=self._stop_event,
+                stop_event=self.stop_event,
             )
         )
         return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
@@ -284,7 +278,7 @@ class RolloutShare:
         """Score the rows with the weights at the start of the step, for the ratios of updates."""
         trained = self._trained()
         rows = [self._rows[place] for place in trained]
-        for place, row, logprobs_N in zip(trained, rows, self._score(rows), strict=True):
+        for place, row, logprobs_N in zip(trained, rows, self.score(rows), strict=True):
             proximal_T = np.zeros(len(row), np.float32)
             proximal_T[row.loss_mask_T] = logprobs_N
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
@@ -293,8 +287,8 @@ class RolloutShare:
         """Sums of these rows, for `join`, which adds up those of other rows of a sequence."""
         rows = [self._rows[place] for place in places]
         return {
-            place: row_sums(row, logprobs_N, self._objective)
-            for place, row, logprobs_N in zip(places, rows, self._score(rows), strict=True)
+            place: row_sums(row, logprobs_N, self.objective)
+            for place, row, logprobs_N in zip(places, rows, self.score(rows), strict=True)
         }
 
     def join(self, sums: Mapping[RowPlace, RowSums]) -> None:
@@ -306,7 +300,7 @@ class RolloutShare:
         for place in self._rows.keys() & sums.keys():
             row, count = self._rows[place], len(self._trajectories[place.trajectory].segments)
             sequence = [sums[RowPlace(*place.trajectory, number)] for number in range(count)]
-            self._rows[place] = with_sums_of_others(row, place.segment, sequence, self._objective)
+            self._rows[place] = with_sums_of_others(row, place.segment, sequence, self.objective)
 
     def kept(self, group_ids: Collection[int]) -> tuple[list[KeptRow], list[TokenTable | None]]:
         """Rows of these groups on this worker, and a table of the tokens of all its policy samples.

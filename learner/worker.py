@@ -275,7 +275,7 @@ class LearnerWorker(ModelShard):
             loss.stop_event,
             self._group,
             score=self._score,
-            score_reference=self._score_by_base,
+            score_by_reference=self._score_by_base,
             heads=() if loss.teachers is None else loss.teachers.heads,
         )
 

@@ -261,18 +261,14 @@ async def _bound(response: httpx.Response) -> None:
     response.stream = Bounded()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TextEndpoint:
     """An open endpoint; see `text_endpoint`."""
 
-    def __init__(
-        self,
-        client: AsyncOpenAI,
-        address: EndpointAddress,
-        patience: Patience,
-        places: asyncio.Semaphore,
-    ) -> None:
-        self._client, self._address = client, address
-        self._patience, self._places = patience, places
+    client: AsyncOpenAI
+    address: EndpointAddress
+    patience: Patience
+    places: asyncio.Semaphore
 
     async def answer(
         self,
@@ -289,13 +285,13 @@ class TextEndpoint:
                 the last failure.
         """
         asked, troubles = self._asked(shown, sampling, tools), ["it is still at the first"]
-        async with self._places:
+        async with self.places:
             try:
-                async with asyncio.timeout(self._patience.all_s):
+                async with asyncio.timeout(self.patience.all_s):
                     return await self._attempts(asked, troubles)
             except TimeoutError:
                 raise EngineError(
-                    f"{self._address} gave no answer within {self._patience.all_s:g} s, for all "
+                    f"{self.address} gave no answer within {self.patience.all_s:g} s, for all "
                     f"attempts; of the last: {troubles[-1]}"
                 ) from None
 
@@ -303,15 +299,15 @@ class TextEndpoint:
         self, shown: Shown, sampling: Sampling, tools: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, Any]:
         asked: dict[str, Any] = {
-            "model": self._address.name,
+            "model": self.address.name,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if isinstance(sampling, EvalSampling) else 1.0,
             _LIMIT: sampling.max_new_tokens,
         }
-        if self._address.completes:
+        if self.address.completes:
             if not isinstance(shown, str):
                 raise DataError(
-                    f"{self._address} goes on from texts, and a prompt is a chat, whose template "
+                    f"{self.address} goes on from texts, and a prompt is a chat, whose template "
                     f"is the model's own; leave {_COMPLETIONS} out of the address"
                 )
             return {**asked, "prompt": shown}
@@ -332,11 +328,11 @@ class TextEndpoint:
                 asked = {_NEWER_LIMIT if n == _LIMIT else n: v for n, v in asked.items()}
             except UselessAnswer:
                 useless += 1
-                if useless >= self._patience.useless:
+                if useless >= self.patience.useless:
                     raise
             except _MayPass as error:
                 troubles.append(str(error))
-                if done == self._patience.attempts:
+                if done == self.patience.attempts:
                     raise
                 await asyncio.sleep(pause_s if error.wait_s is None else error.wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -345,14 +341,14 @@ class TextEndpoint:
         import openai
 
         resource: Any = (
-            self._client.completions if self._address.completes else self._client.chat.completions
+            self.client.completions if self.address.completes else self.client.chat.completions
         )
         try:
-            async with asyncio.timeout(self._patience.attempt_s):
+            async with asyncio.timeout(self.patience.attempt_s):
                 made = await resource.create(**asked)
         except TimeoutError:
             raise _MayPass(
-                f"{self._address} did not answer within {self._patience.attempt_s:g} s"
+                f"{self.address} did not answer within {self.patience.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
             raise self._complaint(error) from None  # the original message may contain the key
@@ -366,40 +362,40 @@ class TextEndpoint:
         status = error.status_code if isinstance(error, openai.APIStatusError) else None
         if status in _REFUSED_KEY:  # without the server's message: some repeat the key
             return EndpointRefused(
-                f"{self._address} refuses the key (HTTP {status}; {API_KEY_VARIABLE} is "
+                f"{self.address} refuses the key (HTTP {status}; {API_KEY_VARIABLE} is "
                 f"{'set' if key else 'not set'}); give the server's own in it, wherever responses "
                 "are made"
             )
         if status == 404:
             return EndpointRefused(
-                f"{self._address}: there is no such path, or no model {self._address.name} "
+                f"{self.address}: there is no such path, or no model {self.address.name} "
                 f"(HTTP 404): {said}"
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
-            return EndpointRefused(f"{self._address} refuses the request: {said}")
-        return _MayPass(f"{self._address} does not answer: {said}", _retry_after(error))
+            return EndpointRefused(f"{self.address} refuses the request: {said}")
+        return _MayPass(f"{self.address} does not answer: {said}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
         choices = getattr(made, "choices", None)  # a proxy's error page is a string
         if not isinstance(choices, list) or not choices:
             raise _MayPass(
-                f"{self._address} answered with no choice; the API may have another path than "
-                f"{self._address.base_url}"
+                f"{self.address} answered with no choice; the API may have another path than "
+                f"{self.address.base_url}"
             )
         choice = choices[0]
         reason = getattr(choice, "finish_reason", None)
         text = getattr(choice, "text", None)
-        if not self._address.completes:
+        if not self.address.completes:
             text = getattr(getattr(choice, "message", None), "content", None)
         if not isinstance(text, str) or not text.strip():
             raise UselessAnswer(
-                f"{self._address} answered without a text (finish_reason={reason}), asked "
-                f"{self._patience.useless} times: one that thinks may need a larger "
+                f"{self.address} answered without a text (finish_reason={reason}), asked "
+                f"{self.patience.useless} times: one that thinks may need a larger "
                 "max_new_tokens before it says anything, or nothing is to be said to the prompt"
             )
         if reason not in ("stop", "length", None):
             raise UselessAnswer(
-                f"{self._address} did not end its answer (finish_reason={reason}): what a filter "
+                f"{self.address} did not end its answer (finish_reason={reason}): what a filter "
                 "or a call of a tool has ended is no response"
             )
         return Answer(text, reason == "stop")

@@ -69,6 +69,7 @@ class OpenTextTeacher:
         return TextSampler(self._endpoint, self._encoder, prompt, alive)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TextSampler:
     """Sampler of responses to one prompt; the prompt tokens of a request are ignored.
 
@@ -76,27 +77,22 @@ class TextSampler:
     is complete, so the calls of `alive` report only that the wait continues.
     """
 
-    def __init__(
-        self,
-        endpoint: TextEndpoint,
-        encoder: ExampleEncoder,
-        prompt: Prompt,
-        alive: Callable[[], None],
-    ) -> None:
-        self._endpoint, self._encoder = endpoint, encoder
-        self._prompt, self._alive = prompt, alive
+    endpoint: TextEndpoint
+    encoder: ExampleEncoder
+    prompt: Prompt
+    alive: Callable[[], None]
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """Sample responses. Raises the errors of `TextEndpoint.answer` and `written_sample`."""
         sampled = (self._sample(request) for _ in range(request.num_samples))
-        return await _ticking(together(*sampled), self._alive)
+        return await _ticking(together(*sampled), self.alive)
 
     async def _sample(self, request: GenerateRequest) -> Sample:
         sampling = request.sampling
-        answer = await self._endpoint.answer(self._prompt.in_words, sampling)
+        answer = await self.endpoint.answer(self.prompt.in_words, sampling)
         return written_sample(
-            self._encoder,
-            self._prompt,
+            self.encoder,
+            self.prompt,
             answer.text,
             ended=answer.ended,
             max_new_tokens=sampling.max_new_tokens,
