@@ -43,7 +43,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     teacher = engines.teacher(
         config.teacher_models()[""].model, str(scratch / "teacher.log")
     ).build()
-    learner = Learner(config.learner_config("cpu"), str(scratch))
+    learner = Learner(config.learner_config(), str(scratch))
     loss = PolicyObjectiveLoss(objective=config.objective)
 
     async def rollout(step: int) -> list[TrajectoryGroup]:

@@ -157,10 +157,11 @@ class StepReplay:
         from cluster.hosts.learner_actor import policy_loop
         from cluster.run_files.replay_log import KeptGroupSource
         from distill.models.loading import resolve_device
+        from distill.settings import changed
         from learner.checkpoint import CheckpointStore
 
-        device = resolve_device(config.cluster.device)
-        learner_config = config.policy_learner(device, start, self._inputs.stops)
+        config = changed(config, device=resolve_device(config.cluster.device))
+        learner_config = config.policy_learner(start, self._inputs.stops)
         return policy_loop(
             config=config,
             learner_config=learner_config,

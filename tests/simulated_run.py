@@ -186,7 +186,7 @@ class SimulatedRun:
         (directory.path / "config.json").write_text('{"run_id": "simulated"}')
         roles = [replace(r, resources={}) for r in placed_roles(self.config, "cpu")]
         placement = Placement(roles, name="simulated")
-        cast = RolloutCast(self.config, self.inputs, directory, "cpu", placement)
+        cast = RolloutCast(self.config, self.inputs, directory, placement)
         cast._make = self._make
         cast.learners = self._learners  # type: ignore[method-assign]
         self._indices = itertools.count()

@@ -302,34 +302,33 @@ class CommonConfig(
 
         return holding_of(adapter=self.lora.trains_adapter, followed=self.teacher_rule is not None)
 
-    def frozen_in_learner(self, device: str) -> int | None:
+    def frozen_in_learner(self) -> int | None:
         """Bytes of the copies of teachers that the learner's workers share while they train.
 
         None if the size of one is unknown.
         """
         return 0
 
-    def learner_memory(self, device: str) -> LearnerMemory | None:
-        """Memory of the learner with its copies of teachers; None if a size is unknown."""
+    def learner_memory(self) -> LearnerMemory | None:
+        """Memory of the learner with its copies of teachers; None if a size is unknown.
+
+        The device is chosen already.
+        """
         from learner.memory_plan import LearnerMemory  # imports torch
 
-        frozen = self.frozen_in_learner(device)
-        return (
-            None
-            if frozen is None
-            else LearnerMemory.of(
-                self.model.path,
-                dtype=choose_dtype(self.learner.dtype, device),
-                device=device,
-                holding=self.learner_holding,
-                frozen=frozen,
-                replicas=self.learner.replicas,
-            )
+        if (frozen := self.frozen_in_learner()) is None:
+            return None
+        return LearnerMemory.of(
+            self.model.path,
+            dtype=choose_dtype(self.learner.dtype, self.cluster.device),
+            device=self.cluster.device,
+            holding=self.learner_holding,
+            frozen=frozen,
+            replicas=self.learner.replicas,
         )
 
     def learner_config(
         self,
-        device: str,
         *,
         resume_from: Checkpoint | None = None,
         updates_per_step: int = 1,
@@ -343,8 +342,8 @@ class CommonConfig(
             threads=self.cluster.threads,
             model=self.model.path,
             total_steps=self.steps * updates_per_step,
-            device=device,
-            dtype=choose_dtype(self.learner.dtype, device),
+            device=self.cluster.device,
+            dtype=choose_dtype(self.learner.dtype, self.cluster.device),
             replays_routing=self.replays_routing(),
             stops=stops,
             gpu_part=min(1.0, self.cluster.gpus_per_actor),

@@ -101,9 +101,10 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
 def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     """The reason why the teachers do not fit beside a learner here; empty: they do."""
     device = resolve_device(config.cluster.device)
+    config = changed(config, device=device)
     dtype = config.engine.dtype_on(device)
     workers, copied = config.learner.workers, frozen_bytes(teachers, dtype)
-    student = config.learner_memory(device)
+    student = config.learner_memory()
     passes = student and student.passes(workers)
     if student is None or passes is None or copied is None:
         return "the size of a model is not known before it is loaded"

@@ -346,12 +346,12 @@ class RolloutConfig(
             return {}
         return {n: each.head for n, each in self.teacher_models().items() if each.head is not None}
 
-    def frozen_in_learner(self, device: str) -> int | None:
+    def frozen_in_learner(self) -> int | None:
         if not self.copied_teachers and not self.teacher_heads:
             return 0
         from learner.memory import frozen_bytes, head_bytes  # imports torch
 
-        dtype = self.engine.dtype_on(device)
+        dtype = self.engine.dtype_on(self.cluster.device)
         copies = frozen_bytes(self.copied_teachers.values(), dtype)
         heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
         # Workers of a replica share the copies, and each has every head.
@@ -366,12 +366,9 @@ class RolloutConfig(
     def _compares_all(self) -> bool:
         return self.objective.estimator == "full" and not self.only_keeps
 
-    def policy_learner(
-        self, device: str, resume_from: Checkpoint | None, stops: StopTokens
-    ) -> LearnerConfig:
+    def policy_learner(self, resume_from: Checkpoint | None, stops: StopTokens) -> LearnerConfig:
         """Settings of the student's learner, from the start of the run or from a checkpoint."""
         made = self.learner_config(
-            device,
             resume_from=resume_from,
             updates_per_step=self.objective.num_substeps,
             stops=stops,

@@ -84,13 +84,12 @@ class RolloutCast:
         config: RolloutConfig,
         inputs: RolloutInputs,
         directory: RunDirectory,
-        device: str,
         placement: Places,
     ) -> None:
         self._config, self._inputs, self._directory = config, inputs, directory
-        self._device, self._placement = device, placement
+        self._placement = placement
         self._make = maker(config)
-        self._engines = RunEngines(config, device, inputs.stops)
+        self._engines = RunEngines(config, config.cluster.device, inputs.stops)
 
     def _here(self) -> dict[str, Any]:
         return {} if self._config.cluster.local else here()
@@ -211,8 +210,8 @@ class RolloutCast:
                 deferred(EmbeddedRewardModel),
                 options,
                 model_path=path,
-                dtype=config.engine.dtype_on(self._device),
-                device=self._device,
+                dtype=config.engine.dtype_on(config.cluster.device),
+                device=config.cluster.device,
                 threads=config.cluster.threads,
             )
 
@@ -349,7 +348,7 @@ class RolloutCast:
         Args:
             policies, teachers: engines that it pushes weights to; of teachers that follow them.
         """
-        config, device = self._config, self._device
+        config, device = self._config, self._config.cluster.device
         if config.only_keeps:
             return self._keeper(resume_from, queue, attempt)
         probe_every, prove_every = config.verify.of_pushes(device)
@@ -367,7 +366,7 @@ class RolloutCast:
             nodes=self._engines.policy(config.model.path, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
-        learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
+        learner_config = config.policy_learner(resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:
             learner_config = by_turns(learner_config, config)
         if config.learner_takes_turns:

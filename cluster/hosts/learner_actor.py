@@ -220,7 +220,7 @@ def policy_loop(
     if keep is not None:
         keep.rewind(resume_from.step if resume_from else 0)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
-    losses = policy_losses(config, learner_config.device, inputs.stops, group)
+    losses = policy_losses(config, inputs.stops, group)
     learner = Learner(learner_config, dump_dir, losses=losses, group=group)
     supervised = None
     if inputs.sft_rows_D:
@@ -244,7 +244,7 @@ def policy_loop(
         teacher_weights=teacher_weights(config),
         supervised=supervised,
         # The engines' dtype: rounding before the push gives the same weights in half the bytes.
-        push_dtype=getattr(torch, config.engine.dtype_on(learner_config.device)),
+        push_dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
         pushes_adapter=config.weights.transport == "adapter",
         teach=teacher_publisher,
         trace=trace,
@@ -274,7 +274,7 @@ def teacher_weights(config: RolloutConfig) -> dict[str, float]:
 
 
 def policy_losses(
-    config: RolloutConfig, device: str, stops: StopTokens, group: WorkerGroup
+    config: RolloutConfig, stops: StopTokens, group: WorkerGroup
 ) -> tuple[LossFunction, ...]:
     """Losses of an opd or rl run, on every worker; with the teachers of estimator=full."""
     objective = config.objective
@@ -283,8 +283,8 @@ def policy_losses(
         teachers = LocalTeachers(
             config.copied_teachers,
             heads=config.teacher_heads,
-            dtype=getattr(torch, config.engine.dtype_on(device)),
-            device=device,
+            dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
+            device=config.cluster.device,
             event=stops.event,
             group=group,
         )

@@ -84,7 +84,7 @@ def kept_learners(
     """Create the learner's workers of a run on groups that another run has kept."""
     return policy_learners(
         config,
-        config.policy_learner(config.cluster.device, resume_from, inputs.stops),
+        config.policy_learner(resume_from, inputs.stops),
         inputs,
         directory,
         placement,
@@ -122,7 +122,7 @@ def policy_learners(
         record=replay_log(config, directory),
         resume_from=resume_from,
     )
-    losses = partial(policy_losses, config, learner_config.device, inputs.stops)
+    losses = partial(policy_losses, config, inputs.stops)
     return make_learners(
         config, learner_config, build, losses, directory, placement, attempt, source
     )
@@ -138,7 +138,7 @@ def supervised_learners(
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner_config(config.cluster.device, resume_from=resume_from, stops=inputs.stops),
+        config.learner_config(resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )

@@ -52,7 +52,7 @@ class RunEngines:
             others = len(config.teachers_by_turns) - (not config.policy_takes_turns)
             beside = others * ASLEEP_BYTES
             if config.learner_takes_turns:
-                beside += _learner_beside(config, self.device)
+                beside += _learner_beside(config)
         return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
@@ -73,7 +73,7 @@ class RunEngines:
             return engine
         beside = 0
         if device.startswith("cuda"):
-            beside = _learner_beside(config, device)
+            beside = _learner_beside(config)
         share = config.cluster.pair_share
         return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
 
@@ -124,7 +124,7 @@ def learner_part(config: CommonConfig) -> tuple[float, int]:
     return config.cluster.pair_share, asleep * ASLEEP_BYTES
 
 
-def lends_weights(config: RolloutConfig, device: str) -> bool:
+def lends_weights(config: RolloutConfig) -> bool:
     """True if policy engines will read weights from the memory of the learner's workers.
 
     With weights=auto this is a forecast from the settings: each engine shares a worker's GPU.
@@ -132,33 +132,34 @@ def lends_weights(config: RolloutConfig, device: str) -> bool:
     if config.weights.transport != "auto":
         return config.weights.transport == "ipc"
     gpus = config.policy.size.smallest * parallelism(config.policy.server_flags).gpus
+    device = config.cluster.device
     shares = config.shares_gpus(device) and gpus <= config.learner.workers
     return shares and config.engine.kind_on(device) == "sglang"
 
 
-def lent_bytes(config: RolloutConfig, device: str) -> int:
+def lent_bytes(config: RolloutConfig) -> int:
     """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
     import torch  # here, since settings alone do not need it
 
     from learner.memory import largest_bucket
 
-    return largest_bucket(config.model.path, getattr(torch, config.engine.dtype_on(device)))
+    dtype = config.engine.dtype_on(config.cluster.device)
+    return largest_bucket(config.model.path, getattr(torch, dtype))
 
 
-def _learner_beside(config: RolloutConfig, device: str) -> int:
+def _learner_beside(config: RolloutConfig) -> int:
     """Bytes that a learner worker takes of its GPU, at most, while engines are awake there."""
-    lent = lent_bytes(config, device) if lends_weights(config, device) else 0
-    return learner_resting(config, device) + lent
+    return learner_resting(config) + (lent_bytes(config) if lends_weights(config) else 0)
 
 
-def learner_resting(config: RolloutConfig, device: str) -> int:
+def learner_resting(config: RolloutConfig) -> int:
     """Bytes that a learner worker holds on its GPU while engines generate.
 
     Raises:
         ConfigError: the size of its model, or of a teacher's copy, is unknown.
     """
-    if (memory := config.learner_memory(device)) is None:
-        unknown = config.frozen_in_learner(device) is None
+    if (memory := config.learner_memory()) is None:
+        unknown = config.frozen_in_learner() is None
         missing = "a teacher's copy in the learner" if unknown else config.model.path
         raise ConfigError(
             f"{missing} with colocate={config.cluster.colocate}: its files are not on this "

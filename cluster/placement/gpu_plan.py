@@ -43,14 +43,9 @@ class GpuPlan:
     """
 
     def __init__(
-        self,
-        config: CommonConfig,
-        device: str,
-        engines: dict[str, EngineConfig],
-        longest_rows: int = 0,
+        self, config: CommonConfig, engines: dict[str, EngineConfig], longest_rows: int = 0
     ) -> None:
-        self._config, self._device, self._engines = config, device, engines
-        self._longest_rows = longest_rows
+        self._config, self._engines, self._longest_rows = config, engines, longest_rows
         asked = config.cluster.gpu_memory_gib
         self._total = gpu_bytes() if asked is None else int(asked * GIB)
 
@@ -108,7 +103,7 @@ class GpuPlan:
         )
 
     def _learner(self) -> str:
-        config, memory = self._config, self._config.learner_memory(self._device)
+        config, memory = self._config, self._config.learner_memory()
         if memory is None:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
@@ -136,7 +131,7 @@ class GpuPlan:
             if plan.reduces_once:
                 line += f" + whole gradients {gib(memory.whole_gradients)} (summed once a step)"
         if isinstance(config, RolloutConfig) and config.learner_takes_turns:
-            return f"{line} of {gib(room)}; {gib(learner_resting(config, self._device))} at rest"
+            return f"{line} of {gib(room)}; {gib(learner_resting(config))} at rest"
         return f"{line} of {gib(room)}"
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:

@@ -63,12 +63,12 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     roles = []
     for demand in placed_roles(config, device):
-        memory, note = _memory(config, demand.name, device)
+        memory, note = _memory(config, demand.name)
         most = largest.get(demand.name, demand.count)
         roles.append(RolePlan(demand=demand, most=most, memory=memory, note=note))
     push = ""
     if isinstance(config, RolloutConfig) and config.pushes:
-        push = describe_push(config, device)
+        push = describe_push(config)
     plan = render(
         roles,
         colocate=colocated(config),
@@ -80,17 +80,18 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
         return plan
     engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}
     here = {role: engine for role, engine in engines.items() if not engine.external}
-    return "\n".join([plan, *GpuPlan(config, device, here, longest_rows).lines()])
+    return "\n".join([plan, *GpuPlan(config, here, longest_rows).lines()])
 
 
-def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
+def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
+    device = config.cluster.device
     if role == LEARNER:
-        workers, learner = config.learner.workers, config.learner_memory(device)
+        workers, learner = config.learner.workers, config.learner_memory()
         passes = learner and learner.passes(workers)
         budget = config.learner.token_budget or TOKEN_BUDGET[device]
         note = passes and passes.describe(budget, config.learner.gradient_checkpointing)
-        copies = "with copies of teachers, " if config.frozen_in_learner(device) != 0 else ""
+        copies = "with copies of teachers, " if config.frozen_in_learner() != 0 else ""
         held = learner and learner.states(workers, offloads=False).held
         return held, f"{copies}and {note or 'activations'}"
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:

@@ -24,7 +24,6 @@ def connected_to_ray(config: CommonConfig, namespace: str) -> AbstractContextMan
 @contextmanager
 def placed_on_ray(
     config: CommonConfig,
-    device: str,
     directory: RunDirectory,
     *,
     resumes: bool,
@@ -43,7 +42,7 @@ def placed_on_ray(
         CheckpointError: a model cannot be downloaded to a node.
     """
     placement = Placement(
-        placed_roles(config, device),
+        placed_roles(config, config.cluster.device),
         colocate=colocated(config),
         name=directory.actor_name("place"),
     )

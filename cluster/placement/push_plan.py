@@ -15,9 +15,9 @@ from learner.lora import served_adapter
 from learner.memory import estimate_memory
 
 
-def describe_push(config: RolloutConfig, device: str) -> str:
+def describe_push(config: RolloutConfig) -> str:
     """Size, transport and additional memory of a push, as text."""
-    dtype, engines = config.engine.dtype_on(device), config.policy.size.smallest
+    dtype, engines = config.engine.dtype_on(config.cluster.device), config.policy.size.smallest
     if config.weights.transport == "adapter":
         parameters = served_adapter(config.lora, config.model.path).parameters
         most = config.adapter_versions
@@ -25,7 +25,7 @@ def describe_push(config: RolloutConfig, device: str) -> str:
     else:
         estimate = estimate_memory(config.model.path)
         parameters = None if estimate is None else estimate.parameters
-        way = _way(config, device)
+        way = _way(config)
     return f"{push_line(parameters, dtype, engines)}; {way}{_to_teacher(config)}"
 
 
@@ -60,12 +60,13 @@ def _to_teacher(config: RolloutConfig) -> str:
     return f"; {what} to {engines} teacher engine{several} after {often}"
 
 
-def _way(config: RolloutConfig, device: str) -> str:
+def _way(config: RolloutConfig) -> str:
+    device = config.cluster.device
     on_gpu = device.startswith("cuda")
-    if lends_weights(config, device):
+    if lends_weights(config):
         how = "CUDA IPC" if on_gpu else "ipc, in main memory"
         where = "GPU" if on_gpu else "learner worker that lends"
-        return f"by {how}: {gib(lent_bytes(config, device))} GiB more on each {where} meanwhile"
+        return f"by {how}: {gib(lent_bytes(config))} GiB more on each {where} meanwhile"
     if config.weights.transport == "group":
         return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
     if config.weights.transport != "auto":

@@ -99,7 +99,6 @@ def _parts(
     config: RolloutConfig, inputs: RolloutInputs, context: RunContext, places: Places
 ) -> tuple[Fleet, Evaluations]:
     directory, say, resume_from = context.directory, context.progress.note, context.resume_from
-    device = config.cluster.device
     if config.only_keeps:
         context.progress.hidden.add("staleness/max")  # nothing is ever stale
     if not inputs.judged:
@@ -109,7 +108,7 @@ def _parts(
     start = None if holds_base else resume_from
     fleet = Fleet(
         config=config,
-        cast=RolloutCast(config, inputs, directory, device, places),
+        cast=RolloutCast(config, inputs, directory, places),
         placement=places,
         directory=directory,
         signals=context.signals,

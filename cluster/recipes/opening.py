@@ -155,8 +155,8 @@ def placed(context: RunContext) -> Iterator[Places]:
     Raises:
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
-    config, device = context.config, context.config.cluster.device
-    assert device != "auto", "the device of a run is chosen before it is placed"
+    config = context.config
+    assert config.cluster.device != "auto", "the device of a run is chosen before it is placed"
     if config.cluster.local:
         models = {path for paths in model_paths(config).values() for path in paths.values()}
         fetch_missing(models, context.progress.note)
@@ -166,7 +166,6 @@ def placed(context: RunContext) -> Iterator[Places]:
 
     with placed_on_ray(
         config,
-        device,
         context.directory,
         resumes=context.resume_from is not None,
         say=context.progress.note,

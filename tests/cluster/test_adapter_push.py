@@ -37,12 +37,13 @@ def test_servers_get_the_adapter_alone(tiny_pair: TinyPair, tmp_path: Path) -> N
     alone = changed(merged, weights="adapter")
     assert "alone" in adapter_push(alone)
     assert "weights=adapter would" in adapter_push(merged)
+    alone, merged = changed(alone, device="cpu"), changed(merged, device="cpu")
     learner = Learner(
-        alone.policy_learner("cpu", None, StopTokens(ids=(EOS,), one_event=False)), str(tmp_path)
+        alone.policy_learner(None, StopTokens(ids=(EOS,), one_event=False)), str(tmp_path)
     )
     parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-    assert f"{4 * parameters / 2**20:.3g} MiB" in describe_push(alone, "cpu")
-    assert describe_push(alone, "cpu") != describe_push(merged, "cpu")
+    assert f"{4 * parameters / 2**20:.3g} MiB" in describe_push(alone)
+    assert describe_push(alone) != describe_push(merged)
     flags = RunEngines(alone, "cpu").policy(tiny_pair.student, "").server_flags
     assert "--enable-lora" in flags and "--max-loaded-loras 5" in flags
     assert (

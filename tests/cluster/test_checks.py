@@ -102,7 +102,7 @@ def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: 
     with refuses(ConfigError, "learner.packing", names="conv"):
         check_rollout(opd(student=str(tmp_path / "lfm2"), packing=True))
     for config in (opd(packing=True), sft(packing=True)):
-        assert config.learner_config("cpu").learner.packing
+        assert config.learner_config().learner.packing
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:

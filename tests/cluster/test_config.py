@@ -73,7 +73,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     opd: NewOpd, changes: dict, lr: float
 ) -> None:
     config = opd(**changes)
-    assert config.learner.lr == config.learner_config("cpu").learner.lr == lr
+    assert config.learner.lr == config.learner_config().learner.lr == lr
     of_the_whole_model = changed(config, lora_rank=None, lora_adapter=None)
     assert of_the_whole_model.learner.lr == changes.get("lr", 1e-5)
 
@@ -190,7 +190,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
         eval_samples=3, eval_max_new_tokens=6, kl_coef=0.4, kl_discount_factor=0.5,
         reward_coef=0.6, lr=0.01,
         lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=3.0, steps=9,
-        token_budget=77, seed=4, threads=2, dtype="bfloat16",
+        token_budget=77, seed=4, threads=2, dtype="bfloat16", device="cpu",
     )  # fmt: skip
     assert config.sampling.train() == TrainSampling(temperature=0.3, max_new_tokens=5)
     evaluation = config.eval.sampling(config.sampling.max_new_tokens)
@@ -200,7 +200,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     objective = config.objective
     assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)
     assert objective.reward_coef == 0.6
-    learner = config.learner_config("cpu")
+    learner = config.learner_config()
     assert (learner.model, learner.device) == (config.model.path, "cpu")
     assert learner.total_steps == 9
     assert (learner.learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
@@ -691,4 +691,4 @@ def test_gradient_checkpointing_is_asked_for_refused_or_left_open(
     arguments = ["model=m", "data=d", "out=o", *(f"gradient_checkpointing={way}" for way in given)]
     config = parse(SftConfig, arguments)
     assert config.learner.gradient_checkpointing is kept
-    assert config.learner_config("cpu").learner.gradient_checkpointing is kept
+    assert config.learner_config().learner.gradient_checkpointing is kept

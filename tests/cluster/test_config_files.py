@@ -291,7 +291,7 @@ def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) 
 
 def test_auto_needs_a_model_to_look_at() -> None:
     with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
-        make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner_config("cpu")
+        make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner_config()
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)

@@ -185,7 +185,7 @@ def test_learner_policy_and_teacher_may_take_turns_on_the_same_eight_gpus(eight:
     described = describe_layout(config).splitlines()
     assert "placed   learner and policy and teacher on the same GPUs, by turns" in described
     assert "needs    24 CPU, 8 GPU" in described
-    worker = by_turns(config.policy_learner("cuda", None, StopTokens(ids=(1,))), config)
+    worker = by_turns(config.policy_learner(None, StopTokens(ids=(1,))), config)
     assert part_bytes(79 * GIB, worker.gpu_part, worker.gpu_taken) == 69 * GIB
     with pytest.raises(ConfigError):
         describe_layout(changed(config, gpu_memory_gib=40.0))
@@ -210,7 +210,7 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     engine = RunEngines(config, "cuda").policy(config.model.path, "")
     assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
     assert not RunEngines(config, "cuda").evaluation(config.model.path, "").sleeps
-    alone = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
+    alone = config.policy_learner(None, StopTokens(ids=(1,)))
     worker = by_turns(alone, config)
     assert worker.learner.offload_optimizer
     assert part_bytes(79 * GIB, worker.gpu_part, worker.gpu_taken) == 72 * GIB
@@ -229,7 +229,7 @@ def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_
     assert RunEngines(config, "cuda").policy(config.model.path, "").gpu_share == pytest.approx(
         2 / 3
     )
-    shared = config.policy_learner("cuda", None, StopTokens(ids=(1,)))
+    shared = config.policy_learner(None, StopTokens(ids=(1,)))
     assert part_bytes(79 * GIB, shared.gpu_part, shared.gpu_taken) == 25 * GIB
     assert learner.endswith("of 47.0"), "two thirds of 76 GiB, less 3 of the sleeping engine"
     assert float(re.findall(r" of ([0-9.]+);", policy)[0]) < 50

@@ -125,12 +125,12 @@ class These:
 def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
     out: Path, settings: Settings, tmp_path: Path
 ) -> None:
-    config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out))
+    config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out), device="cpu")
     run(config)
     inputs = check_rollout(config)
     loop = policy_loop(
         config=config,
-        learner_config=config.policy_learner("cpu", None, inputs.stops),
+        learner_config=config.policy_learner(None, inputs.stops),
         inputs=inputs,
         source=These(kept(out), 2),
         store=CheckpointStore(tmp_path / "checkpoints", keep=1),
