@@ -168,29 +168,25 @@ def plan_removal(count: int, ended: Collection[int]) -> list[tuple[int, int]]:
     return list(zip(sources, holes, strict=True))
 
 
+@dataclass(eq=False)
 class DecodeBatch:
     """The live rows, those waiting, and one step of sampling.
 
-    Args:
+    Attributes:
         decoder: turns contexts into hidden states.
         head: hidden states (N, H) -> logits (N, V).
         stops: tokens that end a row; the token itself is kept.
         max_rows: most rows live at once.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        head: Callable[[Tensor], Tensor],
-        stops: StopTokens,
-        max_rows: int,
-    ) -> None:
-        self._decoder, self._head = decoder, head
-        self._stops, self._max_rows = stops, max_rows
-        self._waiting: deque[Row] = deque()
-        self._rows: list[Row] = []
-        self._hidden_NH: Tensor | None = None
-        self._plan: SamplingPlan | None = None
+    decoder: Decoder
+    head: Callable[[Tensor], Tensor]
+    stops: StopTokens
+    max_rows: int
+    _waiting: deque[Row] = field(init=False, default_factory=deque)
+    _rows: list[Row] = field(init=False, default_factory=list)
+    _hidden_NH: Tensor | None = field(init=False, default=None)
+    _plan: SamplingPlan | None = field(init=False, default=None)
 
     def __bool__(self) -> bool:
         return bool(self._rows or self._waiting)
@@ -200,11 +196,11 @@ class DecodeBatch:
 
     def admit(self) -> None:
         """Admits waiting rows, as many as fit."""
-        free = min(self._max_rows - len(self._rows), len(self._waiting))
+        free = min(self.max_rows - len(self._rows), len(self._waiting))
         if not free:
             return
         new = [self._waiting.popleft() for _ in range(free)]
-        hidden_NH = self._decoder.admit(new)
+        hidden_NH = self.decoder.admit(new)
         self._note_experts(new)
         if self._hidden_NH is not None:
             hidden_NH = torch.cat([self._hidden_NH, hidden_NH])
@@ -222,11 +218,11 @@ class DecodeBatch:
                 samplings,
                 [row.given for row in self._rows],
                 self._hidden_NH.device,
-                self._stops.event,
+                self.stops.event,
                 [row.top_k for row in self._rows],
             )
         uniforms_N = np.array([row.uniforms_T[len(row.tokens)] for row in self._rows])
-        logits_NV = self._head(self._hidden_NH).float()
+        logits_NV = self.head(self._hidden_NH).float()
         tokens_N, logprobs_N = self._plan.sample(logits_NV, uniforms_N)
         self._list(self._plan.likeliest(logits_NV))
         ended = self._append(tokens_N, logprobs_N, version)
@@ -235,12 +231,12 @@ class DecodeBatch:
         if any(row.failed for row in ended.values()):
             self.recompute()  # masked or not, a NaN left in the cache would reach other rows
         elif self._rows:
-            self._hidden_NH = self._decoder.feed(tokens_N)
+            self._hidden_NH = self.decoder.feed(tokens_N)
             self._note_experts(self._rows)
         return list(ended.values())
 
     def _note_experts(self, rows: Sequence[Row]) -> None:
-        for routed in self._decoder.routed:
+        for routed in self.decoder.routed:
             rows[routed.row].note_experts(routed.first, routed.experts_NLK)
 
     def _list(self, ids_NK: npt.NDArray[np.int32] | None) -> None:
@@ -267,7 +263,7 @@ class DecodeBatch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
-            if token in self._stops.ids:
+            if token in self.stops.ids:
                 row.stop_reason = StopReason.EOS
                 ended[index] = row
             elif len(row.tokens) == row.limit:
@@ -287,7 +283,7 @@ class DecodeBatch:
         del self._rows[remaining:]
         self._plan = None
         if remaining:
-            self._decoder.remove(ended)
+            self.decoder.remove(ended)
         else:
             self._forget_rows()
         return values_N[:remaining]
@@ -308,7 +304,7 @@ class DecodeBatch:
         rows = self._rows
         self._forget_rows()
         if rows:
-            self._hidden_NH = self._decoder.admit(rows)
+            self._hidden_NH = self.decoder.admit(rows)
             self._note_experts(rows)
             self._rows = rows
 
@@ -318,7 +314,7 @@ class DecodeBatch:
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        self._decoder.reset()
+        self.decoder.reset()
         self._rows, self._hidden_NH, self._plan = [], None, None
 
 

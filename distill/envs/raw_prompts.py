@@ -11,6 +11,7 @@ its sample opens a segment (`distill.chat.segments`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,6 +72,7 @@ class RawPrompts:
         return render_text(self._tokenizer, prompt)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingText:
     """A raw prompt whose samples are awaited.
 
@@ -78,15 +80,10 @@ class PendingText:
         observation_T: int32 ids that the model sees.
     """
 
-    def __init__(
-        self,
-        prompts: RawPrompts,
-        tokenizer: PreTrainedTokenizerBase,
-        text: str,
-        observation_T: TokenArray,
-    ) -> None:
-        self._prompts, self._tokenizer, self._text = prompts, tokenizer, text
-        self.observation_T = observation_T
+    prompts: RawPrompts
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    observation_T: TokenArray
 
     def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, str]:
         """The sample as an assistant's message of text, which ends before the first of `stops`.
@@ -96,12 +93,12 @@ class PendingText:
         """
         sampled_T = np.asarray(sample.tokens_T, np.int32)
         tokens_T = np.concatenate([self.observation_T, sampled_T])
-        text = response_text(self._tokenizer, self.observation_T, sample)
+        text = response_text(self.tokenizer, self.observation_T, sample)
         if sample.stop_reason is StopReason.EOS:
-            self._prompts.keep(self._text + text, tokens_T[:-1])
-        whole = added_text(self._tokenizer, self.observation_T, sampled_T)
+            self.prompts.keep(self.text + text, tokens_T[:-1])
+        whole = added_text(self.tokenizer, self.observation_T, sampled_T)
         if whole is not None:
-            self._prompts.keep(self._text + whole, tokens_T)
+            self.prompts.keep(self.text + whole, tokens_T)
         for stop in stops:
             text = text.partition(stop)[0]
         return {"role": "assistant", "content": text}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -120,28 +120,25 @@ class Reader(MessageEnv):
         return [{"role": "user", "content": text}]
 
 
+@dataclass(eq=False)
 class Condensed(MessageEnv):
     """Environment in which the model answers from a condenser's extract of the whole document."""
 
-    def __init__(
-        self,
-        document: Document,
-        wording: Wording,
-        reward: RewardFunction,
-        condense: Callable[[], Awaitable[str]],
-    ) -> None:
-        self._document, self._wording, self._reward = document, wording, reward
-        self._condense, self._notes = condense, ""
+    document: Document
+    wording: Wording
+    reward: RewardFunction
+    condense: Callable[[], Awaitable[str]]
+    _notes: str = field(init=False, default="")
 
     async def start(self, models: Mapping[str, SamplingModel]) -> None:
-        self._notes = await self._condense()
+        self._notes = await self.condense()
 
     def initial_messages(self) -> Sequence[Message]:
-        text = self._wording.answer.format(question=self._document.question, notes=self._notes)
+        text = self.wording.answer.format(question=self.document.question, notes=self._notes)
         return [{"role": "user", "content": text}]
 
     async def step(self, message: Message) -> MessageStep:
-        return await _answered(self._reward, message, self._document.answer)
+        return await _answered(self.reward, message, self.document.answer)
 
 
 async def _answered(reward: RewardFunction, message: Message, answer: str) -> MessageStep:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 NO_FORMAT = Format(pattern=None, reward=0.0)
 
 
+@dataclass(eq=False)
 class SingleTurnEnv(Env):
     """Environment that pays `reward(response, answer)`, 0 if the prompt has no answer, and bonuses.
 
@@ -54,52 +55,44 @@ class SingleTurnEnv(Env):
     without CPUs, or a custom environment whose `step` awaits.
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        tokenizer: PreTrainedTokenizerBase,
-        reward: Reward,
-        format: Format,
-        models: Mapping[str, Any],
-    ) -> None:
-        self._prompt = prompt
-        self._models = models
-        self._tokenizer = tokenizer
-        self._reward = reward
-        self._format = format
+    prompt: Prompt
+    tokenizer: PreTrainedTokenizerBase
+    reward: Reward
+    format: Format
+    models: Mapping[str, Any]
 
     async def initial_observation(self) -> TokenArray:
-        return self._prompt.tokens_T
+        return self.prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
-        response = read_response(self._tokenizer, self._prompt.tokens_T, sample)
-        metrics = await format_of(response.text, self._format)
+        response = read_response(self.tokenizer, self.prompt.tokens_T, sample)
+        metrics = await format_of(response.text, self.format)
         earned = await self._earned(response)
         return StepResult(
             reward=earned.reward,
             feedback=earned.feedback,
-            bonuses_T=self._bonuses_T(sample, self._format.reward * metrics.get("format", 0.0)),
+            bonuses_T=self._bonuses_T(sample, self.format.reward * metrics.get("format", 0.0)),
             metrics=metrics,
         )
 
     async def _earned(self, response: Response) -> Verdict:
-        prompt = self._prompt
-        if isinstance(self._reward, ModelReward):
+        prompt = self.prompt
+        if isinstance(self.reward, ModelReward):
             said = response.message if prompt.messages else response.sampled
-            [score] = await scores_of(self._models, [conversation(prompt, said)])
+            [score] = await scores_of(self.models, [conversation(prompt, said)])
             return Verdict(reward=score)
         if prompt.answer is None:
             return Verdict(reward=0.0)
-        return await verdict(self._reward, response, prompt.answer)
+        return await verdict(self.reward, response, prompt.answer)
 
     def _bonuses_T(self, sample: Sample, of_format: float) -> FloatArray | None:
-        bonuses = self._prompt.bonuses
-        if not bonuses and not self._format.reward:
+        bonuses = self.prompt.bonuses
+        if not bonuses and not self.format.reward:
             return None
         length = len(sample.tokens_T)
         bonuses_T = np.full(length, of_format / length, np.float32)
         if bonuses:
-            bonuses_T += phrase_bonuses(sample.tokens_T, self._tokenizer, bonuses)
+            bonuses_T += phrase_bonuses(sample.tokens_T, self.tokenizer, bonuses)
         return bonuses_T
 
 

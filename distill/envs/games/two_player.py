@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import chz
@@ -189,42 +189,37 @@ def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
     return [{"role": "user", "content": view}]
 
 
+@dataclass(slots=True, eq=False)
 class FrozenPlayer:
     """Player that samples a frozen model, which sees only its own side's view, as the policy."""
 
-    def __init__(
-        self,
-        model: SamplingModel,
-        setting: ChatSetting,
-        sampling: EvalSampling,
-        seed: int,
-        *,
-        rules: bool,
-    ) -> None:
-        self._model, self._setting, self._sampling = model, setting, sampling
-        self._seed, self._rules = seed, rules
-        self._conversation: Conversation | None = None
+    model: SamplingModel
+    setting: ChatSetting
+    sampling: EvalSampling
+    seed: int
+    rules: bool
+    _conversation: Conversation | None = field(init=False, default=None)
 
     async def __call__(self, game: Game) -> str:
         """The model's move; empty, which is illegal, if its context has no room for a turn."""
         if self._conversation is None:
-            shown = _shown(game, game.to_move, rules=self._rules)
-            self._conversation = Conversation(self._setting.tokenizer, shown)
+            shown = _shown(game, game.to_move, rules=self.rules)
+            self._conversation = Conversation(self.setting.tokenizer, shown)
         elif game.afresh(game.to_move):
             self._conversation.replace(_shown(game, game.to_move))
         else:
             self._conversation.hear(_shown(game, game.to_move))
         prompt_tokens_T = self._conversation.observation_T
-        if len(prompt_tokens_T) >= self._setting.limits.max_tokens:
+        if len(prompt_tokens_T) >= self.setting.limits.max_tokens:
             return ""
-        self._seed += 1
+        self.seed += 1
         request = GenerateRequest(
             prompt_tokens_T=prompt_tokens_T,
-            sampling=self._sampling,
+            sampling=self.sampling,
             num_samples=1,
-            seed=self._seed,
+            seed=self.seed,
         )
-        [sample] = await self._model.generate(request)
+        [sample] = await self.model.generate(request)
         self._conversation.said(sample)
         return self._conversation.response.answer
 
