@@ -1,11 +1,9 @@
-"""A detector's finding, and the run's settings that detectors read."""
+"""A detector's finding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-from cluster.config.on_policy import OpdConfig, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,35 +52,3 @@ class Finding:
             "evidence": where
             and {"step": where.step, "group": where.group, "member": where.member},
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Settings that decide what is wrong and what is meant."""
-
-    max_new_tokens: int
-    max_staleness: int
-    prompts_per_step: int
-    teacher_engines: int
-    rewarded: bool
-    local: bool
-    trains: bool = True
-    # "" without a teacher.
-    estimator: str = "sampled"
-    # Whether some advantage can differ from 0, so that losses over ratios have something to weigh.
-    has_advantages: bool = True
-
-    @classmethod
-    def of(cls, config: RolloutConfig) -> Setup:
-        objective = config.objective
-        return cls(
-            max_new_tokens=config.sampling.max_new_tokens,
-            max_staleness=config.queue.max_staleness,
-            prompts_per_step=config.data.batch_size,
-            teacher_engines=(config.teacher.size.smallest if isinstance(config, OpdConfig) else 0),
-            rewarded=objective.reward_coef > 0,
-            local=config.cluster.local,
-            trains=not config.only_keeps,
-            estimator=objective.estimator if objective.kl_coef else "",
-            has_advantages=objective.has_advantages,
-        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.findings.finding import Finding, Setup
+from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.findings.finding import Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE
 
@@ -12,19 +13,19 @@ _STARVED, _WAITS = 0.8, 0.3
 _IDLE = 0.5
 
 
-def staleness_at_its_bound(history: History, setup: Setup) -> Finding | None:
+def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding | None:
     """Steps wait for groups that would become too old: the bound is what holds training up."""
     oldest = history.of("staleness/max", PATIENCE)
-    waits = _wait_share(history)
-    if oldest is None or waits is None or setup.max_staleness < 2:
+    waits, most = _wait_share(history), config.queue.max_staleness
+    if oldest is None or waits is None or most < 2:
         return None
-    at_bound = all(value >= setup.max_staleness for value in oldest.values[-2 * SPAN :])
+    at_bound = all(value >= most for value in oldest.values[-2 * SPAN :])
     if not at_bound or waits < _WAITS:
         return None
     return Finding(
         name="staleness_at_its_bound",
         step=history.step,
-        text=f"in each of {2 * SPAN} steps some tokens were {setup.max_staleness} versions old, "
+        text=f"in each of {2 * SPAN} steps some tokens were {most} versions old, "
         f"which is max_staleness, and the learner waits {waits:.0%} of the time",
         remedy="it waits for the groups that are due. Raise max_staleness, lower max_new_tokens, "
         "or lower groups_in_flight, so that each is done sooner",
@@ -32,10 +33,10 @@ def staleness_at_its_bound(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def learner_starves(history: History, setup: Setup) -> Finding | None:
+def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
     """The learner of a run that overlaps does little but wait for groups."""
     waits = _wait_share(history)
-    alone = setup.local or setup.max_staleness == 0 or not setup.trains
+    alone = config.cluster.local or config.queue.max_staleness == 0 or config.only_keeps
     if waits is None or waits < _STARVED or alone:
         return None
     return Finding(
@@ -48,23 +49,24 @@ def learner_starves(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def teachers_idle(history: History, setup: Setup) -> Finding | None:
+def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
     """Several engines of a teacher have less to do than one could.
 
     Scorings that overlap are counted each with its whole time, so the work is less than is said.
     """
     scoring, step = history.of("time/teacher", PATIENCE), history.of("time/step", PATIENCE)
-    if scoring is None or step is None or setup.teacher_engines < 2:
+    engines = config.teacher.size.smallest if isinstance(config, OpdConfig) else 0
+    if scoring is None or step is None or engines < 2:
         return None
     passed_over = history.of("groups/replaced")
-    groups = setup.prompts_per_step + (passed_over.now if passed_over else 0.0)
+    groups = config.data.batch_size + (passed_over.now if passed_over else 0.0)
     work = groups * scoring.now / max(step.now, 1e-9)
     if work >= _IDLE:
         return None
     return Finding(
         name="teachers_idle",
         step=history.step,
-        text=f"{setup.teacher_engines} engines of the teacher share work that keeps {work:.0%} of "
+        text=f"{engines} engines of the teacher share work that keeps {work:.0%} of "
         "one busy, at most",
         remedy="teacher.engines=1 would do; use what is freed for policy.engines",
         settings=("teacher.engines", "policy.engines"),

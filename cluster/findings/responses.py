@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.findings.finding import Finding, Setup
+from cluster.config.on_policy import RolloutConfig
+from cluster.findings.finding import Finding
 from cluster.findings.history import History
 from cluster.findings.training import PATIENCE, gained
 
@@ -16,7 +17,7 @@ _REPEATED, _REPEATED_MORE = 0.3, 0.2
 _ENDED, _STILL_END = 0.3, 0.5
 
 
-def responses_are_cut(history: History, setup: Setup) -> Finding | None:
+def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None:
     """Most episodes end because a limit on tokens cuts them off."""
     cut = history.of("rollout/stop/length")
     if cut is None or cut.values[-1] <= _CUT:
@@ -25,13 +26,13 @@ def responses_are_cut(history: History, setup: Setup) -> Finding | None:
         name="responses_are_cut",
         step=history.step,
         text=f"{cut.values[-1]:.0%} of the episodes were cut off, by "
-        f"max_new_tokens={setup.max_new_tokens} or the context (rollout/stop/length)",
+        f"max_new_tokens={config.sampling.max_new_tokens} or the context (rollout/stop/length)",
         remedy="raise max_new_tokens, unless this is meant",
         settings=("max_new_tokens",),
     )
 
 
-def members_are_equal(history: History, _setup: Setup) -> Finding | None:
+def members_are_equal(history: History, _config: RolloutConfig) -> Finding | None:
     """Members of most groups are the same tokens, against the odds of their log-probs."""
     equal = history.of("rollout/equal_groups")
     if equal is None or equal.values[-1] <= _EQUAL:
@@ -47,14 +48,14 @@ def members_are_equal(history: History, _setup: Setup) -> Finding | None:
     )
 
 
-def responses_grow(history: History, setup: Setup) -> Finding | None:
+def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
     """Responses become longer, and have nothing to show for it."""
     length = history.of("rollout/response_length", PATIENCE)
     if length is None or length.now <= _LONGER * length.start:
         return None
     cut, reward = history.of("rollout/stop/length"), history.of("reward/mean", PATIENCE)
     cut_more = cut is not None and cut.now > _at_start(history, "rollout/stop/length") + _CUT_MORE
-    for_nothing = setup.rewarded and reward is not None and not gained(reward)
+    for_nothing = config.objective.reward_coef > 0 and reward is not None and not gained(reward)
     if not (cut_more or for_nothing):
         return None
     why = "more and more of them are cut off" if cut_more else "the reward has not risen with it"
@@ -68,7 +69,7 @@ def responses_grow(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def responses_repeat(history: History, _setup: Setup) -> Finding | None:
+def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None:
     """Responses have begun to go round in circles, where teachers are no guide."""
     repeated = history.of("rollout/repeated_share", PATIENCE)
     if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
@@ -85,7 +86,7 @@ def responses_repeat(history: History, _setup: Setup) -> Finding | None:
     )
 
 
-def eos_vanishes(history: History, setup: Setup) -> Finding | None:
+def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
     """Episodes that ended by themselves do so no more."""
     ended = history.of("rollout/eos_share", PATIENCE)
     if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
@@ -96,7 +97,7 @@ def eos_vanishes(history: History, setup: Setup) -> Finding | None:
         text=f"{ended.now:.0%} of the episodes end by themselves, {ended.start:.0%} did at the "
         "start",
         remedy="student and teacher may end at different tokens (name them: stop_tokens=), or the "
-        f"teacher's answers do not fit (max_new_tokens={setup.max_new_tokens})",
+        f"teacher's answers do not fit (max_new_tokens={config.sampling.max_new_tokens})",
         settings=("stop_tokens", "max_new_tokens"),
     )
 

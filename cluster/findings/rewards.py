@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.findings.finding import Finding, Setup
+from cluster.config.on_policy import RolloutConfig
+from cluster.findings.finding import Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE, declined, gained
 
@@ -12,14 +13,14 @@ _CONSTANT = 0.95
 _FORMAT_GREW = 0.15
 
 
-def advantages_are_zero(history: History, setup: Setup) -> Finding | None:
+def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | None:
     """No token has had an advantage since the first step, so nothing has been learnt from any."""
     extremes = [history.of(f"advantage/{end}") for end in ("min", "max")]
     groups = history.of("train/groups")
     zero = all(series is not None and not any(series.values) for series in extremes)
     if not zero and (groups is None or any(groups.values)):
         return None
-    if setup.rewarded:
+    if config.objective.reward_coef > 0:
         why = "all members of each group have the same reward"
         remedy = (
             "try the reward on the kept responses; take problems that are solved now and then, or "
@@ -32,14 +33,14 @@ def advantages_are_zero(history: History, setup: Setup) -> Finding | None:
         step=history.step,
         text=f"all advantages are 0 so far: {why}",
         remedy=remedy,
-        settings=("prompts", "group_size") if setup.rewarded else ("teacher",),
+        settings=("prompts", "group_size") if config.objective.reward_coef > 0 else ("teacher",),
     )
 
 
-def rewards_are_constant(history: History, setup: Setup) -> Finding | None:
+def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | None:
     """No group has members that differ, and none ever had: there is nothing to learn from."""
     constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)
-    if not setup.rewarded or constant is None or reward is None:
+    if not config.objective.reward_coef > 0 or constant is None or reward is None:
         return None
     if constant.now < _CONSTANT or gained(reward):
         return None
@@ -54,7 +55,7 @@ def rewards_are_constant(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def format_pays_alone(history: History, _setup: Setup) -> Finding | None:
+def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | None:
     """The format's reward is learnt at the task's cost."""
     format_, reward = history.of("env/format", PATIENCE), history.of("reward/mean", PATIENCE)
     if format_ is None or reward is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.findings.finding import Finding, Setup
+from cluster.config.on_policy import RolloutConfig
+from cluster.findings.finding import Finding
 from cluster.findings.history import SPAN, History, Series
 
 # How many steps are a run's beginning, for the KL; and before which nothing is said of a trend.
@@ -22,7 +23,7 @@ _GAP, _GAP_GROWN = 0.05, 4.0
 _PUSHES, _LOST = 8, 0.5
 
 
-def kl_rises(history: History, setup: Setup) -> Finding | None:
+def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
     """The reverse KL rises, from the start or after a fall: the steps are too large."""
     kl = history.of("opd/reverse_kl", PATIENCE)
     gradient = history.of("train/grad_norm")
@@ -44,23 +45,24 @@ def kl_rises(history: History, setup: Setup) -> Finding | None:
         f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
         remedy="the updates are too large. Begin another out= with a third of the lr, or with "
-        f"larger steps (prompts_per_step){_less_noise(setup)}",
-        settings=("lr", "prompts_per_step", *_estimator(setup)),
+        f"larger steps (prompts_per_step){_less_noise(config)}",
+        settings=("lr", "prompts_per_step", *_estimator(config)),
     )
 
 
-def _less_noise(setup: Setup) -> str:
-    if not _estimator(setup):
+def _less_noise(config: RolloutConfig) -> str:
+    if not _estimator(config):
         return ""
     return ", or with estimator=full or top_k, whose gradients have less noise"
 
 
-def _estimator(setup: Setup) -> tuple[str, ...]:
+def _estimator(config: RolloutConfig) -> tuple[str, ...]:
     """The setting as a remedy: only where another estimator has less noise."""
-    return ("estimator",) if setup.estimator == "sampled" else ()
+    objective = config.objective
+    return ("estimator",) if objective.kl_coef and objective.estimator == "sampled" else ()
 
 
-def kl_on_few_tokens(history: History, setup: Setup) -> Finding | None:
+def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
     """The reverse KL rises, and a few tokens are most of it."""
     share, kl = history.of("opd/kl_top_share", PATIENCE), history.of("opd/reverse_kl", PATIENCE)
     if share is None or kl is None:
@@ -76,12 +78,12 @@ def kl_on_few_tokens(history: History, setup: Setup) -> Finding | None:
         f"{kl.now:.3g}",
         remedy="a few tokens decide the updates. Look at them (cluster.report, furthest apart); "
         "bound what one of them counts with kl_clip=5, or the updates with a lower max_grad_norm"
-        f"{_less_noise(setup)}",
-        settings=("kl_clip", "max_grad_norm", *_estimator(setup)),
+        f"{_less_noise(config)}",
+        settings=("kl_clip", "max_grad_norm", *_estimator(config)),
     )
 
 
-def entropy_collapses(history: History, setup: Setup) -> Finding | None:
+def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None:
     """The policy has become sure of itself, and neither KL nor reward is the better for it."""
     entropy = history.of("train/entropy", PATIENCE)
     if entropy is None or entropy.now >= _COLLAPSED * entropy.start:
@@ -89,7 +91,8 @@ def entropy_collapses(history: History, setup: Setup) -> Finding | None:
     kl, reward = history.of("opd/reverse_kl", PATIENCE), history.of("reward/mean", PATIENCE)
     if kl is not None and kl.now < _FALLEN * kl.start:
         return None
-    if setup.rewarded and reward is not None and gained(reward) and not declined(reward):
+    rewarded = config.objective.reward_coef > 0
+    if rewarded and reward is not None and gained(reward) and not declined(reward):
         return None
     return Finding(
         name="entropy_collapses",
@@ -102,14 +105,14 @@ def entropy_collapses(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def engine_gap_grows(history: History, setup: Setup) -> Finding | None:
+def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
     """Engines and learner come to disagree on the tokens' log-probs."""
     gap = history.of("train/logprob_gap", PATIENCE)
     if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
         return None
-    bound = (
-        "Bound what that does with correction=truncate, lower" if setup.has_advantages else "Lower"
-    )
+    bound, bounds = "Lower", ()
+    if config.objective.has_advantages:  # losses over ratios have something to weigh
+        bound, bounds = "Bound what that does with correction=truncate, lower", ("correction",)
     return Finding(
         name="engine_gap_grows",
         step=history.step,
@@ -117,7 +120,7 @@ def engine_gap_grows(history: History, setup: Setup) -> Finding | None:
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
         remedy=f"samples are further and further from the policy that is trained. {bound} "
         "max_staleness, or give the engines dtype=float32",
-        settings=(*(["correction"] if setup.has_advantages else []), "max_staleness", "dtype"),
+        settings=(*bounds, "max_staleness", "dtype"),
     )
 
 
@@ -126,7 +129,7 @@ def _settled(series: Series) -> float:
     return series.means[min(2 * SPAN, len(series)) - 1]
 
 
-def updates_are_lost(history: History, _setup: Setup) -> Finding | None:
+def updates_are_lost(history: History, _config: RolloutConfig) -> Finding | None:
     """Most of what an adapter has learnt does not reach the engines."""
     lost = history.of("push/lost_share", _PUSHES)
     if lost is None or lost.values[-1] <= _LOST:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.findings.finding import Evidence, Finding, Setup
+from cluster.config.on_policy import RolloutConfig
+from cluster.findings.finding import Evidence, Finding
 from cluster.findings.flow import learner_starves, staleness_at_its_bound, teachers_idle
 from cluster.findings.history import History
 from cluster.findings.responses import (
@@ -34,7 +35,7 @@ from cluster.run_files.rollouts import KeptTrajectory, read_newest_rollouts
 from distill.errors import DataError
 from distill.objective.repetition import repeated_share
 
-Detect = Callable[[History, Setup], Finding | None]
+Detect = Callable[[History, RolloutConfig], Finding | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,12 @@ class Watch:
 
     def __init__(
         self,
-        setup: Setup,
+        config: RolloutConfig,
         rollouts: Path,
         before: Iterable[Mapping[str, float]] = (),
         said: Collection[str] = (),
     ) -> None:
-        self._setup, self._rollouts = setup, rollouts
+        self._config, self._rollouts = config, rollouts
         self._history = History(before)
         self._said = set(said)
 
@@ -128,7 +129,7 @@ class Watch:
         self._history.add(metrics)
         found = []
         for detector in DETECTORS:
-            finding = detector.detect(self._history, self._setup)
+            finding = detector.detect(self._history, self._config)
             if finding is not None and finding.name not in self._said:
                 self._said.add(finding.name)
                 found.append(replace(finding, evidence=self._evidence(detector)))

@@ -12,8 +12,9 @@ from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.console import lost_output
-from cluster.findings.finding import Finding, Setup
+from cluster.findings.finding import Finding
 from cluster.findings.watch import Watch
 from cluster.recipes.observer import Observer
 from cluster.run_files.best_checkpoint import BestCheckpoint
@@ -57,10 +58,10 @@ class RunContext:
     def first_step(self) -> int:
         return self.resume_from.step if self.resume_from else 0
 
-    def watch_over(self, setup: Setup) -> None:
+    def watch_over(self, config: RolloutConfig) -> None:
         """Let the detectors of findings see every later step."""
         reported = {event["name"] for event in self.directory.read_events("finding")}
-        self.watch = Watch(setup, self.directory.rollouts, self.directory.read_steps(), reported)
+        self.watch = Watch(config, self.directory.rollouts, self.directory.read_steps(), reported)
 
     def trained(self, metrics: Mapping[str, float]) -> None:
         """A step is trained: report what detectors find in its metrics."""

@@ -15,7 +15,6 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
-from cluster.findings.finding import Setup
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import kept_learners
 from cluster.placement.checked import checked
@@ -103,7 +102,7 @@ def _parts(
         context.progress.hidden.add("staleness/max")  # nothing is ever stale
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
-    context.watch_over(Setup.of(config))
+    context.watch_over(config)
     holds_base = config.only_keeps or config.weights.transport == "adapter"
     start = None if holds_base else resume_from
     fleet = Fleet(

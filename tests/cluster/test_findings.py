@@ -14,16 +14,17 @@ from rich.console import Console
 import cluster.run
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.recipes import make
-from cluster.findings.finding import Evidence, Finding, Setup
+from cluster.findings.finding import Evidence, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
 from distill.objective.repetition import RUN, repeated_share
 from distill.settings import meant_by
 from tests.conftest import TinyPair
 
-SETUP = Setup(
-    max_new_tokens=256, max_staleness=4, prompts_per_step=32, teacher_engines=2, rewarded=True,
-    local=False,
+CONFIG = make(
+    "opd", student="s", teacher="t", prompts="p", out="o", temperature=1.0, max_new_tokens=256,
+    max_staleness=4, prompts_per_step=32, estimator="sampled", reward_coef=1.0,
+    **{"teacher.engines": 2},
 )  # fmt: skip
 STEPS = 120
 Curve = Callable[[int], float]
@@ -67,8 +68,8 @@ def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
     return rows
 
 
-def found(rows: list[dict[str, float]], setup: Setup = SETUP) -> list[Finding]:
-    watch = Watch(setup, Path("/nowhere/rollouts.jsonl"))
+def found(rows: list[dict[str, float]]) -> list[Finding]:
+    watch = Watch(CONFIG, Path("/nowhere/rollouts.jsonl"))
     return [finding for row in rows for finding in watch.see(row)]
 
 
@@ -203,13 +204,13 @@ def test_remedies_are_settings_that_exist() -> None:
 
 def test_what_a_run_has_said_it_does_not_say_again_when_resumed(tmp_path: Path) -> None:
     rows = [row | {"push/lost_share": 0.9} for row in healthy(0)]
-    first = Watch(SETUP, tmp_path / "none.jsonl")
+    first = Watch(CONFIG, tmp_path / "none.jsonl")
     said = [finding.name for row in rows[:40] for finding in first.see(row)]
     assert said == ["updates_are_lost"]
-    resumed = Watch(SETUP, tmp_path / "none.jsonl", rows[:40], said)
+    resumed = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40], said)
     assert [finding for row in rows[40:] for finding in resumed.see(row)] == []
     # One that has forgotten what it said knows all steps, and says it at the first.
-    forgetful = Watch(SETUP, tmp_path / "none.jsonl", rows[:40])
+    forgetful = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40])
     assert [each.step for each in forgetful.see(rows[40])] == [41]
 
 
@@ -307,10 +308,10 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
         + group(11, 7, [member(20, "length"), member(60, "eos")])
         + group(11, 8, [member(10, "eos"), member(30, "length")])
     )
-    watch = Watch(SETUP, path)
+    watch = Watch(CONFIG, path)
     [finding] = watch.see({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence == Evidence(step=11, group=8, member=1)
     assert "(kept: step 11, group 8, trajectory 1)" in finding.told()
     path.write_text("no group\n")
-    [finding] = Watch(SETUP, path).see({"step": 12, "rollout/stop/length": 0.75})
+    [finding] = Watch(CONFIG, path).see({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence is None
