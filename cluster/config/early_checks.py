@@ -27,6 +27,7 @@ from cluster.config.checkpoint_facts import (
 )
 from cluster.config.job_upload import refuse_upload
 from cluster.config.rows import RowCheck
+from cluster.config.run_record import saved_steps
 from distill.chat.template_choice import template_text
 from distill.data.row_files import located
 from distill.data.row_reader import RowReader
@@ -100,11 +101,11 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     Raises:
         ConfigError, CheckpointError, DataError: with the field, the value and the remedy.
     """
-    begun = (Path(getattr(config, "out", None) or "") / "config.json").is_file()
+    resumes = bool(saved_steps(Path(getattr(config, "out", None) or "")))
     for name, kind, value in _paths(config):
         if not value.strip():
             raise ConfigError(f"{name}= is empty; give a value, or leave it out", field=name)
-        if not (begun and kind in _OF_THE_START):
+        if not (resumes and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
     _check_against_files(config)
     if (row_readers := getattr(config, "row_readers", None)) is not None:

@@ -11,7 +11,7 @@ from actors.sglang.address import is_url
 from cluster.config.files import at_path
 from cluster.config.model_checks import ask_server
 from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.run_record import RunRecord
+from cluster.config.run_record import RunRecord, has_trained
 from cluster.config.teachers import teacher_setting
 from distill.errors import ConfigError, DataError
 from distill.gpu import DTYPE_BYTES, GIB, readable
@@ -51,7 +51,8 @@ def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
 
 def _begun(config: OpdConfig) -> tuple[str, str] | None:
     try:
-        record = RunRecord.of_run(Path(config.out))
+        out = Path(config.out)
+        record = RunRecord.of_run(out) if has_trained(out) else None
     except DataError:
         return None  # `RunDirectory.check` refuses it
     estimator = record and at_path(record.settings, "objective.estimator")

@@ -1,14 +1,19 @@
-"""Record of a run, as it wrote it into out/config.json, for all parts that read it."""
+"""Record of a run, as it wrote it into out/config.json, and the steps that `out` holds of it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cluster.jsonl_log import read_object
+from cluster.jsonl_log import read_lines, read_object
 from distill.errors import DataError
+
+# Folders of checkpoints in `out`; a run that only keeps groups marks there what it has kept.
+CHECKPOINTS, KEPT = "checkpoints", "kept"
+SAVED_IN = (CHECKPOINTS, KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +55,19 @@ class RunRecord:
             if not isinstance(value, kind) and not (optional and value is None):
                 raise DataError(f"{path} is no run's: its {name} is {value!r}; remove the file")
         return cls(**given)
+
+
+def saved_steps(out: Path) -> set[int]:
+    """Steps of which `out` has a checkpoint, whole or damaged; 0 is the start of a fork."""
+    names = [path.name for folder in SAVED_IN for path in (out / folder).glob("step-*")]
+    return {int(match[1]) for name in names if (match := re.match(r"step-(\d+)", name))}
+
+
+def has_trained(out: Path) -> bool:
+    """True if a step was trained or kept in `out`: other settings may not go on there.
+
+    Raises:
+        DataError: its metrics cannot be read.
+    """
+    steps = (line["step"] for line in read_lines(out / "metrics.jsonl", {"step"}))
+    return any(saved_steps(out)) or any(step != 0 for step in steps)

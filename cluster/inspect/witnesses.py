@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config.run_record import RunRecord
+from cluster.config.run_record import SAVED_IN, RunRecord
 from cluster.jsonl_log import read_lines
-from cluster.run_files.out_directory import KEPT
 from distill.records import TrainedGroups
 from learner.checkpoint import CheckpointStore
 
@@ -43,9 +42,7 @@ class Witnesses:
         out = journal.parent
         metrics = read_lines(out / "metrics.jsonl", {"step"})
         checkpoints = [
-            each
-            for name in ("checkpoints", KEPT)
-            for each in CheckpointStore(out / name, keep=1).complete()
+            each for name in SAVED_IN for each in CheckpointStore(out / name, keep=1).complete()
         ]
         return cls(
             run_id="" if (record := RunRecord.of_run(out)) is None else record.run_id,

@@ -8,14 +8,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from cluster.config.run_record import SAVED_IN
 from cluster.run_files.run_lock import RunLock
 from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError
 
-# Of a run that only keeps, the folder that marks what it has kept.
-KEPT = "kept"
 # What a run writes into its directory.
-_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", GROUPS, KEPT)
+_DIRECTORIES = (*SAVED_IN, "final", "adapter", "failed", "logs", GROUPS)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
     "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",

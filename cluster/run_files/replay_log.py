@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.run_files.out_directory import KEPT
+from cluster.config.run_record import KEPT
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from cluster.store.group_store import GROUPS
 from distill.durable_files import whole_write

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 from cluster.config.common import CommonConfig
 from cluster.config.files import as_tree, as_yaml, at_path
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.run_record import RunRecord
+from cluster.config.run_record import CHECKPOINTS, KEPT, RunRecord, has_trained
 from cluster.jsonl_log import LineFile, read_lines, read_object, step_of
 from cluster.queue.journal import replay
-from cluster.run_files.out_directory import KEPT, check_out, check_permissions, unwritable
+from cluster.run_files.out_directory import check_out, check_permissions, unwritable
 from cluster.run_files.run_lock import RunLock
 from cluster.store.group_store import GROUPS
 from distill.durable_files import digests, disk_remedy, sync_directory, sync_tree, whole_write
@@ -70,7 +70,7 @@ class RunDirectory:
         self._data = dict(digests or {})
         window = config.whole_steps if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
-            self.path / (KEPT if config.only_keeps else "checkpoints"),
+            self.path / (KEPT if config.only_keeps else CHECKPOINTS),
             config.checkpoint.keep_last,
             config.checkpoint.keep_every,
             window,
@@ -134,7 +134,11 @@ class RunDirectory:
     def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
         """The checkpoint to resume from, or None for a fresh start. Leaves nothing behind.
 
-        `say` is told of damaged checkpoints that are passed over.
+        Other settings than those of an earlier attempt are a fresh start if that trained nothing.
+
+        Args:
+            say: receives a line about such an attempt, and about each damaged checkpoint that is
+                passed over.
 
         Raises:
             ConfigError: the directory holds another run, or cannot be written.
@@ -144,7 +148,18 @@ class RunDirectory:
         check_out(self.path)
         if not (self.path / "config.json").is_file():
             return None
-        self._check_same_run()
+        was = self._recorded()
+        try:
+            self._check_same_run(was)
+        except ConfigError as other:
+            if has_trained(self.path):
+                raise
+            say(
+                f"out={self.path} holds an attempt with another {other.field}=, which trained "
+                "nothing: this run takes its place"
+            )
+            self._check_lines()
+            return None
         self._check_lines()
         return self.store.latest(say)
 
@@ -163,7 +178,8 @@ class RunDirectory:
                 field="out",
             )
 
-    def _check_same_run(self) -> None:
+    def _recorded(self) -> RunRecord:
+        """Record of the earlier attempt; raises CheckpointError if config.json is no run's."""
         try:
             was = self._record()
         except DataError as error:
@@ -173,6 +189,10 @@ class RunDirectory:
             ) from error
         if not (was.recipe and was.run_id and was.settings):
             raise CheckpointError(f"{self.path / 'config.json'} is no run's; choose another out=")
+        return was
+
+    def _check_same_run(self, was: RunRecord) -> None:
+        """Raises ConfigError, with the setting that differs, if the run is not the recorded one."""
         if was.recipe != self._recipe:
             raise ConfigError(
                 f"out={self.path} holds a run of recipe={was.recipe}; choose another out=",
@@ -293,10 +313,10 @@ class RunDirectory:
         for name in ("summary.json", "certificate.json"):  # of an earlier end
             (self.path / name).unlink(missing_ok=True)
         self.store.release()  # an attempt that was killed evaluates no more
-        step = resume_from.step if resume_from else 0
-        self.store.set_aside_after(step)
+        # A fresh start has no use for the first checkpoint of a fork that trained nothing.
+        self.store.set_aside_after(resume_from.step if resume_from else -1)
         # From step 0 on, what is evaluated before the first step is evaluated again.
-        self._keep_metrics(step or -1)
+        self._keep_metrics(resume_from.step or -1 if resume_from else -1)
 
     def rewind_metrics(self, step: int) -> None:
         """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""

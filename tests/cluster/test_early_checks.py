@@ -151,9 +151,13 @@ def test_what_leads_nowhere_is_refused_by_its_setting(
 def test_a_resumed_run_needs_neither_the_run_that_it_began_from_nor_the_adapter(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
     begun = [*OTHERS[:-1], f"out={tmp_path}", "fork_from=nowhere", "lora.adapter=nowhere"]
-    check_early(parse(OpdConfig, ["student=a/b", "teacher=a/c", *begun]))
+    config = parse(OpdConfig, ["student=a/b", "teacher=a/c", *begun])
+    (tmp_path / "config.json").write_text("{}")
+    with refuses(ConfigError, "fork_from"):  # an attempt that saved nothing begins again
+        check_early(config)
+    (tmp_path / "checkpoints" / "step-000000").mkdir(parents=True)
+    check_early(config)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ def test_a_run_keeps_what_it_began_with(opd: NewOpd) -> None:
     begun = Path(config.out) / "config.json"
     settings = {"objective": {"estimator": "sampled"}}
     begun.write_text(json.dumps({"recipe": "opd", "settings": settings}))
+    assert chosen(config)[0] == "top_k"  # it trained nothing: what it chose does not bind
+    (begun.parent / "metrics.jsonl").write_text('{"step": 1}\n')
     name, line = chosen(config)
     assert name == "sampled" and "began with it" in line
     begun.write_text("{")

@@ -119,6 +119,13 @@ def started(
     return directory
 
 
+def trained(config: OpdConfig, digests: Mapping[str, str] | None = None) -> RunDirectory:
+    """Directory of a run that has made a step, and no checkpoint."""
+    directory = started(config, digests=digests)
+    directory.append_metrics({"step": 1})
+    return directory
+
+
 def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
     def write(path: Path) -> None:
         shutil.copytree(model_dir, path / "model")
@@ -174,7 +181,7 @@ def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None
 
 @pytest.mark.parametrize("name", list(MUST_STAY))
 def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
-    started(opd())
+    trained(opd())
     with refuses(ConfigError, path_of(OpdConfig, name)):
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
 
@@ -184,7 +191,7 @@ def test_the_rate_that_is_meant_by_default_is_written_down(
     opd: NewOpd, beside: dict, default: float
 ) -> None:
     """So giving it is the same run, and giving the other model's is another."""
-    directory = started(opd(**beside))
+    directory = trained(opd(**beside))
     written = json.loads((directory.path / "config.json").read_text())
     assert written["settings"]["learner"]["lr"] == default
     assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
@@ -195,13 +202,13 @@ def test_the_rate_that_is_meant_by_default_is_written_down(
 @pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
 def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
     beside, value = MUST_STAY_BESIDE[name]
-    started(opd(**beside))
+    trained(opd(**beside))
     with refuses(ConfigError, path_of(OpdConfig, name)):
         RunDirectory("opd", opd(**beside | {name: value})).check()
 
 
 def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
-    started(opd())
+    trained(opd())
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
     assert RunDirectory("opd", opd(local=True)).check() is None
     assert RunDirectory("opd", opd(dry_run=True)).check() is None
@@ -209,7 +216,7 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
 
 
 def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
-    path = started(opd()).path / "config.json"
+    path = trained(opd()).path / "config.json"
     written = json.loads(path.read_text())
     written["settings"]["checkpoint_every"] = written["settings"].pop("checkpoint")["every"]
     path.write_text(json.dumps(written))
@@ -219,14 +226,14 @@ def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
 
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
     beside, _ = MUST_STAY_BESIDE["teacher.samples_from"]
-    started(opd(**beside))
+    trained(opd(**beside))
     moved = beside | {"teacher.samples_from": "m@https://b:2/v1"}
     assert RunDirectory("opd", opd(**moved)).check() is None
 
 
 def test_teachers_may_begin_to_take_turns(opd: NewOpd) -> None:
     several = {"teacher": None, "teachers.a.model": "a", "teachers.b.model": "b"}
-    started(opd(**several))
+    trained(opd(**several))
     assert RunDirectory("opd", opd(**several, **{"teacher.gpus": "shared"})).check() is None
 
 
@@ -254,7 +261,7 @@ def check(config: OpdConfig) -> Checkpoint | None:
 
 def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
-    directory = started(config, digests=digests_of(config, {"data.source": RowReader()}))
+    directory = trained(config, digests=digests_of(config, {"data.source": RowReader()}))
     assert check(config) is None
     was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     assert json.loads((directory.path / "config.json").read_text())["data"]["data.source"] == was
@@ -322,9 +329,39 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
 
 
 def test_another_recipe_is_refused(opd: NewOpd) -> None:
-    started(opd())
+    trained(opd())
     with refuses(ConfigError, "recipe"):
         RunDirectory("sft", opd()).check()
+
+
+@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"temperature": 0.8}, {"fork_from": "other"}])
+@pytest.mark.parametrize("of_a_fork", [False, True])
+def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
+    opd: NewOpd, changes: dict, of_a_fork: bool
+) -> None:
+    first = started(opd())
+    was = first.run_id
+    first.append_metrics({"step": 0, "eval/accuracy": 0.5})
+    begin = save(first, opd().model.path, 0) if of_a_fork else None
+    assert RunDirectory("opd", opd()).check() == begin
+    said: list[str] = []
+    assert RunDirectory("opd", opd(**changes)).check(said.append) is None
+    assert len(said) == 1
+    assert RunDirectory("rl", opd(**changes)).check() is None
+    second = started(opd(**changes))
+    assert second.run_id != was and second.read_metrics() == []
+    assert not second.store.complete()  # or the fork's weights would be taken for these
+    assert RunDirectory("opd", opd(**changes)).check(said.append) is None
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_checkpoint_of_a_step_is_of_a_run(opd: NewOpd, keeps: bool) -> None:
+    """Also where it is damaged, and where the other settings look for theirs elsewhere."""
+    directory = started(opd(rollout_only=keeps))
+    save(directory, opd().model.path, 2).path.joinpath("manifest.json").unlink()
+    with refuses(ConfigError, "rollout_only"):
+        RunDirectory("opd", opd(rollout_only=not keeps)).check()
 
 
 def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
@@ -545,6 +582,7 @@ def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
     begun = RunDirectory("opd", opd(), stops=ends)
     with begun.locked():
         begun.start(None)
+    begun.append_metrics({"step": 1})
     assert RunDirectory("opd", opd(), stops=ends).check() is None
     with refuses(ConfigError, "model.stop_tokens"):
         RunDirectory("opd", opd(), stops=more).check()
