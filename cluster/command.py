@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from cluster.base.outcomes import complaint, exit_code
+from cluster.base.outcomes import complaint, exit_code, outcome
 from cluster.config.arguments import Arguments, HelpAsked, built, help_asked
 from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
@@ -52,7 +52,8 @@ def run_and_report(run: Callable[[Console], Any]) -> int:
         run(console)
     except HelpAsked as asked:
         console.print(str(asked), highlight=False)
-    except BaseException as error:
+    except BaseException as raised:
+        error = outcome(raised)
         code = exit_code(error)
         if code is None:
             raise

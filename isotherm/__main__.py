@@ -10,6 +10,14 @@ from isotherm.shadowing import check_packages
 
 def main() -> int:
     """Returns the exit code."""
+    try:
+        return _run()
+    except KeyboardInterrupt:  # while modules are imported; later the command says it itself
+        print("error: interrupted (SIGINT)", file=sys.stderr)
+        return 130
+
+
+def _run() -> int:
     _find_modules_here()
     try:
         check_packages()

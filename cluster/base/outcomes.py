@@ -113,6 +113,17 @@ def exit_code(error: BaseException) -> int | None:
     return None
 
 
+def outcome(error: BaseException) -> BaseException:
+    """The error itself, or the Ctrl-C behind an error in the code.
+
+    An extension module that is interrupted while it is imported raises ImportError from it.
+    """
+    behind: BaseException | None = error
+    while behind is not None and exit_code(behind) is None:
+        behind = behind.__cause__ or behind.__context__
+    return behind if isinstance(behind, KeyboardInterrupt) else error
+
+
 def complaint(error: BaseException) -> str:
     """The text of an error for people, with its remedy if it has one apart from the message."""
     match error:

@@ -19,7 +19,7 @@ from actors.envs.agent import Agent
 from actors.envs.verifiers_env import Verifiers
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.calibrate import CalibrateConfig
-from cluster.command import parse
+from cluster.command import parse, run_and_report
 from cluster.config.arguments import key_values
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
@@ -339,6 +339,25 @@ def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
     assert complaint(early) == (
         "interrupted (SIGINT) before the first step; the same command starts again"
     )
+
+
+def test_an_interrupt_that_became_another_error_is_an_interrupt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def imported(_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("initialization failed") from interrupt
+
+    assert run_and_report(imported) == 130
+    assert capsys.readouterr().err == "error: interrupted (SIGINT)\n"
+
+    def broken(_: object) -> None:
+        raise ImportError("initialization failed")
+
+    with pytest.raises(ImportError):
+        run_and_report(broken)
 
 
 def test_the_plan_says_what_cannot_be_meant(opd: NewOpd, capsys) -> None:

@@ -13,6 +13,19 @@ import isotherm
 from tests.conftest import TinyPair
 from tests.e2e.harness import REPOSITORY, metrics, opd_arguments
 
+# Runs a script, and sends Ctrl-C when a module is looked for.
+_INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.argv = sys.argv[1:]
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -55,6 +68,24 @@ def test_a_command_that_is_none_is_named_with_the_nearest(
     assert done.stderr.startswith(f"error: {word!r} is no command; ") and meant in done.stderr
     assert done.stderr.count("\n") == 1
     assert {"demo", "evaluate", "train"} < set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("cluster.cli", ["train"]),
+        ("cluster.train", ["train"]),
+        ("chz", ["train"]),
+        ("cluster.inspect.report.command", ["report"]),
+        ("cluster.demos.demo", ["demo", "out=OUT"]),
+        ("torch", ["doctor"]),
+    ],
+)
+def test_an_interrupt_while_modules_are_imported_is_said_in_one_line(
+    here: Path, script: str, module: str, arguments: list[str]
+) -> None:
+    done = python("-c", _INTERRUPTED, script, module, *arguments, cwd=here)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted (SIGINT)\n")
 
 
 def test_every_name_is_there() -> None:
