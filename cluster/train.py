@@ -25,7 +25,7 @@ from cluster.config.learning_rate import Stage, with_suggested_lr
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
 from cluster.handles.node import starts_here
-from cluster.placement.device_choice import gpus_elsewhere
+from cluster.placement.device_choice import check_cluster, gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
 from cluster.run_files.out_directory import check_out, wait_for_other_job
@@ -110,6 +110,7 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     if not (config.cluster.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]")
     check_early(config, elsewhere=gpus_elsewhere(config))
+    check_cluster(config)
     out = Path(config.out).resolve()
     if not config.only_plans:
         wait_for_other_job(out, partial(console.print, highlight=False))

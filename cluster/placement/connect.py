@@ -78,7 +78,7 @@ def cluster_gpus() -> float:
     Raises:
         ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
     """
-    return get_cluster_status(_gcs_address()).total_resources().get("GPU", 0.0)
+    return get_cluster_status(head_address()).total_resources().get("GPU", 0.0)
 
 
 def autoscales() -> bool:
@@ -91,7 +91,7 @@ def autoscales() -> bool:
     Raises:
         ConfigError: as `cluster_gpus`.
     """
-    address = _gcs_address()
+    address = head_address()
     deadline = time.monotonic() + _REPORT_S
     while (types := _node_types(address)) is None and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -110,7 +110,7 @@ def _node_types(address: str) -> list[str] | None:
     return list(report["node_type_mapping"].values()) or None if report else None
 
 
-def _gcs_address() -> str:
+def head_address() -> str:
     """Address of the connected cluster's head, or of the one that RAY_ADDRESS names, if it answers.
 
     Raises:
@@ -120,7 +120,7 @@ def _gcs_address() -> str:
         return ray.get_runtime_context().gcs_address
     address = os.environ["RAY_ADDRESS"]
     with _joining(address):
-        return _head_address(address)
+        return _named_head(address)
 
 
 def join_local(head: LocalHead, namespace: str) -> None:
@@ -137,7 +137,7 @@ def join_local(head: LocalHead, namespace: str) -> None:
 
 def _join(address: str, namespace: str) -> None:
     with _joining(address):
-        _head_address(address)
+        _named_head(address)
         ray.init(namespace=namespace, log_to_driver=True)
 
 
@@ -163,7 +163,7 @@ def _joining(address: str) -> Iterator[None]:
         ) from error
 
 
-def _head_address(address: str) -> str:
+def _named_head(address: str) -> str:
     """Address of the head that RAY_ADDRESS names; one that is named by host and port answers."""
     if address.startswith("ray://"):
         raise ConfigError(

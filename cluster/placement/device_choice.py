@@ -48,6 +48,19 @@ def gpus_elsewhere(config: CommonConfig) -> bool:
     return _supposes_gpus(config) or joins_cluster(local=config.cluster.local)
 
 
+def check_cluster(config: CommonConfig) -> None:
+    """Check that the cluster answers which the run joins or its plan asks; imports nothing but Ray.
+
+    Raises:
+        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
+    """
+    named = config.only_plans and config.cluster.device != "auto"
+    if joins_cluster(local=config.cluster.local) and not named and not _supposes_gpus(config):
+        from cluster.placement.connect import head_address  # Ray, of no use to local runs
+
+        head_address()
+
+
 def _supposes_gpus(config: CommonConfig) -> bool:
     return config.only_plans and config.cluster.gpu_memory_gib is not None
 

@@ -16,6 +16,7 @@ import ray
 from cluster import train
 from cluster.placement.connect import connect
 from distill.errors import ConfigError
+from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.e2e.ray_head import HOST, autoscaling, ray_head
 from tests.refusals import refuses
@@ -49,6 +50,13 @@ def chosen(asked):
     except ConfigError:
         return "refused"
 print(*map(chosen, ("cpu", "auto", "cuda")))
+"""
+# A command with a cluster that does not answer.
+_COMMAND = """
+import sys
+from cluster.train import main
+code = main({arguments!r})
+print(code, "torch" in sys.modules or "transformers" in sys.modules)
 """
 # Lines of a worker, as a file gets them.
 _PRINTED = """
@@ -182,6 +190,21 @@ def test_an_address_of_another_kind_is_refused(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with refuses(ConfigError, "RAY_ADDRESS"), connect("x", 1):
         raise AssertionError("joined")
+
+
+@pytest.mark.parametrize(
+    ("address", "more"),
+    [(f"{HOST}:1", []), (f"{HOST}:1", ["dry_run=rehearse"]), ("ray://head:1", ["dry_run=True"])],
+)
+def test_a_cluster_that_does_not_answer_is_found_before_libraries_of_models(
+    tiny_pair: TinyPair, tmp_path: Path, address: str, more: list[str]
+) -> None:
+    arguments = [
+        "recipe=opd", f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}",
+        f"prompts={tiny_pair.prompts}", f"out={tmp_path / 'out'}", "temperature=1",
+        "max_new_tokens=4", *more,
+    ]  # fmt: skip
+    assert python(_COMMAND.format(arguments=arguments), address).split() == ["2", "False"]
 
 
 @pytest.mark.slow
