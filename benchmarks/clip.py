@@ -29,7 +29,7 @@ from cluster.demos.demo import (
     write_data,
     write_untrained,
 )
-from cluster.run_files.out_directory import claim_directory
+from cluster.run_files.out_directory import claimed_directory
 from distill.errors import ConfigError
 from distill.settings import changed
 
@@ -59,7 +59,11 @@ class ClipConfig:
 
 def clip(config: ClipConfig, console: Console) -> None:
     """Schools both models, distils, prints the table, writes clip.json."""
-    out = claim_directory(config.out, "clip")
+    with claimed_directory(config.out, "clip", console.print) as out:
+        _clip(config, out, console)
+
+
+def _clip(config: ClipConfig, out: Path, console: Console) -> None:
     data = write_data(out, FORGET_CARRY, seed=0)
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
         school = changed(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from rich.console import Console
 
 from cluster.command import run_command
 from cluster.config.demos import DemoConfig
-from cluster.run_files.out_directory import claim_directory
+from cluster.run_files.out_directory import claimed_directory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,10 +18,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: DemoConfig, console: Console) -> None:
-    out = claim_directory(config.out, "demo")  # refused before seconds of imports
-    from cluster.demos.demo import demo  # Ray and torch: not for --help
+    say = partial(console.print, highlight=False)
+    with claimed_directory(config.out, "demo", say) as out:  # refused before seconds of imports
+        from cluster.demos.demo import demo  # Ray and torch: not for --help
 
-    demo(config, out, console)
+        demo(config, out, console)
 
 
 if __name__ == "__main__":

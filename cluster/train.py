@@ -112,7 +112,7 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     check_early(config, elsewhere=gpus_elsewhere(config))
     check_cluster(config)
     out = Path(config.out).resolve()
-    if not config.only_plans:
+    if not (config.only_plans or config.rehearses):  # a rehearsal writes elsewhere
         wait_for_other_job(out, partial(console.print, highlight=False))
     check_out(out)
     with _ray_beside_imports(config):

@@ -11,7 +11,6 @@ Everything is written to OUT-rehearsal, which the next rehearsal replaces.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -50,10 +49,11 @@ from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
+from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
-from distill.errors import ConfigError, IsothermError
+from distill.errors import IsothermError
 from distill.models.loading import load_causal_lm
 from distill.settings import changed
 
@@ -80,31 +80,15 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
         RunFailed: a check failed.
     """
     began = time.monotonic()
-    config, inputs = checked(config, partial(console.print, highlight=False))
+    say = partial(console.print, highlight=False)
+    config, inputs = checked(config, say)
     out = Path(config.out)
-    place = clear_place(out.with_name(f"{out.name}-rehearsal"))
-    small = small_run(config, place)
-    rehearsal = _Rehearsal(config, small, inputs, place, console)
-    with local_head(cpus_here(small.config)) if starts_here() else nullcontext():
-        rehearsal.run()
-    rehearsal.report(time.monotonic() - began)
-
-
-def clear_place(place: Path) -> Path:
-    """Create an empty directory for the rehearsal.
-
-    Raises:
-        ConfigError: the directory holds something other than an earlier rehearsal.
-    """
-    if place.exists() and any(place.iterdir()) and not (place / _REPORT).exists():
-        raise ConfigError(
-            f"{place} is where the rehearsal would write, and is no rehearsal's; move it away",
-            field="out",
-        )
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    (place / _REPORT).write_text('{"status": "under way"}\n')
-    return place
+    with claimed_directory(out.with_name(f"{out.name}-rehearsal"), "rehearsal", say) as place:
+        small = small_run(config, place)
+        rehearsal = _Rehearsal(config, small, inputs, place, console)
+        with local_head(cpus_here(small.config)) if starts_here() else nullcontext():
+            rehearsal.run()
+        rehearsal.report(time.monotonic() - began)
 
 
 class _Rehearsal:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.config.run_record import SAVED_IN
-from cluster.run_files.run_lock import RunLock
+from cluster.run_files.run_lock import LOCK, RunLock
 from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError
 
@@ -17,7 +18,7 @@ from distill.errors import ConfigError
 _DIRECTORIES = (*SAVED_IN, "final", "adapter", "failed", "logs", GROUPS)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
-    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
+    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", LOCK,
 )  # fmt: skip
 # Longest wait for another job that still ends: as long as `ray job stop` gives it (deploy/, docs).
 OTHER_JOB_S = 600.0
@@ -28,7 +29,7 @@ def check_out(path: Path) -> None:
     check_permissions(path)
     if (path / "config.json").is_file():
         return
-    if path.is_dir() and any(each for each in path.iterdir() if each.name != ".lock"):
+    if _holds_files(path):
         raise ConfigError(
             f"out={path} is not empty and holds no isotherm run; choose another out=", field="out"
         )
@@ -36,29 +37,45 @@ def check_out(path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=_nearest(path)):
             pass
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise _unwritable(path, error) from error
 
 
-def claim_directory(out: str, command: str, *, keep: bool = False) -> Path:
-    """Create the directory of a command that is no run, such as the demo; returns its whole path.
+@contextmanager
+def claimed_directory(
+    out: str | Path, command: str, say: Callable[[str], None], *, keep: bool = False
+) -> Iterator[Path]:
+    """The directory of a command that is no run, such as the demo, held for this process alone.
+
+    It is created, and emptied of an earlier one's files. Yields its whole path.
 
     Args:
-        keep: keep the files of an earlier one; they are removed otherwise.
+        say: receives one line if another process holds it, whose end is waited for.
+        keep: keep the files of an earlier one.
 
     Raises:
-        ConfigError: the directory is not empty, and the command did not make it.
+        ConfigError: the directory is not empty, and the command did not make it; or the other
+            process still holds it; or it cannot be written.
     """
     path = Path(out).resolve()
     marker = path / f".isotherm-{command}"
-    if path.exists() and any(path.iterdir()) and not marker.exists():
-        raise ConfigError(
-            f"out={path} is not empty and no {command} made it; choose another out=", field="out"
-        )
-    if not keep:
-        shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True, exist_ok=True)
-    marker.touch()
-    return path
+
+    def require_own() -> None:
+        if _holds_files(path) and not marker.exists():
+            raise ConfigError(
+                f"out={path} is not empty and no {command} made it; choose another out=",
+                field="out",
+            )
+
+    require_own()
+    with locked(path, say, OTHER_JOB_S):
+        require_own()  # the other process may have been a run
+        for each in () if keep else path.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            elif each.name != LOCK:
+                each.unlink()
+        marker.touch()
+        yield path
 
 
 def check_permissions(path: Path) -> None:
@@ -81,14 +98,29 @@ def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the other job holds it for too long, or the directory cannot be written.
     """
-    lock = path / ".lock"
-    if lock.exists():
-        check_permissions(path)
-        with RunLock.acquire(lock, say, OTHER_JOB_S):
+    if (path / LOCK).exists():
+        with locked(path, say, OTHER_JOB_S):
             pass
 
 
-def unwritable(path: Path, error: OSError) -> ConfigError:
+def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
+    """The lock of a directory, as `RunLock.acquire` takes it.
+
+    Raises:
+        ConfigError: another job still holds it, or the directory cannot be written.
+    """
+    check_permissions(path)
+    try:
+        return RunLock.acquire(path / LOCK, say, wait_s)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _holds_files(path: Path) -> bool:
+    return path.is_dir() and any(each.name != LOCK for each in path.iterdir())
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"out={path} cannot be written ({error.strerror} in {_nearest(path)}); choose another out=",
         field="out",

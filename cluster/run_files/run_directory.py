@@ -32,8 +32,8 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.run_record import CHECKPOINTS, KEPT, RunRecord, has_trained
 from cluster.jsonl_log import LineFile, read_lines, read_object, step_of
 from cluster.queue.journal import replay
-from cluster.run_files.out_directory import check_out, check_permissions, unwritable
-from cluster.run_files.run_lock import RunLock
+from cluster.run_files.out_directory import check_out, locked
+from cluster.run_files.run_lock import LOCK
 from cluster.store.group_store import GROUPS
 from distill.durable_files import digests, disk_remedy, sync_directory, sync_tree, whole_write
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -263,19 +263,14 @@ class RunDirectory:
         Raises:
             ConfigError: the other job still holds it, or `out/` cannot be written.
         """
-        check_permissions(self.path)
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        try:
-            lock = RunLock.acquire(self.path / ".lock", say, wait_s)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-        with lock:
+        with locked(self.path, say, wait_s) as lock:
             try:
                 yield
             finally:
                 for file in (self._metrics, self._events, self._evaluations):
                     file.close()  # with the lines that waited for space on the disk
-                if made and [path.name for path in self.path.iterdir()] == [".lock"]:
+                if made and [path.name for path in self.path.iterdir()] == [LOCK]:
                     lock.remove()
                     with suppress(OSError):  # a parent in which others have made something
                         for path in made:

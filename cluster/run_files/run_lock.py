@@ -16,6 +16,8 @@ from typing import TextIO
 
 from distill.errors import ConfigError
 
+# Name of the file that is locked in a directory.
+LOCK = ".lock"
 _POLL_S = 0.2
 
 

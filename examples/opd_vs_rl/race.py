@@ -34,7 +34,7 @@ from cluster.config.supervised import SftConfig
 from cluster.console import log_console
 from cluster.demos.arithmetic import Problems, train_tokenizer
 from cluster.recipes.observer import Observer, observed_by
-from cluster.run_files.out_directory import claim_directory
+from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
@@ -104,12 +104,12 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
         )
     check_plots()
     started = time.perf_counter()
-    out = claim_directory(config.out, "opd-vs-rl", keep=True)
-    school(config, out, console)
-    race = Race(config, out, console)
-    for length in config.lengths:
-        race.run(length)
-    race.report()
+    with claimed_directory(config.out, "opd-vs-rl", console.print, keep=True) as out:
+        school(config, out, console)
+        race = Race(config, out, console)
+        for length in config.lengths:
+            race.run(length)
+        race.report()
     console.print(f"this took {time.perf_counter() - started:.0f} s", highlight=False)
 
 

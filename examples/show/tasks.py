@@ -28,7 +28,7 @@ from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import write_jsonl
 from cluster.recipes.opening import connected
-from cluster.run_files.out_directory import claim_directory
+from cluster.run_files.out_directory import claimed_directory
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from examples.show.chat_worlds import (
@@ -192,8 +192,12 @@ def show(config: ShowConfig, console: Console) -> None:
     Raises:
         RunFailed: a promise was not kept.
     """
+    with claimed_directory(config.out, "show", console.print) as out:
+        _show(config, out, console)
+
+
+def _show(config: ShowConfig, out: Path, console: Console) -> None:
     started = time.perf_counter()
-    out = claim_directory(config.out, "show")
     chosen = SHOWS[config.task]
     world = chosen.world(config.seed)
     _write(out, world, config.seed)

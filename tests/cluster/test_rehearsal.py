@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
 from cluster.rehearsal.elsewhere import Elsewhere, ask_once
 from cluster.rehearsal.full_size import full_size
-from cluster.rehearsal.rehearse import clear_place
+from cluster.rehearsal.rehearse import rehearse
 from cluster.rehearsal.small import STEPS_AT_MOST, small_run
 from cluster.rehearsal.strikes import Recovery, Strikes
+from cluster.run_files import out_directory
+from cluster.run_files.out_directory import claimed_directory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
 from tests.actors.misbehaving_server import API_KEY, MisbehavingServer
@@ -146,15 +149,17 @@ def test_nobody_there_and_one_that_hangs() -> None:
     assert not found.works and "did not answer within 0.5 s" in found.told
 
 
-def test_only_a_rehearsals_directory_is_replaced(tmp_path: Path) -> None:
-    place = tmp_path / "run-rehearsal"
-    clear_place(place)
-    (place / "twins").mkdir()
-    assert not (clear_place(place) / "twins").exists()
-    (place / "rehearsal.json").rename(place / "thesis.tex")
-    with pytest.raises(ConfigError):
-        clear_place(place)
-    assert (place / "thesis.tex").exists()
+def test_two_rehearsals_do_not_share_a_directory(
+    opd: Opd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_directory, "OTHER_JOB_S", 0.0)
+    config = opd(dry_run="rehearse")
+    place = Path(f"{config.out}-rehearsal")
+    with claimed_directory(place, "rehearsal", print):
+        (place / "twins").mkdir()
+        with refuses(ConfigError, "out", names=str(place)):
+            rehearse(config, Console())
+        assert (place / "twins").exists()
 
 
 class Stage:

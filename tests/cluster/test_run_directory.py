@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rows import digests_of
 from cluster.recipes.opening import failed_to_resume, opened
+from cluster.run_files import out_directory
+from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
 from distill.envs.tool_use import ToolUse
@@ -514,6 +517,45 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
         assert not list(first.store.root.glob("*.damaged"))
         assert [line["step"] for line in first.read_metrics()][-1] == last
     assert all(str(os.getpid()) in line for line in said) and len(said) == 2
+
+
+def test_the_directory_of_another_command_is_emptied_where_that_command_made_it(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "shown"
+    for keep, kept in ((False, []), (True, ["data", "prompts"]), (False, [])):
+        with claimed_directory(place, "demo", print, keep=keep) as path:
+            assert path == place
+            assert sorted(each.name for each in path.iterdir() if each.name[0] != ".") == kept
+            (path / "data").mkdir(exist_ok=True)
+            (path / "prompts").touch()
+    with refuses(ConfigError, "out"), claimed_directory(place, "show", print):
+        pass
+    with refuses(ConfigError, "out"), claimed_directory(place / "prompts", "demo", print):
+        pass
+    assert (place / "prompts").exists() and not (place / ".isotherm-show").exists()
+
+
+def test_such_a_directory_is_held_and_a_run_that_came_first_is_left_alone(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory("opd", opd())
+
+    def begin(_: str) -> None:
+        """In place of the wait for the other process, which has had the directory for a moment."""
+        run.start(None)
+        held.close()
+
+    with ExitStack() as held:
+        held.enter_context(run.locked())
+        with refuses(ConfigError, "out"), claimed_directory(run.path, "demo", begin):
+            pass
+    assert (run.path / "config.json").exists()
+    place = run.path.with_name("demo")
+    with claimed_directory(place, "demo", print):
+        monkeypatch.setattr(out_directory, "OTHER_JOB_S", 0.0)
+        with refuses(ConfigError, "out"), claimed_directory(place, "demo", print):
+            pass
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "calibration.json"])
