@@ -74,11 +74,9 @@ class InitialWeights:
         return shares_prefixes(self._shallow(self._values))
 
     def parameters(self) -> Collection[nn.Parameter]:
-        """Parameters of the model that have no values yet."""
         return [getattr(module, leaf) for module, leaf in self._places.values()]
 
     def fill(self, group: WorkerGroup) -> None:
-        """Set each worker's shard of those parameters. Collective: all workers call it."""
         if self._values is None:
             for name, dtype in self._dtypes.items():
                 hand_out(None, dtype, self._sharded(name), group)

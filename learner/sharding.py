@@ -18,9 +18,9 @@ of workers that hold equal tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,22 @@ from distill.models.attention import keep_attention_eager
 from distill.weights.model_weights import TensorLayout
 from learner.process_group import WorkerGroup
 
-if TYPE_CHECKING:
-    from learner.initial_weights import InitialWeights
-
 # (sum of the bits as 32-bit integers, norm) of a tensor; for a shard, (sum, sum of squares).
 Fingerprint = tuple[int, float]
 # Keys: `gradient` and `weights`, then names of trained tensors, in the model's order.
 Fingerprints = Mapping[str, Mapping[str, Fingerprint]]
+
+
+class PendingValues(Protocol):
+    """Values that are set in a model after it is sharded (`learner.initial_weights`)."""
+
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Parameters of the model that have no values yet."""
+        ...
+
+    def fill(self, group: WorkerGroup) -> None:
+        """Set each worker's shard of those parameters. Collective: all workers call it."""
+        ...
 
 
 class Root(nn.Module):
@@ -66,7 +75,7 @@ def shard(
     model: PreTrainedModel,
     group: WorkerGroup,
     compute_dtype: torch.dtype,
-    pending: InitialWeights | None = None,
+    pending: PendingValues | None = None,
 ) -> Root:
     """Shard a model over the group, a layer at a time, with the leader's values.
 
