@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
@@ -28,28 +29,17 @@ class HostedSglangEngine(SglangEngine):
     until the server is ready.
 
     Args:
-        model_path: Hugging Face checkpoint directory or hub name.
-        dtype: float32 or bfloat16.
-        device: auto, cpu or cuda.
-        threads: threads of the server's kernels on the CPU.
-        max_running_requests: maximum number of sequences decoded concurrently; others are queued.
-        flags: additional SGLang flags; they override the flags that this class sets.
+        model_path, dtype, flags, routed_experts, start_deadline_s: as `start_server` takes them.
+            The server may be unresponsive as long as a start during the first request of a kind.
         on_weight_update: effect of a weight push on samples in progress (actors/sglang/weights.py).
         push_bucket_bytes: maximum size of the portions in which a rank receives pushed weights.
-        gpu_share: fraction of a GPU that the server may fill.
-        gpu_beside: bytes of that fraction which another process uses.
-        sleeps: enable `sleep`, which releases the GPU memory.
-        turn: file of the turn on GPUs that the server shares (actors/sglang/turns.py).
-        routed_experts: enable requests for the experts that tokens are routed to.
-        log_path: file for the server's output; None: an unnamed temporary file.
-        environment: variables added to the server's environment.
-        start_deadline_s, request_deadline_s: time limits of the start and of a request, in seconds.
-            The server may be unresponsive as long as a start during the first request of a kind.
+        request_deadline_s: time limit of a request, in seconds.
         stops: tokens that end samples, and whether they count as one event; None: the checkpoint's.
             A server also stops at the EOS tokens of its checkpoint and tokenizer in any case.
         server: a server started with these settings (`start_server`); None: start one.
         address: returns the address under which other nodes reach this one, for a server that spans
             several nodes: a `SglangFollower` on each other node joins it at `meeting_point`.
+        settings: the other arguments of `start_server`.
 
     Raises:
         ConfigError: SGLang is not installed, or a flag cannot be set.
@@ -61,24 +51,16 @@ class HostedSglangEngine(SglangEngine):
         *,
         model_path: str,
         dtype: str = "float32",
-        device: str = "auto",
-        threads: int = 1,
-        max_running_requests: int = 256,
         flags: str = "",
         on_weight_update: OnWeightUpdate = "continue",
         push_bucket_bytes: int = BUCKET_BYTES,
-        gpu_share: float = 1,
-        gpu_beside: int = 0,
-        sleeps: bool = False,
-        turn: str | None = None,
         routed_experts: bool = False,
-        log_path: str | None = None,
-        environment: dict[str, str] | None = None,
         start_deadline_s: float = 600,
         request_deadline_s: float = 1800,
         stops: StopTokens | None = None,
         server: SglangServer | None = None,
         address: Callable[[], str] | None = None,
+        **settings: Any,
     ) -> None:
         config = load_config(model_path)
         mixture = MixtureShape.of(config) if routed_experts else None
@@ -99,19 +81,11 @@ class HostedSglangEngine(SglangEngine):
         server = server or start_server(
             model_path=model_path,
             dtype=dtype,
-            device=device,
-            threads=threads,
-            max_running_requests=max_running_requests,
             flags=flags,
-            gpu_share=gpu_share,
-            gpu_beside=gpu_beside,
-            sleeps=sleeps,
-            turn=turn,
             routed_experts=routed_experts,
-            log_path=log_path,
-            environment=environment,
             start_deadline_s=start_deadline_s,
             meeting_point=None if self._store is None else self._store.point,
+            **settings,
         )
         client = SglangClient(
             lambda: server.url,

@@ -56,11 +56,25 @@ def start_server(
     meeting_point: MeetingPoint | None = None,
     node: int = 0,
 ) -> SglangServer:
-    """A server, or one node's processes of it, on its way; see `HostedSglangEngine`.
+    """A server, or one node's processes of it, on its way.
 
     With a `turn` it waits for that first.
 
     Args:
+        model_path: Hugging Face checkpoint directory or hub name.
+        dtype: float32 or bfloat16.
+        device: auto, cpu or cuda.
+        threads: threads of the server's kernels on the CPU.
+        max_running_requests: maximum number of sequences decoded concurrently; others are queued.
+        flags: additional SGLang flags; they override the flags that this function sets.
+        gpu_share: fraction of a GPU that the server may fill.
+        gpu_beside: bytes of that fraction which another process uses.
+        sleeps: enable `sleep`, which releases the GPU memory.
+        turn: file of the turn on GPUs that the server shares (actors/sglang/turns.py).
+        routed_experts: enable requests for the experts that tokens are routed to.
+        log_path: file for the server's output; None: an unnamed temporary file.
+        environment: variables added to the server's environment.
+        start_deadline_s: time limit of the start, in seconds.
         context_length: of the model, where `device` is not auto; None: it is read.
         meeting_point: of a server over several nodes.
         node: number of this one.
