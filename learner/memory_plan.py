@@ -38,14 +38,16 @@ _LENGTH_STEP = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of a model's learner, on any number of workers.
+    """Memory of a model's learner.
 
     Attributes:
         parameters: number of the model's.
         query_norm: attention normalises queries and keys.
         holding: bytes per parameter, without passes.
         frozen: bytes of the frozen models that the workers share.
+        workers: number of workers.
         replicas: number of replicas, each of which is shared by as many of the workers.
+        offloads: the moments are in main memory while passes run.
     """
 
     config: Any
@@ -55,32 +57,26 @@ class LearnerMemory:
     device: str
     holding: Holding = TRAINED
     frozen: int = 0
+    workers: int = 1
     replicas: int = 1
+    offloads: bool = False
 
     @classmethod
-    def of(
-        cls,
-        model: str,
-        *,
-        dtype: Precision,
-        device: str,
-        holding: Holding = TRAINED,
-        frozen: int = 0,
-        replicas: int = 1,
-    ) -> LearnerMemory | None:
-        """Memory of a model's learner, from config and shapes; None where those are not known."""
+    def of(cls, model: str, **fields: Any) -> LearnerMemory | None:
+        """Memory of a model's learner, from config and shapes; None where those are not known.
+
+        Args:
+            fields: the fields that do not follow from the model.
+        """
         estimate, shapes = estimate_memory(model), known_shapes(model)
         if estimate is None or shapes is None:
             return None
+        query_norm = any("q_norm." in name for name in shapes)
         return cls(
             config=load_config(model),
             parameters=estimate.parameters,
-            query_norm=any("q_norm." in name for name in shapes),
-            dtype=dtype,
-            device=device,
-            holding=holding,
-            frozen=frozen,
-            replicas=replicas,
+            query_norm=query_norm,
+            **fields,
         )
 
     @property
@@ -88,17 +84,19 @@ class LearnerMemory:
         """Bytes of a worker's gradients before they are summed over the workers."""
         return self.parameters * self.holding.gradients
 
-    def states(self, workers: int, *, offloads: bool) -> WorkerMemory:
+    @property
+    def states(self) -> WorkerMemory:
         """Memory of a worker besides passes."""
         return WorkerMemory.of(
             self.parameters,
             self.holding,
-            workers=workers // self.replicas,
-            offloads=offloads,
+            workers=self.workers // self.replicas,
+            offloads=self.offloads,
             frozen=self.frozen,
         )
 
-    def passes(self, workers: int) -> PassMemory | None:
+    @property
+    def passes(self) -> PassMemory | None:
         """Memory of a worker's passes; None if the config lacks a field."""
         try:
             return PassMemory.of(
@@ -106,15 +104,13 @@ class LearnerMemory:
                 dtype=self.dtype,
                 device=self.device,
                 parameters=self.parameters,
-                workers=workers,
+                workers=self.workers,
                 query_norm=self.query_norm,
             )
         except AttributeError:  # not attention and an MLP: a config of other names
             return None
 
-    def plan(
-        self, room: int, asked: PassRequest, *, workers: int, offloads: bool
-    ) -> PassPlan | None:
+    def plan(self, room: int, asked: PassRequest) -> PassPlan | None:
         """Plan of a worker whose context, states and passes share `room` bytes.
 
         What the passes leave free may hold whole gradients (`PassPlan.reduces_once`): no pass is
@@ -123,19 +119,19 @@ class LearnerMemory:
         Raises:
             ConfigError: nothing fits; it names the settings that would.
         """
-        passes = self.passes(workers)
+        passes = self.passes
         if passes is None:
             return None
-        left = room - self.states(workers, offloads=offloads).beside_passes
+        left = room - self.states.beside_passes
         plan = fit_pass(passes, left, asked, device=self.device)
         if plan is None:
-            remedies = list(self._remedies(room, asked, workers, offloads))
+            remedies = list(self._remedies(room, asked))
             raise _refusal(passes, left, asked, self.device, remedies)
         fits = passes.of_plan(plan, asked.longest_rows) + self.whole_gradients <= left
-        return plan._replace(reduces_once=workers > 1 and fits)
+        return plan._replace(reduces_once=self.workers > 1 and fits)
 
-    def _fits(self, room: int, asked: PassRequest, workers: int, *, offloads: bool) -> bool:
-        states, passes = self.states(workers, offloads=offloads), self.passes(workers)
+    def _fits(self, room: int, asked: PassRequest) -> bool:
+        states, passes = self.states, self.passes
         assert passes is not None
         left = room - states.beside_passes
         return (
@@ -143,26 +139,24 @@ class LearnerMemory:
             and fit_pass(passes, left, asked, device=self.device) is not None
         )
 
-    def _remedies(
-        self, room: int, asked: PassRequest, workers: int, offloads: bool
-    ) -> Iterator[str]:
+    def _remedies(self, room: int, asked: PassRequest) -> Iterator[str]:
         """Changes of other settings than lengths, each of which makes the pass fit."""
         if asked.gradient_checkpointing is False:
             asked = asked._replace(gradient_checkpointing=None)
-            if self._fits(room, asked, workers, offloads=offloads):
+            if self._fits(room, asked):
                 yield "gradient_checkpointing=True"
         if not self.device.startswith("cuda"):
             return  # workers of one machine share its memory
-        fewer = replace(self, replicas=1)
-        if self.replicas > 1 and fewer._fits(room, asked, workers, offloads=offloads):
+        if self.replicas > 1 and replace(self, replicas=1)._fits(room, asked):
             yield "learner.replicas=1"
-        may_offload = not offloads and self.holding.moments > 0
-        if may_offload and self._fits(room, asked, workers, offloads=True):
+        may_offload = not self.offloads and self.holding.moments > 0
+        if may_offload and replace(self, offloads=True)._fits(room, asked):
             yield "offload_optimizer=True"
             may_offload = False
-        for many in (workers * times for times in _MORE_WORKERS):
+        for many in (self.workers * times for times in _MORE_WORKERS):
             for offload in [False, True] if may_offload else [False]:
-                if self._fits(room, asked, many, offloads=offloads or offload):
+                larger = replace(self, workers=many, offloads=self.offloads or offload)
+                if larger._fits(room, asked):
                     yield f"learner.workers={many}{' offload_optimizer=True' * offload}"
                     return
 
@@ -222,14 +216,16 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         dtype=config.dtype,
         device=device,
         holding=holding,
+        workers=group.size,
         replicas=group.replicas,
+        offloads=offloads,
     )
     plan = None
     if memory is not None:
         request = PassRequest.of(settings, config.longest_rows)
         # This process has its context already: it is not in what is free.
         room = room // sharers + CONTEXT_BYTES
-        plan = memory.plan(room, request, workers=group.size, offloads=offloads)
+        plan = memory.plan(room, request)
     plan = plan or asked
     if group.total(float(plan.gradient_checkpointing)):
         plan = plan._replace(gradient_checkpointing=True)

@@ -37,10 +37,10 @@ def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tup
     """Bytes of a pass of so many tokens, and of the worker with it."""
     model = setting.model(shape)
     memory = LearnerMemory.of(model, dtype=setting.dtype, device=setting.device)
-    of_passes = memory and memory.passes(1)
+    of_passes = memory and memory.passes
     assert memory is not None and of_passes is not None
     passes = of_passes.bytes(tokens, checkpointing=recomputes)
-    return passes, memory.states(1, offloads=False).beside_passes + passes
+    return passes, memory.states.beside_passes + passes
 
 
 def _measured(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:

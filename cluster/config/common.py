@@ -324,7 +324,9 @@ class CommonConfig(
             device=self.cluster.device,
             holding=self.learner_holding,
             frozen=frozen,
+            workers=self.learner.workers,
             replicas=self.learner.replicas,
+            offloads=self.learner.offload_optimizer,
         )
 
     def learner_config(

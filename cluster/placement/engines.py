@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import chz
 
@@ -167,4 +167,4 @@ def learner_resting(config: RolloutConfig) -> int:
             "directory",
             field="teacher.model" if unknown else "model.path",
         )
-    return memory.states(config.learner.workers, offloads=True).resting
+    return replace(memory, offloads=True).states.resting

@@ -7,6 +7,8 @@ learner/memory_plan.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from actors.config import EngineConfig
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
@@ -107,25 +109,20 @@ class GpuPlan:
         if memory is None:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
-        offloads = config.learner.offload_optimizer or sleeps
-        states = memory.states(config.learner.workers, offloads=offloads)
+        memory = replace(memory, offloads=memory.offloads or sleeps)
+        states = memory.states
         line = (
             f"weights {gib(states.weights)} + "
             f"{f'copies of teachers {gib(states.frozen)} + ' if states.frozen else ''}"
             f"gradients {gib(states.gradients)} + moments "
-            f"{gib(states.moments)}{' (in main memory but for their step)' * offloads}"
+            f"{gib(states.moments)}{' (in main memory but for their step)' * memory.offloads}"
         )
         if self._total is None:
             return f"{line} + passes"
         room = part_bytes(self._total, *learner_part(config))
         states.require_room(room, config.model.path)
-        plan = memory.plan(
-            room,
-            PassRequest.of(config.learner, self._longest_rows),
-            workers=config.learner.workers,
-            offloads=offloads,
-        )
-        passes = memory.passes(config.learner.workers)
+        plan = memory.plan(room, PassRequest.of(config.learner, self._longest_rows))
+        passes = memory.passes
         if plan is not None and passes is not None:
             line += f" + passes {self._described(passes, plan)}"
             if plan.reduces_once:

@@ -87,12 +87,12 @@ def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     device = config.cluster.device
     if role == LEARNER:
-        workers, learner = config.learner.workers, config.learner_memory()
-        passes = learner and learner.passes(workers)
+        learner = config.learner_memory()
+        passes = learner and learner.passes
         budget = config.learner.token_budget or TOKEN_BUDGET[device]
         note = passes and passes.describe(budget, config.learner.gradient_checkpointing)
         copies = "with copies of teachers, " if config.frozen_in_learner() != 0 else ""
-        held = learner and learner.states(workers, offloads=False).held
+        held = learner and learner.states.held
         return held, f"{copies}and {note or 'activations'}"
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
         dtype = config.engine.dtype_on(device)

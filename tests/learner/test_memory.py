@@ -141,9 +141,10 @@ def parameters() -> int:
 def plan(workers: int, free: int, **asked: Any) -> PassPlan | None:
     """Qwen3-8B on so many GPUs with so much memory each."""
     memory = LearnerMemory(
-        config=QWEN3_8B, parameters=parameters(), query_norm=True, dtype="bfloat16", device="cuda:0"
-    )
-    return memory.plan(free, PassRequest(**asked), workers=workers, offloads=False)
+        config=QWEN3_8B, parameters=parameters(), query_norm=True, dtype="bfloat16",
+        device="cuda:0", workers=workers,
+    )  # fmt: skip
+    return memory.plan(free, PassRequest(**asked))
 
 
 def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
@@ -228,33 +229,35 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
         query_norm=isinstance(config, Qwen3Config),
         dtype="bfloat16",
         device="cuda",
+        workers=workers,
     )
     asked = PassRequest(longest_rows=rows)
-    passes = memory.passes(workers)
+    passes = memory.passes
     assert passes is not None
     assert passes.bytes(rows, checkpointing=True) / GIB == pytest.approx(needed_gib, rel=0.01)
     with refuses(ConfigError, "sampling.max_new_tokens") as refused:
-        memory.plan(ROOM, asked, workers=workers, offloads=False)
+        memory.plan(ROOM, asked)
     proposed = str(refused.value).partition(" Use ")[2].split(", or ")
     assert remedies <= set(proposed)
     for remedy in remedies:  # all of them hold
         settings = dict(setting.split("=") for setting in remedy.split())
         many, offloads = settings.get("learner.workers", workers), "offload_optimizer" in settings
-        assert memory.plan(ROOM, asked, workers=int(many), offloads=offloads)
+        assert replace(memory, workers=int(many), offloads=offloads).plan(ROOM, asked)
     for text in set(proposed) - remedies:  # beside 70 B there is room for no row at all
         shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
-        assert memory.plan(ROOM, shorter, workers=workers, offloads=False)
+        assert memory.plan(ROOM, shorter)
 
 
 def test_one_replica_may_have_room_where_two_have_none() -> None:
     one = LearnerMemory(
-        config=QWEN3_32B, parameters=int(32.76e9), query_norm=True, dtype="bfloat16", device="cuda"
-    )
+        config=QWEN3_32B, parameters=int(32.76e9), query_norm=True, dtype="bfloat16",
+        device="cuda", workers=16,
+    )  # fmt: skip
     two, asked = replace(one, replicas=2), PassRequest(longest_rows=17_408)
-    assert two.states(16, offloads=False) == one.states(8, offloads=False)
+    assert two.states == replace(one, workers=8).states
     with refuses(ConfigError, "sampling.max_new_tokens", names="learner.replicas=1"):
-        two.plan(ROOM, asked, workers=16, offloads=False)
-    assert one.plan(ROOM, asked, workers=16, offloads=False)
+        two.plan(ROOM, asked)
+    assert one.plan(ROOM, asked)
 
 
 def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
@@ -300,19 +303,19 @@ GPT_OSS_20B = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
     memory = LearnerMemory(
         config=GPT_OSS_20B, parameters=20_914_757_184, query_norm=False, dtype="bfloat16",
-        device="cuda",
+        device="cuda", workers=8,
     )  # fmt: skip
-    passes = memory.passes(8)
+    passes = memory.passes
     assert passes is not None
     assert passes.scores * 8192**2 == 8 * GIB  # 64 heads, 2 bytes
     long, short = (passes.bytes(16_384, checkpointing=True, row=row) for row in (16_384, 2048))
     assert (long - short) == 5 * (32 - 4) * GIB
     kept = passes.bytes(2048, checkpointing=False) - passes.bytes(2048, checkpointing=True)
     assert kept > 23 * 2 * GIB / 2, "two tensors of half a GiB of every layer but one"
-    plan = memory.plan(ROOM, PassRequest(longest_rows=4096), workers=8, offloads=False)
+    plan = memory.plan(ROOM, PassRequest(longest_rows=4096))
     assert plan is not None and plan.gradient_checkpointing and plan.token_budget == 8192
     with refuses(ConfigError, "sampling.max_new_tokens"):
-        memory.plan(ROOM, PassRequest(longest_rows=16_384), workers=8, offloads=True)
+        replace(memory, offloads=True).plan(ROOM, PassRequest(longest_rows=16_384))
     assert memory_of(QWEN3_8B, "bfloat16", 2).scores == 0
     capped = memory_of(FAMILIES["gemma2"].config(), "bfloat16", 2)
     assert capped.scores == 4 * 4, "a softmax in float32, of four heads"
@@ -327,9 +330,9 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     passes = plenty.worker.passes
     assert passes == PassPlan(4096, gradient_checkpointing=False)
     memory = LearnerMemory.of(tiny_pair.teacher, dtype="float32", device="cpu")
-    one_pass = memory and memory.passes(1)
+    one_pass = memory and memory.passes
     assert memory is not None and one_pass is not None
-    room = memory.states(1, offloads=False).held + one_pass.bytes(2048, checkpointing=True)
+    room = memory.states.held + one_pass.bytes(2048, checkpointing=True)
     monkeypatch.setattr("learner.memory.free_bytes", lambda device: room)
     short = Learner(config, str(tmp_path))
     assert short.worker.passes == PassPlan(2048, gradient_checkpointing=True)

@@ -399,9 +399,9 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:
     """The losses, on a machine with room for a pass, and for half of a model's gradients."""
-    memory = LearnerMemory.of(config.model, dtype=config.dtype, device="cpu")
+    memory = LearnerMemory.of(config.model, dtype=config.dtype, device="cpu", workers=group.size)
     assert memory is not None
-    passes, states = memory.passes(group.size), memory.states(group.size, offloads=False)
+    passes, states = memory.passes, memory.states
     assert passes is not None and config.learner.token_budget is not None
     of_pass = passes.bytes(config.learner.token_budget, checkpointing=False)
     each = states.beside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
