@@ -123,7 +123,6 @@ async def _measure(url: str, config: DecodingConfig, *, in_one_piece: bool) -> d
     engine = SglangEngine(
         client, server=None, model="made up", vocab_size=VOCAB_SIZE,
         context_length=PROMPT + config.tokens, dtype="float32", stops=None, weights=None,
-        seeded=False,
     )  # fmt: skip
     tokens_T = np.full(PROMPT + config.tokens, 7, np.int32)
     request = ScoreRequest(tokens_T=tokens_T, start=PROMPT, temperatures=(T, 1.0), top_k=config.k)

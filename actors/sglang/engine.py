@@ -114,7 +114,6 @@ class SglangEngine:
         dtype: compute precision.
         stops: tokens that end samples, and whether they count as one event; None: the server's own.
         weights: loads new weights; None for a server whose weights must not be replaced.
-        seeded: the server runs deterministically and respects each request's seed.
         mixture: shape of the model's mixture of experts, if the server returns routed experts.
         first_request_s: time in seconds that the server may be unresponsive during the first
             request of a kind.
@@ -124,14 +123,13 @@ class SglangEngine:
         self,
         client: SglangClient,
         *,
-        server: SglangServer | None,
         model: str,
-        vocab_size: int,
-        context_length: int,
-        dtype: str,
         stops: StopTokens | None,
-        weights: WeightSession | None,
-        seeded: bool,
+        server: SglangServer | None = None,
+        vocab_size: int = 0,
+        context_length: int = 0,
+        dtype: str = "float32",
+        weights: WeightSession | None = None,
         mixture: MixtureShape | None = None,
         first_request_s: float = 600.0,
     ) -> None:
@@ -144,7 +142,7 @@ class SglangEngine:
         self._stops = stops
         self._event = () if stops is None else stops.event
         self._weights = weights
-        self._seeded = seeded
+        self._seeded = False  # until /server_info is read at the end of the start
         self._mixture = mixture
         self._starting: asyncio.Task[None] | None = None
         self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call

@@ -47,17 +47,7 @@ class ExternalSglangEngine(SglangEngine):
             admin_api_key=None,
             deadline_s=request_deadline_s,
         )
-        super().__init__(
-            client,
-            server=None,
-            model=url,
-            vocab_size=0,
-            context_length=0,
-            dtype="float32",
-            stops=stops,
-            weights=None,
-            seeded=False,
-        )
+        super().__init__(client, model=url, stops=stops)  # `_introduce` asks for the rest
         self._introduction: asyncio.Task[None] | None = None
 
     async def _ready(self) -> None:

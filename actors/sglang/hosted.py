@@ -108,7 +108,6 @@ class HostedSglangEngine(SglangEngine):
                 partial(pushed_shapes, model_path),
                 bucket_bytes=push_bucket_bytes,
             ),
-            seeded=False,  # until /server_info is read at the end of the start
             mixture=mixture,
             first_request_s=start_deadline_s,
         )

@@ -122,7 +122,6 @@ def run(server: AdapterServer, story: Callable[[SglangEngine], Awaitable[None]])
             engine = SglangEngine(
                 client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
                 dtype="float32", stops=None, weights=WeightSession(client, "continue", dict),
-                seeded=False,
             )  # fmt: skip
             try:
                 await asyncio.wait_for(story(engine), 60)

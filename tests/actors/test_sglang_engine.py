@@ -59,7 +59,7 @@ def ask(
             )
             engine = SglangEngine(
                 client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
-                dtype="float32", stops=None, weights=None, seeded=False,
+                dtype="float32", stops=None, weights=None,
             )  # fmt: skip
             try:
                 return await asyncio.wait_for(call(engine), 30)

@@ -94,7 +94,7 @@ class Served:
         taken: Any = orders
         self.engine = SglangEngine(
             self.client, server=None, model=self.directories[0], vocab_size=VOCAB_SIZE,
-            context_length=CONTEXT, dtype="float32", stops=StopTokens(ids=(EOS,)), seeded=False,
+            context_length=CONTEXT, dtype="float32", stops=StopTokens(ids=(EOS,)),
             weights=WeightSession(taken, mode, partial(tensor_shapes, self.directories[0])),
         )  # fmt: skip
         return orders
