@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,28 +76,27 @@ _LASTING = {"max_restarts": -1, "max_task_retries": -1}
 _SHOWN = 8
 
 
+@dataclass(eq=False)
 class RolloutCast:
     """Factory of the actors of an opd or rl run, used again at each restart."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        inputs: RolloutInputs,
-        directory: RunDirectory,
-        placement: Places,
-    ) -> None:
-        self._config, self._inputs, self._directory = config, inputs, directory
-        self._placement = placement
-        self._make = maker(config)
-        self._engines = RunEngines(config, config.cluster.device, inputs.stops)
+    config: RolloutConfig
+    inputs: RolloutInputs
+    directory: RunDirectory
+    placement: Places
+
+    def __post_init__(self) -> None:
+        self._make = maker(self.config)
+        device = self.config.cluster.device
+        self._engines = RunEngines(self.config, device, self.inputs.stops)
 
     def _here(self) -> dict[str, Any]:
-        return {} if self._config.cluster.local else here()
+        return {} if self.config.cluster.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
         """The queue, on the driver's node beside `out/`; Ray restarts it from its journal."""
-        config = self._config
-        options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
+        config = self.config
+        options = {"name": self.directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
             groups_per_step=config.data.batch_size,
             max_staleness=config.queue.max_staleness,
@@ -109,23 +108,23 @@ class RolloutCast:
         )
         actor = self._make(
             GroupQueueActor, self._here() | options,
-            secrets.token_hex(8), self._directory.run_id, trained, settings,
-            str(self._directory.ledger),
+            secrets.token_hex(8), self.directory.run_id, trained, settings,
+            str(self.directory.ledger),
         )  # fmt: skip
         return GroupQueue(actor, timeout_s=config.cluster.no_progress_s)
 
     @property
     def queue_spec(self) -> ActorSpec:
-        by_ray = not self._config.cluster.local
+        by_ray = not self.config.cluster.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
     @property
     def evaluates(self) -> bool:
-        return len(self._inputs.held_out) > 0 and not self._config.only_keeps
+        return len(self.inputs.held_out) > 0 and not self.config.only_keeps
 
     def evaluator_spec(self) -> ActorSpec:
-        config, inputs = self._config, self._inputs
-        inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
+        config, inputs = self.config, self.inputs
+        inside = self.directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval.source or config.data.source)
 
         def create(_index: int, attempt: int) -> Any:
@@ -149,7 +148,7 @@ class RolloutCast:
 
     def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
         """Rollout workers. They get their engines by `update`, before they `run`."""
-        config, inputs = self._config, self._inputs
+        config, inputs = self.config, self.inputs
         dataset = EnvStream(
             inputs.train,
             group_size=config.sampling.group_size,
@@ -181,30 +180,30 @@ class RolloutCast:
                 runs_user_code=config.runs_user_code,
             )
             placed = config.rollout.cpus > 0
-            options = self._placement.options(ROLLOUT, index) if placed else self._here()
+            options = self.placement.options(ROLLOUT, index) if placed else self._here()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
             return self._make(RolloutActor, options, build, dataset, config.cluster.no_progress_s)
 
         if not config.rollout.cpus:
             return self._role(ROLLOUT, worker_title, create)
-        placed = partial(self._placement.ready, ROLLOUT)
+        placed = partial(self.placement.ready, ROLLOUT)
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
     @property
     def _models_to_ask(self) -> dict[str, str]:
         """The roles of the models that environments may ask, by the names they ask for."""
-        models = dict.fromkeys(self._config.env.asks, REFERENCE)
-        return models if self._config.reward_model is None else models | {REWARD_MODEL: REWARD}
+        models = dict.fromkeys(self.config.env.asks, REFERENCE)
+        return models if self.config.reward_model is None else models | {REWARD_MODEL: REWARD}
 
     def reward_specs(self) -> list[ActorSpec]:
         """The reward model, if the run has one: one for all rollout workers and evaluations."""
-        config = self._config
+        config = self.config
         path = config.reward_model
         if path is None:
             return []
 
         def create(index: int, attempt: int) -> Any:
-            options = self._placement.options(REWARD, index)
+            options = self.placement.options(REWARD, index)
             options |= {"name": self._name(REWARD.replace(" ", "-"), index, attempt)}
             return self._make(
                 deferred(EmbeddedRewardModel),
@@ -215,7 +214,7 @@ class RolloutCast:
                 threads=config.cluster.threads,
             )
 
-        placed = partial(self._placement.ready, REWARD)
+        placed = partial(self.placement.ready, REWARD)
         return [
             self._role(
                 REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed, model=path
@@ -226,11 +225,11 @@ class RolloutCast:
         """`model` is what the first ones start from; those restarted start as the student."""
         engines = self._engines
         settings = engines.evaluation if role == EVALUATION else engines.policy
-        return self._engine_spec(role, settings, self._config.model.path, first=model)
+        return self._engine_spec(role, settings, self.config.model.path, first=model)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
-        config, engines = self._config, self._engines
+        config, engines = self.config, self._engines
         scorers = [
             (role, engines.teacher, config.teacher_models()[name].model)
             for name, role in served_teachers(config).items()
@@ -249,14 +248,14 @@ class RolloutCast:
         """Engines of a model, by the settings for its path and a log; those that are not restarted
         start from `first`."""
 
-        sharers = turn_roles(self._config)
+        sharers = turn_roles(self.config)
         turns = len(sharers) if role in sharers else 1
 
         def engine(log_path: str, attempt: int) -> EngineConfig:
             return settings(model if attempt else first or model, log_path)
 
         def log_of(index: int) -> str:
-            return self._directory.log(f"{role.replace(' ', '-')}-{index}")
+            return self.directory.log(f"{role.replace(' ', '-')}-{index}")
 
         def start_is(index: int) -> str:
             if engine(log_of(index), 0).hosted:
@@ -266,17 +265,17 @@ class RolloutCast:
         def create(index: int, attempt: int) -> Any:
             made = engine(log_of(index), attempt)
             if turns > 1:
-                made = chz.replace(made, turn=str(self._directory.turn(index)))
-            options = self._placement.options(role, index)
+                made = chz.replace(made, turn=str(self.directory.turn(index)))
+            options = self.placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
             arguments = made.arguments()
             if made.nodes > 1:
                 arguments["address"] = node_address
             elif made.hosted:
                 start = partial(start_server, **_of_server(made))
-                arguments["server"] = early_on_all_gpus(self._placement, role, index, start)
+                arguments["server"] = early_on_all_gpus(self.placement, role, index, start)
             hosted = deferred(made.engine_class)
-            kind = hosted if self._config.cluster.local else with_mailbox(hosted)
+            kind = hosted if self.config.cluster.local else with_mailbox(hosted)
             return self._make(kind, options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
@@ -286,8 +285,8 @@ class RolloutCast:
             followers = {}
             for node in range(1, nodes):
                 name = f"{role.replace(' ', '-')}-{index}-node-{node}"
-                made = engine(self._directory.log(name), attempt)
-                options = self._placement.options(role, index, node)
+                made = engine(self.directory.log(name), attempt)
+                options = self.placement.options(role, index, node)
                 options |= {"name": self._name_of(name, attempt)}
                 follower = self._make(
                     SglangFollower, options, meeting_point, node, **_of_server(made)
@@ -301,7 +300,7 @@ class RolloutCast:
             create,
             heartbeat=health_call,
             follow=follow,
-            placed=partial(self._placement.ready, role),
+            placed=partial(self.placement.ready, role),
             gated=True,
             start_is=start_is,
             model=model,
@@ -323,7 +322,7 @@ class RolloutCast:
             title=title,
             create=create,
             heartbeat=heartbeat,
-            start_deadline_s=self._config.cluster.start_deadline_of(model),
+            start_deadline_s=self.config.cluster.start_deadline_of(model),
             **changes,
         )
 
@@ -332,7 +331,7 @@ class RolloutCast:
 
     def _name_of(self, member: str, attempt: int) -> str:
         again = f"-again-{attempt}" if attempt else ""
-        return self._directory.actor_name(f"{member}{again}")
+        return self.directory.actor_name(f"{member}{again}")
 
     def learners(
         self,
@@ -348,7 +347,7 @@ class RolloutCast:
         Args:
             policies, teachers: engines that it pushes weights to; of teachers that follow them.
         """
-        config, device = self._config, self._config.cluster.device
+        config, device = self.config, self.config.cluster.device
         if config.only_keeps:
             return self._keeper(resume_from, queue, attempt)
         probe_every, prove_every = config.verify.of_pushes(device)
@@ -356,7 +355,7 @@ class RolloutCast:
             choice=config.weights.transport,
             served=config.engine.kind_on(device) == "sglang",
             device=device,
-            directory=str(self._directory.path / "weights"),
+            directory=str(self.directory.path / "weights"),
             model=config.model.path,
             temperature=config.sampling.temperature,
             learner_dtype=choose_dtype(config.learner.dtype, device),
@@ -366,21 +365,21 @@ class RolloutCast:
             nodes=self._engines.policy(config.model.path, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
-        learner_config = config.policy_learner(resume_from, self._inputs.stops)
+        learner_config = config.policy_learner(resume_from, self.inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:
             learner_config = by_turns(learner_config, config)
         if config.learner_takes_turns:
             gpus = parallelism(config.policy.server_flags).gpus
             turns = [
-                str(self._directory.turn(rank // gpus)) for rank in range(config.learner.workers)
+                str(self.directory.turn(rank // gpus)) for rank in range(config.learner.workers)
             ]
             learner_config = chz.replace(learner_config, gpu_turns=turns)
         return policy_learners(
             config,
             learner_config,
-            self._inputs,
-            self._directory,
-            self._placement,
+            self.inputs,
+            self.directory,
+            self.placement,
             resume_from,
             attempt,
             source=queue,
@@ -390,7 +389,7 @@ class RolloutCast:
     def _keeper(
         self, resume_from: Checkpoint | None, queue: GroupQueue, attempt: int
     ) -> LearnerActors:
-        config, directory = self._config, self._directory
+        config, directory = self.config, self.directory
         keeper = self._make(
             Keeper,
             self._here()
@@ -400,7 +399,7 @@ class RolloutCast:
             directory=directory,
             rollouts=rollout_log(config, directory),
             teacher_weights=teacher_weights(config),
-            stop_event=self._inputs.stops.event,
+            stop_event=self.inputs.stops.event,
             resume_from=resume_from,
         )
         return LearnerActors(leader=keeper, followers=[], meeting_point=None)

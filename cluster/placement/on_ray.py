@@ -1,24 +1,18 @@
-"""Ray for a run, and room on its cluster for every actor. A local run does not import this."""
+"""Room on a Ray cluster for every actor of a run. A local run does not import this."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles.node import node_id
-from cluster.placement.connect import connect
 from cluster.placement.placement_groups import Placement
 from cluster.placement.prefetch import prefetch
-from cluster.placement.roles import LEARNER, colocated, cpus_here, model_paths, placed_roles
+from cluster.placement.roles import LEARNER, colocated, model_paths, placed_roles
 from cluster.placement.shared_storage import require_same_directory, require_visible
 from cluster.run_files.run_directory import RunDirectory
-
-
-def connected_to_ray(config: CommonConfig, namespace: str) -> AbstractContextManager[None]:
-    """Ray, as `connect` gives it, with CPUs for every actor of the run."""
-    return connect(namespace, cpus_here(config))
 
 
 @contextmanager

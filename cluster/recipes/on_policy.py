@@ -106,10 +106,7 @@ def _parts(
     holds_base = config.only_keeps or config.weights.transport == "adapter"
     start = None if holds_base else resume_from
     fleet = Fleet(
-        config=config,
         cast=RolloutCast(config, inputs, directory, places),
-        placement=places,
-        directory=directory,
         signals=context.signals,
         handshake=RunHandshake(config, inputs, directory, context.console, say),
         say=say,

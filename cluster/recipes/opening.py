@@ -14,7 +14,7 @@ from actors.hub import fetch_missing
 from cluster.base.outcomes import Diverged, Interrupted, RunFailed
 from cluster.config.common import CommonConfig
 from cluster.placement.places import LocalPlaces, Places
-from cluster.placement.roles import model_paths
+from cluster.placement.roles import cpus_here, model_paths
 from cluster.recipes.context import RunContext
 from cluster.recipes.observer import present_observer
 from cluster.recipes.plan import RunPlan
@@ -51,9 +51,9 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
     """Connection to Ray in a namespace of this run; none for a local run, which may lack Ray."""
     if config.cluster.local:
         return nullcontext()
-    from cluster.placement.on_ray import connected_to_ray
+    from cluster.placement.connect import connect
 
-    return connected_to_ray(config, f"isotherm-{os.getpid()}-{time.time_ns()}")
+    return connect(f"isotherm-{os.getpid()}-{time.time_ns()}", cpus_here(config))
 
 
 @contextmanager

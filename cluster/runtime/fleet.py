@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from cluster.base.outcomes import LearnerLost, RunFailed
-from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
@@ -30,7 +29,6 @@ from cluster.handles.failures import reason_of
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import LearnerActors
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
-from cluster.placement.places import Places
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
@@ -46,7 +44,6 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.scoring import read_scoring
 from cluster.run_files.certificate import certificate
-from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission
 from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Signals
@@ -82,10 +79,7 @@ class Fleet(LearnerAlone):
     def __init__(
         self,
         *,
-        config: RolloutConfig,
         cast: RolloutCast,
-        placement: Places,
-        directory: RunDirectory,
         signals: Signals,
         handshake: RunHandshake,
         say: Callable[[str], None],
@@ -93,16 +87,17 @@ class Fleet(LearnerAlone):
         start_model: str,
         found: Callable[[Finding], None],
     ) -> None:
+        config = cast.config
         super().__init__(
             config,
-            placement,
+            cast.placement,
             self._make_learners,
-            directory,
+            cast.directory,
             signals,
             say,
             buried=self._when_buried,
         )
-        self._config, self._placement, self._cast = config, placement, cast
+        self._config, self._placement, self._cast = config, cast.placement, cast
         self._handshake, self._found = handshake, found
         self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
@@ -121,12 +116,7 @@ class Fleet(LearnerAlone):
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
-            self,
-            self.queue,
-            config,
-            self.frozen,
-            found=found,
-            trusted=self._trust,
+            self, self.queue, config, self.frozen, found=found, trusted=self._trust
         )
         self.admission = Admission(
             self,
@@ -143,12 +133,7 @@ class Fleet(LearnerAlone):
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._working = False
         self._epoch = 0
-        self.scaling = Scaling(
-            self,
-            directory,
-            say,
-            steps_in_flight=config.steps_in_flight,
-        )
+        self.scaling = Scaling(self, cast.directory, say, steps_in_flight=config.steps_in_flight)
         self._watchdog = Watchdog(
             self.queue.expire_now, self._bury, say, config.cluster.no_progress_s
         )
