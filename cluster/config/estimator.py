@@ -63,12 +63,13 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     reverse = config.objective.divergence == "reverse_kl"
     if not config.objective.kl_coef:
         return "sampled", "the teacher is known by the sampled token alone (kl_coef=0)"
-    if config.objective.kl_discount_factor:
+    teachers = config.teacher_models()
+    has_heads = all(teacher.head is not None for teacher in teachers.values())
+    if config.objective.kl_discount_factor and reverse and not has_heads:
         return "sampled", "kl_discount_factor is of sampled terms"
     if config.teacher_moves:
         return "full", "the teacher is the learner's own model, which has its distribution anyway"
-    teachers = config.teacher_models()
-    if all(teacher.head is not None for teacher in teachers.values()):
+    if has_heads:
         return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
     models = [teacher.model for teacher in teachers.values()]
     served = {

@@ -276,7 +276,7 @@ class ObjectiveConfig:
                 "reference_kl_coef, or leave it out",
                 field="objective.kl_discount_factor",
             )
-        if self.estimator not in ("sampled", AUTO):
+        if self.estimator not in ("sampled", AUTO) or self.divergence != "reverse_kl":
             raise ConfigError(
                 f"{given} needs estimator=sampled, or a reference_kl_coef: a divergence of whole "
                 "distributions has no future terms",
@@ -388,6 +388,11 @@ class OpdObjective(ObjectiveConfig):
             raise ConfigError(
                 f"estimator={self.estimator} changes nothing with kl_coef=0; leave it out",
                 field="objective.estimator",
+            )
+        if self.kl_coef == 0 and self.divergence != "reverse_kl":
+            raise ConfigError(
+                f"divergence={self.divergence} changes nothing with kl_coef=0; leave it out",
+                field="objective.divergence",
             )
 
     def check_weighing(self, bonuses: bool) -> None:

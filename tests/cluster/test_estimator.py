@@ -62,8 +62,15 @@ def test_one_that_does_not_is_asked_at_likely_tokens(opd: NewOpd) -> None:
         assert re.search(r"take \S+ \w+ of 0.7 MiB that cpu has for them: it is asked", line)
 
 
-def test_future_terms_are_of_samples(opd: NewOpd) -> None:
-    assert chosen(opd(estimator="auto", kl_discount_factor=0.5))[0] == "sampled"
+def test_future_terms_are_of_samples(opd: NewOpd, tiny_pair: TinyPair) -> None:
+    settings: dict[str, Any] = {"estimator": "auto", "kl_discount_factor": 0.5}
+    assert chosen(opd(**settings))[0] == "sampled"
+    of_reference = settings | {"reference": tiny_pair.student, "reference_kl_coef": 0.1}
+    assert chosen(opd(**of_reference, divergence="jsd"))[0] == "full"
+    heads = {"teacher": URL, "teacher.head": tiny_pair.teacher}
+    assert chosen(opd(**of_reference, **heads))[0] == "full"
+    with refuses(ConfigError, "objective.kl_discount_factor"):
+        with_estimator(opd(**settings, **heads))
 
 
 def test_vocabularies_of_other_sizes(opd: NewOpd, tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
         {"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
     ),
     ("kl_discount_factor", {"kl_coef": 0.0, "kl_discount_factor": 0.5}),
+    (
+        "kl_discount_factor",
+        {"estimator": "auto", "divergence": "jsd", "kl_discount_factor": 0.5},
+    ),
 ]
 
 
@@ -112,6 +116,8 @@ def test_the_tail_is_sampled_where_that_is_unbiased(
 def test_a_distillation_needs_its_teacher() -> None:
     with refuses(ConfigError, "objective.kl_coef"):
         OpdObjective(kl_coef=0.0, reward_coef=1.0)
+    with refuses(ConfigError, "objective.divergence"):
+        OpdObjective(kl_coef=0.0, hint_bonus_coef=1.0, divergence="jsd")
 
 
 WHOLE: list[dict[str, Any]] = [
