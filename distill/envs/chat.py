@@ -23,7 +23,7 @@ from distill.chat.tool_formats import ToolFormat
 from distill.engine import Sample, SamplingModel
 from distill.envs.base import Env, StepResult
 from distill.rewards.verdict import LONGEST_WORDS
-from distill.text.condense import Condenser, condense_history
+from distill.text.condense import Condenser, TooLongToCondense, condense_history
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
 from distill.tools.read_block import Blocks, ReadBlock
@@ -311,11 +311,14 @@ class ChatEnv(Env):
             return None
         if self._setting.condensing is None:
             return StopReason.LENGTH
-        await self._condense()
+        try:
+            await self._condense()
+        except TooLongToCondense:  # a tool's answer, say
+            return StopReason.LENGTH
         return None
 
     async def _condense(self) -> None:
-        """Raises DataError where what must stay is too long already."""
+        """Raises TooLongToCondense where what must stay is too long already."""
         condensing = self._setting.condensing
         if condensing is None:
             return  # the engine refuses a prompt without room for an answer

@@ -33,7 +33,7 @@ from distill.envs.chat import (
     MessageEnv,
     offered_tools,
 )
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DataError
 from distill.libraries import require_library
 from distill.rules import above, at_least, needs, setting
 from distill.sampling import EvalSampling
@@ -399,7 +399,7 @@ class ChatEnvConfig(ChatConfig):
             if chat.condensing is None:
                 require_room(what, length, chat, setting.max_new_tokens)
             elif length >= chat.limits.max_tokens:
-                asyncio.run(_condensed(problem.make(), chat, chat.condensing))
+                asyncio.run(_condensed(what, problem.make(), chat, chat.condensing))
         unnamed = any(not problem.teacher for problem in problems_P)
         return ChatDataset(
             problems_P,
@@ -441,13 +441,20 @@ class ChatEnvConfig(ChatConfig):
             )
 
 
-async def _condensed(env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
-    """Raise DataError if an episode's initial messages cannot be condensed."""
+async def _condensed(what: str, env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
+    """Raise ConfigError if an episode's initial messages cannot be condensed."""
     # Only the part that must be kept can be too long, and it is the same for every condenser.
     keywords = KeywordCondenser(tokenizer=chat.tokenizer)
     by_keywords = replace(condensing, condenser=partial(_given, keywords))
     schemas = [tool.schema for tool in offered_tools(env, chat)]
-    await by_keywords(env.initial_messages(), chat.tokenizer, schemas, {})
+    try:
+        await by_keywords(env.initial_messages(), chat.tokenizer, schemas, {})
+    except DataError as error:
+        raise ConfigError(
+            f"{what} begins with more than env.max_tokens={chat.limits.max_tokens} tokens, and "
+            f"env.condense_to={condensing.max_tokens} cannot hold them condensed: {error}",
+            field="env.condense_to",
+        ) from error
 
 
 def first_length(env: MessageEnv, chat: ChatSetting) -> int:

@@ -238,7 +238,15 @@ class Reading(ChatEnvConfig):
         self, row: Mapping[str, Any], number: int, wording: Wording, setting: EnvContext
     ) -> MessageProblem:
         question, text = check_text(row, "question"), check_text(row, "document")
-        room = self.part_tokens or self._room(question, wording, setting)
+        room = self.part_tokens
+        if room is None or self.by != MODEL:  # else the first part's turn is checked
+            most = self._room(question, wording, setting)
+            if (room := room or most) > most:
+                raise DataError(
+                    f"env.part_tokens={room} is more than the {most} tokens that fit beside the "
+                    "question and a turn; lower it",
+                    field="env.part_tokens",
+                )
         document = Document(
             parts=tuple(
                 chunk.text

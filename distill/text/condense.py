@@ -266,6 +266,10 @@ class ModelCondenser:
         return render_text(self.tokenizer, f"{prompt}\n\nSummary:\n")
 
 
+class TooLongToCondense(DataError):
+    """Error of a history of which more must stay than the budget allows."""
+
+
 async def condense_history(
     messages: Sequence[Message],
     *,
@@ -286,8 +290,8 @@ async def condense_history(
     that there are for the summary; the list stands behind it.
 
     Raises:
-        DataError: what must stay exceeds `max_tokens`; the template refuses the messages; or as of
-            the condenser.
+        TooLongToCondense: what must stay exceeds `max_tokens`, or leaves too little for a summary.
+        DataError: the template refuses the messages.
     """
 
     def num_tokens(given: Sequence[Message]) -> int:
@@ -300,7 +304,7 @@ async def condense_history(
     head, middle, tail = _parted(messages, keep_last)
     fixed = num_tokens([*head, _summary_message(""), *tail]) if middle else total
     if fixed > max_tokens:
-        raise DataError(
+        raise TooLongToCondense(
             f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is: a "
             f"system prompt of {_content_tokens(tokenizer, head)}, the last {len(tail)} messages "
             f"with {_content_tokens(tokenizer, tail)}, and what the template adds; give more "
@@ -318,7 +322,7 @@ async def condense_history(
         try:
             summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
         except DataError as error:
-            raise DataError(
+            raise TooLongToCondense(
                 f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is "
                 f"and what a summary of the rest needs ({error})",
                 field="max_tokens",

@@ -435,10 +435,21 @@ def test_a_prompt_that_leaves_no_room_is_refused(tokenizer: PreTrainedTokenizerB
 def test_what_must_stay_is_longer_than_the_budget(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    with refuses(DataError, "max_tokens"):
+    with refuses(ConfigError, "env.condense_to"):
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
             None, setting(tokenizer, max_new_tokens=40)
         )
+
+
+def test_a_message_too_long_to_condense_ends_the_episode(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    dataset = Echoes(max_tokens=100, condenser="keywords", condense_to=40, keep_last=1)(
+        None, setting(tokenizer)
+    )
+    [episode] = play(dataset, Scripted(tokenizer, ["7" * 44] * 3))
+    assert len(episode.turns) == 1 and episode.stop_reason is StopReason.LENGTH
+    assert episode.reward == 1.0 - 10.0 and episode.metrics["condensed"] == 0
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_words_for_models_that_were_not_taught_the_task(
         ({"context_length": 24}, DataError, None),
         ({"max_turns": 2}, DataError, "document"),
         ({"part_tokens": 0}, ConfigError, "env.part_tokens"),
+        ({"part_tokens": 64, "by": "keywords"}, DataError, "env.part_tokens"),
         ({"by": "keyword"}, ConfigError, "env.by"),
     ],
 )
