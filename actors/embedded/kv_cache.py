@@ -23,7 +23,7 @@ from distill.models.shared_prefix import (
 from distill.routing import ExpertArray
 
 _FIRST_ROWS = 32
-_FIRST_COLUMNS = 64
+_FIRST_COLUMNS = 8
 
 
 @dataclass(slots=True, eq=False)
