@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -25,6 +26,9 @@ from distill.types import Segment, StopReason, TokenArray, Trajectory, Trajector
 # Entered before an environment's or a reward's code runs, and left after it. Several of a group may
 # be in it at once.
 UserCode = Callable[[], AbstractAsyncContextManager[None]]
+
+# Computes a member's seed. Members that start from one prompt are sampled by the seed of the first.
+Seed = Callable[[], int]
 
 # Beyond, the sum of a few is no finite number.
 _LARGEST_METRIC = 1e100
@@ -194,7 +198,7 @@ async def play_group(
     """
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
-    seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
+    seeds_G = [partial(_mix, seed, group_id, member) for member in range(len(envs_G))]
     session = f"{seed}-{group_id}"
 
     async def play(member: int, first: tuple[TokenArray, Sample] | None) -> Episode:
@@ -219,8 +223,9 @@ async def play_group(
 
 
 async def _close(envs_G: Sequence[Env]) -> None:
-    """Closes all, to the end: who gives the group up meanwhile waits for it."""
-    closing = asyncio.gather(*(env.close() for env in envs_G))
+    """Closes all that hold something, to the end: who gives the group up meanwhile waits for it."""
+    holding = [env for env in envs_G if type(env).close is not Env.close]
+    closing = asyncio.gather(*(env.close() for env in holding))
     try:
         await asyncio.shield(closing)
     except asyncio.CancelledError:
@@ -259,7 +264,7 @@ async def _first_turns(
     policy: SamplingModel,
     envs_G: Sequence[Env],
     sampling: Sampling,
-    seeds_G: Sequence[int],
+    seeds_G: Sequence[Seed],
     session: str,
     user_code: UserCode,
 ) -> list[tuple[TokenArray, Sample] | None]:
@@ -280,7 +285,7 @@ async def _first_turns(
             prompt_tokens_T=observations[members[0]],
             sampling=sampling,
             num_samples=len(members),
-            seed=seeds_G[members[0]],
+            seed=seeds_G[members[0]](),
             session=session,
         )
         for members in members_by_prompt.values()
@@ -323,21 +328,21 @@ async def _play(
     env: Env,
     first: tuple[TokenArray, Sample] | None,
     sampling: Sampling,
-    seed: int,
+    seed: Seed,
     session: str,
     user_code: UserCode,
 ) -> Episode:
     """Plays one episode, from its first sample where there is one, to its end."""
     if isinstance(env, AskingEnv):
         async with user_code():
-            return await env.play(_EpisodePolicy(policy, sampling, seed, session))
+            return await env.play(_EpisodePolicy(policy, sampling, seed(), session))
 
     async def sample_after(observation_T: TokenArray) -> Sample:
         request = GenerateRequest(
             prompt_tokens_T=observation_T,
             sampling=sampling,
             num_samples=1,
-            seed=_mix(seed, len(turns)),
+            seed=_mix(seed(), len(turns)),
             session=session,
             known=_known(turns, observation_T),
         )
