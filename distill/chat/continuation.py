@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distill.chat.template import encode_chat
-from distill.chat.token_text import decode
+from distill.chat.token_text import decode, end_of_prompt
 from distill.errors import DataError
 from distill.types import TokenArray
 
@@ -98,8 +98,8 @@ def added_text(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, tokens_T: TokenArray
 ) -> str | None:
     """Text that the tokens add to that of those before; None if they change the latter."""
-    near = before_T[-_NEIGHBOURS:].tolist()
-    before, both = decode(tokenizer, near), decode(tokenizer, [*near, *tokens_T.tolist()])
+    before = end_of_prompt(tokenizer, before_T, _NEIGHBOURS)
+    both = decode(tokenizer, [*before_T[-_NEIGHBOURS:].tolist(), *tokens_T.tolist()])
     return both[len(before) :] if both.startswith(before) else None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from distill.chat.continuation import added_text
 from distill.chat.thinking import Response, thinking_marks
-from distill.chat.token_text import decode
+from distill.chat.token_text import decode, end_of_prompt
 from distill.engine import Sample
 from distill.types import StopReason, TokenArray
 
@@ -37,5 +37,5 @@ def read_response(
 ) -> Response:
     """The response to a prompt, split at its thinking by the marks of the chat template."""
     marks = thinking_marks(tokenizer)
-    opening = marks.opening(decode(tokenizer, prompt_T[-_LONGEST_MARK:]))
+    opening = marks.opening(end_of_prompt(tokenizer, prompt_T, _LONGEST_MARK))
     return marks.response(response_text(tokenizer, prompt_T, sample), opening)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,16 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) 
             np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
     )
+
+
+@lru_cache(maxsize=256)
+def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes) -> str:
+    return decode(tokenizer, np.frombuffer(ids, np.int32))
+
+
+def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, tokens: int) -> str:
+    """The text of a prompt's last tokens, remembered: the members of a group share their prompt."""
+    return _end(tokenizer, prompt_T[-tokens:].astype(np.int32).tobytes())
 
 
 def token_spans(
