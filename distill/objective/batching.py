@@ -186,7 +186,7 @@ class TrainingRow:
 
     @property
     def num_trained(self) -> int:
-        return int(self.loss_mask_T.sum())
+        return int(np.count_nonzero(self.loss_mask_T))
 
     @property
     def context_key(self) -> bytes:

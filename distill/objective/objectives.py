@@ -244,6 +244,8 @@ def _with_reference(
 
 def _to_the_end(parts: Sequence[FloatArray], discount: float) -> list[FloatArray]:
     """Discounted sums, each to the end of the last of the arrays; one array for each."""
+    if not discount:
+        return list(parts)
     ends = np.cumsum([len(part_N) for part_N in parts])[:-1]
     return np.split(discounted_future_sum(np.concatenate(parts), discount), ends)
 
