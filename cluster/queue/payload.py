@@ -231,14 +231,17 @@ def open_parts(
     calls.wait(states, num_returns=len(states), timeout=timeout_s)
     for at, of_part in columns.items():
         try:
-            opened[at] = others[at], _with_states(of_part.trajectories(), timeout_s)
+            opened[at] = others[at], _with_states(of_part, timeout_s)
         except (errors.ObjectLostError, errors.RayActorError) as error:
             lost[at[0]] = first_line(error)
     return opened, lost
 
 
-def _with_states(trajectories: Sequence[Trajectory], timeout_s: float) -> Sequence[Trajectory]:
-    """The trajectories with hidden states in place of references to them."""
+def _with_states(columns: GroupColumns, timeout_s: float) -> Sequence[Trajectory]:
+    """The trajectories, with hidden states in place of references to them."""
+    trajectories = columns.trajectories()
+    if not any(map(calls.in_store, _states_of([columns]))):
+        return trajectories
 
     def fetched(segment: Segment) -> Segment:
         if not calls.in_store(segment.teacher_states):
