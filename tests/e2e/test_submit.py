@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from actors.sglang.installed import sglang_installed
 from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments, trained_groups
 from tests.e2e.ray_head import Head, ray_head
@@ -64,8 +65,13 @@ def summary(out: Path) -> dict:
 def test_two_jobs_at_once_train_stream_their_steps_and_are_not_done_twice(
     head: Head, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
+    """One with engines in its actors, and one with servers of its own where SGLang is installed."""
     outs = [tmp_path / name for name in ("one", "two")]
-    jobs = [submit(head, *opd_arguments(tiny_pair, out, steps=3)) for out in outs]
+    engines = ["embedded", "sglang" if sglang_installed() else "embedded"]
+    jobs = [
+        submit(head, *opd_arguments(tiny_pair, out, steps=3, engine=engine))
+        for out, engine in zip(outs, engines, strict=True)
+    ]
     for job, out in zip(jobs, outs, strict=True):
         code, output = output_of(job)
         assert code == 0, output
