@@ -300,8 +300,9 @@ class Reading(ChatEnvConfig):
         if room < 1:
             raise DataError(
                 f"the question and its instructions take {fixed} tokens, notes and turn "
-                f"{notes + setting.max_new_tokens}, of {limit}: no room is left for the document; "
-                "lower max_new_tokens, or give a model with a longer context"
+                f"{notes + setting.max_new_tokens}, of {limit} (env.max_tokens or the models' "
+                "context): no room is left for the document; lower max_new_tokens, raise "
+                "env.max_tokens, or give a model with a longer context"
             )
         return room
 
