@@ -56,6 +56,7 @@ from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig, OpdObjective
+from distill.rules import get
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
@@ -162,12 +163,13 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
     read.require_columns()
-    if config.eval.engines and not len(held_out):
-        raise ConfigError(
-            f"eval.engines={config.eval.engines} have nothing to evaluate: no problem is held out; "
-            "give eval.source=, or leave it out",
-            field="eval.engines",
-        )
+    for name in ("eval.engines", "checkpoint.keep_best"):
+        if (value := get(config, name)) and not len(held_out):
+            raise ConfigError(
+                f"{name}={value}: nothing is evaluated, because no problem is held out; give "
+                "eval.source=, or a larger eval.size of more prompts, or leave it out",
+                field=name,
+            )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
     if config.sft.data is not None:
@@ -513,8 +515,10 @@ def _hold_out(
 
 
 def _held_out_number(size: float, total: int, most: int) -> int:
-    """Number of problems that `eval.size` stands for: below 1 a share of `total`."""
-    return round(size * total) if size < 1 else min(int(size), most)
+    """Number of problems that `eval.size` stands for: below 1 a share of `total`, one at least."""
+    if size >= 1:
+        return min(int(size), most)
+    return max(1, round(size * total)) if size else 0
 
 
 def _prompt_keys(source: int, problems: EnvDataset, group_size: int) -> list[Hashable]:

@@ -129,6 +129,7 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
     assert len({tuple(held_out(seed=seed)) for seed in range(5)}) > 1
     assert len(held_out(eval_size=1)) == 1
     assert len(held_out(eval_size=0.25)) == 5
+    assert len(held_out(eval_size=0.01)) == 1
 
 
 def test_rows_of_one_prompt_are_held_out_together(opd: NewOpd, prompts) -> None:
@@ -150,10 +151,15 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
     ]
 
 
-def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("eval.engines", 1), ("checkpoint.keep_best", "eval/eos_share")]
+)
+def test_what_is_about_evaluations_needs_held_out_problems(
+    opd: NewOpd, prompts, name: str, value: object
+) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
-    with refuses(ConfigError, "eval.engines", names="eval.engines=1"):
-        check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
+    with refuses(ConfigError, name, names=f"{name}={value}"):
+        check_rollout(opd(**{"prompts": few, "eval_every": 2, name: value}))
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
