@@ -29,7 +29,7 @@ from distill.envs.base import EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
-from distill.rules import at_least, needs, setting
+from distill.rules import IN_MEMORY, at_least, needs, setting
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.stops import StopTokens
@@ -86,6 +86,7 @@ class KlSamplingSettings(LengthSettings):
     )
     group_size: int = setting(
         at_least(1),
+        IN_MEMORY,
         needs("teacher.model"),
         default=4,
         doc="samples per prompt for the KL towards teacher=",

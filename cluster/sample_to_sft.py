@@ -69,7 +69,7 @@ from distill.rewards.registry import (
     check_answers,
     judge,
 )
-from distill.rules import above, at_least, at_most, ends_in, needs, setting
+from distill.rules import IN_MEMORY, above, at_least, at_most, ends_in, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, Section, section_field
 from distill.tokenizer import load_tokenizer
@@ -124,6 +124,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
     top_p: float = setting(above(0), at_most(1), default=1.0, doc="top-p of the samples; 1: off")
     samples: int = setting(
         at_least(1),
+        IN_MEMORY,
         needs("temperature", remedy="all samples would be the same; give a temperature above 0"),
         default=1,
         doc="responses per prompt",

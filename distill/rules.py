@@ -175,6 +175,10 @@ def _bound(
     )
 
 
+# The value is a number of objects that are in memory at once, such as samples of a prompt.
+IN_MEMORY: Final = at_most(1_000_000, "each takes memory of its own")
+
+
 def one_of(*choices: str, or_own: bool = False) -> Rule:
     """The value is one of the names, or with `or_own` a custom `package.module:function`."""
     return Rule(

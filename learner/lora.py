@@ -307,7 +307,11 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 
 
 def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
-    """LoraConfig's fields of a fresh adapter. Raises ConfigError: a target is none of the model."""
+    """LoraConfig's fields of a fresh adapter.
+
+    Raises:
+        ConfigError: a target is none of the model, or the rank is above the model's width.
+    """
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = model.get_output_embeddings()
     adaptable = {name for name in linears if model.get_submodule(name) is not head}
@@ -329,6 +333,12 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
                 field="lora.targets",
             )
     assert settings.rank is not None
+    if settings.rank > (width := model.config.get_text_config().hidden_size):
+        raise ConfigError(
+            f"lora.rank={settings.rank} must be at most {width}, the width of "
+            f"{model.name_or_path!r}: no change of its matrices has a higher rank",
+            field="lora.rank",
+        )
     alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
     return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
 

@@ -32,7 +32,7 @@ from distill.data.prompts import teacher_named
 from distill.envs.base import EnvContext
 from distill.errors import ConfigError
 from distill.json_values import read_object
-from distill.rules import at_least, readable_as, setting
+from distill.rules import IN_MEMORY, at_least, readable_as, setting
 from distill.sandbox.guard import guarded, lifeline
 
 # What this was written for, and run with.
@@ -137,7 +137,10 @@ class Verifiers(AgentLimits):
         '{"agent": {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}}',
     )
     problems: int | None = setting(
-        at_least(1), default=None, doc="its first problems alone; needed where they have no end"
+        at_least(1),
+        IN_MEMORY,
+        default=None,
+        doc="its first problems alone; needed where they have no end",
     )
 
     def check_here(self) -> None:

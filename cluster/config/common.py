@@ -69,6 +69,7 @@ class MachineSettings:
     )
     threads: int = setting(
         at_least(1),
+        at_most(4096, "more than the cores of a machine are of no use"),
         default=1,
         doc="torch threads of each engine and of the learner on a CPU",
         metadata=MAY_CHANGE,

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import chz
 
+from cluster.config.pools import MOST_ACTORS
 from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
-from distill.rules import above, at_least, at_most, needs, not_with, setting
+from distill.rules import IN_MEMORY, above, at_least, at_most, needs, not_with, setting
 from distill.sampling import EvalSampling, TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, with_default
 
@@ -51,7 +52,9 @@ class SamplingSettings(LengthSettings, TemperatureSettings):
 
     section: ClassVar[Section] = Section.SAMPLING
 
-    group_size: int = setting(at_least(1), default=4, doc="samples per prompt", metadata=ESSENTIAL)
+    group_size: int = setting(
+        at_least(1), IN_MEMORY, default=4, doc="samples per prompt", metadata=ESSENTIAL
+    )
 
     def train(self) -> TrainSampling:
         """Sampling of rollouts that are trained on."""
@@ -81,6 +84,7 @@ class DecoderSettings:
     )
     samples: int = setting(
         at_least(1),
+        IN_MEMORY,
         needs("eval.temperature", remedy="greedy decoding gives the same response again"),
         default=1,
         doc="responses per prompt in evaluations; several give pass@k and a majority vote, and "
@@ -152,6 +156,7 @@ class EvalSettings(DecoderSettings, HeldOutSettings):
     )
     engines: int = setting(
         at_least(0),
+        at_most(MOST_ACTORS, "each is an actor"),
         needs("eval.every", remedy="give eval.every=, or leave it out"),
         default=0,
         doc="policy engines reserved for the evaluations of every eval.every steps, which then run "

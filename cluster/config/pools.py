@@ -13,6 +13,8 @@ from distill.records import OnStale
 from distill.rules import above, at_least, not_with, only_for, readable_as, setting
 from distill.settings import MAY_CHANGE, Section
 
+# Most actors of a pool; Ray is made for tens of thousands of actors in a cluster.
+MOST_ACTORS = 10_000
 # Steps between two canaries, by default.
 CANARY_STEPS = 10
 
@@ -84,7 +86,8 @@ class PoolSize(NamedTuple):
         """Parse a number, or a range such as 2..8.
 
         Raises:
-            ValueError: it is neither, or the smallest size is below 1 or above the largest.
+            ValueError: it is neither, or the smallest size is below 1 or above the largest, or the
+                largest above `MOST_ACTORS`.
         """
         first, _, last = str(text).partition("..")
         if not (first.isdecimal() and (last or first).isdecimal()):
@@ -92,6 +95,8 @@ class PoolSize(NamedTuple):
         size = cls(int(first), int(last or first))
         if not 1 <= size.smallest <= size.largest:
             raise ValueError("the smallest size is at least 1, and the largest not below it")
+        if size.largest > MOST_ACTORS:
+            raise ValueError(f"it is at most {MOST_ACTORS}: each is an actor")
         return size
 
     def check_place(self, name: str, cluster: ClusterSettings) -> None:

@@ -13,7 +13,7 @@ from distill.data.sources import Source, parse_sources
 from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import above, at_least, get, needs, setting
+from distill.rules import IN_MEMORY, above, at_least, get, needs, setting
 from distill.settings import ESSENTIAL, Section, flagged
 
 # Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
@@ -64,7 +64,11 @@ class StepPromptSettings(PromptSettings):
     section: ClassVar[Section] = Section.MODEL
 
     batch_size: int = setting(
-        at_least(1), default=32, doc="prompts (groups) per optimizer step", metadata=ESSENTIAL
+        at_least(1),
+        IN_MEMORY,
+        default=32,
+        doc="prompts (groups) per optimizer step",
+        metadata=ESSENTIAL,
     )
 
 
@@ -112,6 +116,7 @@ class RowSettings(Columns):
     )
     batch_size: int = setting(
         at_least(1),
+        IN_MEMORY,
         default=32,
         doc="rows (pairs, for dpo and reward_model) per optimizer step",
         metadata=ESSENTIAL,

@@ -101,6 +101,7 @@ class ObjectiveConfig:
     )
     num_substeps: int = setting(
         at_least(1),
+        at_most("data.batch_size", "each update has groups of its own"),
         default=1,
         doc="optimizer updates per step, each on a part of the step's groups",
     )

@@ -85,6 +85,7 @@ WITH: dict[str, dict[str, Any]] = {
     "objective.teacher_top_k": _TOP_K,
     "objective.top_k_from": _TOP_K,
     "eval.engines": {"eval.every": 1},
+    "eval.samples": {"eval.temperature": 1.0},
     "keep_last": {"condenser": "keywords"},
     "checkpoint.keep_best": {"eval.every": 1},
     "lora.alpha": {"lora.rank": 4},

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -297,6 +298,13 @@ def test_a_target_without_a_name_is_refused() -> None:
 def test_targets_that_the_model_cannot_have(base: str, targets: str) -> None:
     with refuses(ConfigError, "lora.targets"):
         check_lora(LoraSettings(rank=2, targets=targets), base)
+
+
+def test_a_rank_above_the_model_s_width_is_refused(base: str) -> None:
+    width = AutoConfig.from_pretrained(base).hidden_size
+    check_lora(LoraSettings(rank=width), base)
+    with refuses(ConfigError, "lora.rank"):
+        check_lora(LoraSettings(rank=width + 1), base)
 
 
 def test_a_model_without_linears(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from distill.errors import ConfigError
 from distill.objective.settings import ObjectiveConfig
-from distill.rules import at_least, setting
+from distill.rules import IN_MEMORY, at_least, setting
 from distill.settings import ESSENTIAL, Section, changed, section_field
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ForecastSamplingSettings(SamplingSettings):
 
     group_size: int = setting(
         at_least(2, "the noise within prompts is measured"),
+        IN_MEMORY,
         default=2,
         doc="answers of each model to each prompt",
     )

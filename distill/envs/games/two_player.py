@@ -27,7 +27,7 @@ from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
 from distill.envs.chat_config import ChatConfig, first_length, require_room
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import at_least, at_most, needs, setting
+from distill.rules import IN_MEMORY, at_least, at_most, needs, setting
 from distill.sampling import EvalSampling
 from distill.types import StopReason
 
@@ -327,7 +327,7 @@ class TwoPlayerConfig(ChatConfig):
     )
     rules: bool = chz.field(default=True, doc="tell the rules in the first message")
     games: int = setting(
-        at_least(1), default=1000, doc="number of different openings, by their seeds"
+        at_least(1), IN_MEMORY, default=1000, doc="number of different openings, by their seeds"
     )
 
     @chz.validate
