@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -199,16 +199,15 @@ async def play_group(
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
     seeds_G = [partial(_mix, seed, group_id, member) for member in range(len(envs_G))]
-    session = f"{seed}-{group_id}"
+    group = _GroupPlay(policy, sampling, f"{seed}-{group_id}", user_code)
 
     async def play(member: int, first: tuple[TokenArray, Sample] | None) -> Episode:
-        env, its_seed = envs_G[member], seeds_G[member]
-        episode = await _play(policy, env, first, sampling, its_seed, session, user_code)
+        episode = await group.play(envs_G[member], first, seeds_G[member])
         ended(member, episode)
         return episode
 
     try:
-        first_G = await _first_turns(policy, envs_G, sampling, seeds_G, session, user_code)
+        first_G = await group.first_turns(envs_G, seeds_G)
         episodes_G = await together(*(play(member, first) for member, first in enumerate(first_G)))
     finally:
         await _close(envs_G)
@@ -260,132 +259,126 @@ def _known(turns: Sequence[Turn], observation_T: TokenArray) -> int:
     return len(seen_T) - 1 if extended else 0
 
 
-async def _first_turns(
-    policy: SamplingModel,
-    envs_G: Sequence[Env],
-    sampling: Sampling,
-    seeds_G: Sequence[Seed],
-    session: str,
-    user_code: UserCode,
-) -> list[tuple[TokenArray, Sample] | None]:
-    """First observation and sample of each member; None for those that wait for others."""
-    starters = [member for member, env in enumerate(envs_G) if env.starts]
-    async with user_code():
-        observed = await asyncio.gather(*(envs_G[m].initial_observation() for m in starters))
-    observations = {
-        member: observation_T
-        for member, observation_T in zip(starters, observed, strict=True)
-        if observation_T is not None
-    }
-    members_by_prompt: dict[bytes, list[int]] = defaultdict(list)
-    for member, observation_T in observations.items():
-        members_by_prompt[observation_T.tobytes()].append(member)
-    requests = [
-        GenerateRequest(
-            prompt_tokens_T=observations[members[0]],
+@dataclass(frozen=True, slots=True)
+class _GroupPlay:
+    """The episodes of one group; `session` names the group to the policy's engines."""
+
+    policy: SamplingModel
+    sampling: Sampling
+    session: str
+    user_code: UserCode
+
+    async def sample(
+        self,
+        observation_T: TokenArray,
+        seed: int,
+        *,
+        num_samples: int = 1,
+        max_new_tokens: int | None = None,
+        known: int = 0,
+    ) -> list[Sample]:
+        """Samples of the policy. Raises EngineError if it has aborted one."""
+        sampling = self.sampling
+        if max_new_tokens:
+            most = min(sampling.max_new_tokens, max_new_tokens)
+            sampling = replace(sampling, max_new_tokens=most)
+        request = GenerateRequest(
+            prompt_tokens_T=observation_T,
             sampling=sampling,
-            num_samples=len(members),
-            seed=seeds_G[members[0]](),
-            session=session,
+            num_samples=num_samples,
+            seed=seed,
+            session=self.session,
+            known=known,
         )
-        for members in members_by_prompt.values()
-    ]
-    answers = await asyncio.gather(*(policy.generate(request) for request in requests))
-    first_G: list[tuple[TokenArray, Sample] | None] = [None] * len(envs_G)
-    for members, answer in zip(members_by_prompt.values(), answers, strict=True):
-        for member, sample in zip(members, answer, strict=True):
-            first_G[member] = observations[member], sample
-    return first_G
+        samples = await self.policy.generate(request)
+        if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
+            raise EngineError("a rollout was aborted by the policy engine")
+        return samples
+
+    async def first_turns(
+        self, envs_G: Sequence[Env], seeds_G: Sequence[Seed]
+    ) -> list[tuple[TokenArray, Sample] | None]:
+        """First observation and sample of each member; None for those that wait for others."""
+        starters = [member for member, env in enumerate(envs_G) if env.starts]
+        async with self.user_code():
+            observed = await asyncio.gather(*(envs_G[m].initial_observation() for m in starters))
+        members_by_prompt: dict[bytes, list[int]] = defaultdict(list)
+        observations: dict[int, TokenArray] = {}
+        for member, observation_T in zip(starters, observed, strict=True):
+            if observation_T is not None:
+                observations[member] = observation_T
+                members_by_prompt[observation_T.tobytes()].append(member)
+        alike = members_by_prompt.values()
+        answers = await asyncio.gather(
+            *(
+                self.sample(observations[first], seeds_G[first](), num_samples=1 + len(others))
+                for first, *others in alike
+            )
+        )
+        first_G: list[tuple[TokenArray, Sample] | None] = [None] * len(envs_G)
+        for members, answer in zip(alike, answers, strict=True):
+            for member, sample in zip(members, answer, strict=True):
+                first_G[member] = observations[member], sample
+        return first_G
+
+    async def play(self, env: Env, first: tuple[TokenArray, Sample] | None, seed: Seed) -> Episode:
+        """Plays one episode, from its first sample where there is one, to its end."""
+        if isinstance(env, AskingEnv):
+            async with self.user_code():
+                return await env.play(_EpisodePolicy(self, seed()))
+        turns: list[Turn] = []
+        if first is None:
+            observed = None
+            if not env.starts:
+                async with self.user_code():
+                    observed = await env.initial_observation()
+            if observed is None:
+                return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
+            first = observed, (await self.sample(observed, _mix(seed(), 0)))[0]
+        observation_T, sample = first
+        reward, feedback = 0.0, ""
+        metrics: dict[str, float] = {}
+        while True:
+            async with self.user_code():
+                result = await env.step(sample)
+            turns.append(
+                Turn(
+                    observation_T=observation_T,
+                    sample=sample,
+                    bonuses_T=result.bonuses_T,
+                    trained=result.trained,
+                )
+            )
+            reward += result.reward
+            feedback = result.feedback or feedback
+            metrics.update(result.metrics)
+            if result.observation_T is None:
+                return Episode(
+                    turns=tuple(turns),
+                    reward=reward,
+                    stop_reason=result.stop_reason or sample.stop_reason,
+                    metrics=metrics,
+                    feedback=feedback,
+                    first_messages=env.first_messages,
+                )
+            observation_T = result.observation_T
+            known = _known(turns, observation_T)
+            [sample] = await self.sample(observation_T, _mix(seed(), len(turns)), known=known)
 
 
 class _EpisodePolicy:
     """The policy for one episode (`Ask`); request n has the seed (seed, n)."""
 
-    def __init__(self, policy: SamplingModel, sampling: Sampling, seed: int, session: str) -> None:
-        self.sampling = sampling
-        self._policy, self._seed, self._session = policy, seed, session
-        self._numbers = count()
+    def __init__(self, group: _GroupPlay, seed: int) -> None:
+        self.sampling = group.sampling
+        self._group, self._seed, self._numbers = group, seed, count()
 
     async def __call__(
         self, observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
     ) -> Sequence[Sample]:
-        most = self.sampling.max_new_tokens
-        request = GenerateRequest(
-            prompt_tokens_T=observation_T,
-            sampling=replace(self.sampling, max_new_tokens=min(most, max_new_tokens or most)),
+        return await self._group.sample(
+            observation_T,
+            _mix(self._seed, next(self._numbers)),
             num_samples=num_samples,
-            seed=_mix(self._seed, next(self._numbers)),
-            session=self._session,
+            max_new_tokens=max_new_tokens,
         )
-        samples = await self._policy.generate(request)
-        if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
-            raise EngineError("a rollout was aborted by the policy engine")
-        return samples
-
-
-async def _play(
-    policy: SamplingModel,
-    env: Env,
-    first: tuple[TokenArray, Sample] | None,
-    sampling: Sampling,
-    seed: Seed,
-    session: str,
-    user_code: UserCode,
-) -> Episode:
-    """Plays one episode, from its first sample where there is one, to its end."""
-    if isinstance(env, AskingEnv):
-        async with user_code():
-            return await env.play(_EpisodePolicy(policy, sampling, seed(), session))
-
-    async def sample_after(observation_T: TokenArray) -> Sample:
-        request = GenerateRequest(
-            prompt_tokens_T=observation_T,
-            sampling=sampling,
-            num_samples=1,
-            seed=_mix(seed(), len(turns)),
-            session=session,
-            known=_known(turns, observation_T),
-        )
-        [sample] = await policy.generate(request)
-        return sample
-
-    async def late_observation() -> TokenArray | None:
-        async with user_code():
-            return await env.initial_observation()
-
-    turns: list[Turn] = []
-    if first is not None:
-        observation_T, sample = first
-    elif (observed := None if env.starts else await late_observation()) is not None:
-        observation_T, sample = observed, await sample_after(observed)
-    else:
-        return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
-    reward, feedback = 0.0, ""
-    metrics: dict[str, float] = {}
-    while True:
-        if sample.stop_reason is StopReason.ABORTED:
-            raise EngineError("a rollout was aborted by the policy engine")
-        async with user_code():
-            result = await env.step(sample)
-        turns.append(
-            Turn(
-                observation_T=observation_T,
-                sample=sample,
-                bonuses_T=result.bonuses_T,
-                trained=result.trained,
-            )
-        )
-        reward += result.reward
-        feedback = result.feedback or feedback
-        metrics.update(result.metrics)
-        if result.observation_T is None:
-            return Episode(
-                turns=tuple(turns),
-                reward=reward,
-                stop_reason=result.stop_reason or sample.stop_reason,
-                metrics=metrics,
-                feedback=feedback,
-                first_messages=env.first_messages,
-            )
-        observation_T = result.observation_T
-        sample = await sample_after(observation_T)
