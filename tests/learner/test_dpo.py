@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.data.held_out import HeldOut
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
-from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.plan import Part
 from learner.policy_loss import PreferenceLoss
-from learner.supervised import RowStream, SupervisedLoop, with_reference
+from learner.supervised import with_reference
 from tests.learner.conftest import (
     NewLearner,
     assert_same,
@@ -60,38 +56,6 @@ def made_up(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "out" / "reference.npz"
-
-
-NewLoop = Callable[..., SupervisedLoop]
-
-
-@pytest.fixture
-def new_loop(
-    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore, path: Path
-) -> NewLoop:
-    """A loop over pairs as a recipe makes it: the reference is what the run started from.
-
-    The token budget is below a pair: only what keeps pairs together keeps them.
-    """
-
-    def new(
-        *, batch_size: int = NUM_PAIRS, resume_from: Checkpoint | None = None,
-        held_out: Sequence[HeldOut] = (),
-    ) -> SupervisedLoop:  # fmt: skip
-        start = {"model": resume_from.model_dir} if resume_from else {}
-        learner = new_learner(lr=3e-3, token_budget=1, **start)
-        rows = with_reference(ROWS, path, learner.logprobs)
-        return SupervisedLoop(
-            learner=learner,
-            tokenizer=tokenizer,
-            stream=RowStream(rows, batch_size=batch_size, seed=0, rows_per_unit=2),
-            loss=PreferenceLoss(beta=BETA),
-            store=store,
-            held_out=held_out,
-            resume_from=resume_from,
-        )
-
-    return new
 
 
 # The loss
@@ -136,33 +100,6 @@ def test_the_loss_and_its_gradient_against_naive_ones(
     assert metrics["dpo/chosen_reward"] == pytest.approx(chosen, rel=1e-3)
     assert metrics["dpo/rejected_reward"] == pytest.approx(rejected, rel=1e-3)
     assert metrics["dpo/margin"] == pytest.approx(chosen - rejected, rel=1e-3, abs=1e-4)
-
-
-def test_it_starts_at_log_2_and_learns_to_prefer(new_loop: NewLoop) -> None:
-    loop = new_loop()
-    first, *_, last = [loop.step() for _ in range(8)]
-    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert first["dpo/margin"] == pytest.approx(0, abs=1e-4)
-    assert last["dpo/accuracy"] == pytest.approx(1) and last["train/loss"] < 0.2
-    assert last["dpo/chosen_reward"] > last["dpo/rejected_reward"]
-
-
-def test_held_out_pairs_have_their_own_loss_and_accuracy(
-    new_loop: NewLoop, new_learner: NewLearner, path: Path
-) -> None:
-    """As a step of theirs alone would report, under the weights that have been trained since."""
-    apart = with_reference(pair(4, 50) + pair(6, 60), path.with_name("apart.npz"), made_up)
-    loop = new_loop(held_out=[HeldOut(name="pairs", rows_D=apart)])
-    for _ in range(2):
-        loop.step()
-    evaluated = loop.evaluate()
-    part = Part(rows_D=apart, loss=PreferenceLoss(beta=BETA), rows_per_unit=2)
-    stepped = new_learner(model=loop.save().model_dir).step(part)
-    names = {"validation/loss": "train/loss"} | {
-        f"validation/{name}": f"dpo/{name}" for name in ("accuracy", "margin", "chosen_nll")
-    }
-    for name, same in names.items():
-        assert evaluated[name] == pytest.approx(stepped[same], rel=1e-4, abs=1e-5), name
 
 
 # The reference

@@ -61,16 +61,6 @@ def new(config: PretrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
-def test_models_that_leave_as_they_came_are_taken(
-    name: str, max_shard_size: str, tmp_path: Path
-) -> None:
-    path = saved(new(PLAIN[name]), tmp_path, max_shard_size=max_shard_size)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
-    check_export(path)
-
-
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 def test_fused_experts_are_taken(name: str, max_shard_size: str, tmp_path: Path) -> None:

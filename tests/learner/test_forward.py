@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.objective.batching import TrainingRow, collate, split_by_token_budget
+from distill.objective.batching import TrainingRow, collate
 from learner.forward import Forward
 from tests.conftest import TinyPair
-from tests.learner.conftest import assert_same, gradients_of, naive_distribution
+from tests.learner.conftest import naive_distribution
 from tests.samples import after_context, training_row
 
 ROWS = [
@@ -52,46 +52,6 @@ def test_every_row_as_if_it_were_alone_at_its_own_temperature(
     assert stats.logprobs_N.dtype == torch.float32
 
 
-def test_divergences_are_given_the_distributions_of_their_own_positions(
-    model: PreTrainedModel,
-) -> None:
-    """Whatever the chunks: here the divergence is the chosen token's log-prob once more."""
-    batch = collate(ROWS * 20)
-    seen: list[slice] = []
-
-    def chosen(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
-        seen.append(positions)
-        return log_p_NV.gather(1, batch.tokens_N[positions, None]).squeeze(1)
-
-    forward = Forward(deepcopy(model))
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.models.linear_stats.CHUNK_ELEMENTS", {"cpu": 1})
-        stats = forward(batch, divergence_of=chosen)
-    assert len(seen) > 1 and stats.divergence_N is not None
-    assert stats.divergence_N.tolist() == stats.logprobs_N.tolist()
-    assert forward(batch).divergence_N is None
-
-
-def test_hidden_states_are_those_that_predict_the_trained_tokens(model: PreTrainedModel) -> None:
-    forward, batch = Forward(deepcopy(model)), collate(ROWS)
-    with torch.no_grad():
-        hidden_NH = forward.hidden(batch)
-        log_p_NV = forward.head.log_distribution(hidden_NH, batch.temperature_N)
-        stats = forward(batch)
-    chosen_N = log_p_NV.gather(1, batch.tokens_N[:, None]).squeeze(1)
-    assert chosen_N.tolist() == pytest.approx(stats.logprobs_N.tolist(), abs=1e-5)
-
-
-def test_the_entropy_has_a_gradient_where_it_is_asked_for(model: PreTrainedModel) -> None:
-    ours, plain = deepcopy(model), deepcopy(model)
-    forward = Forward(ours)
-    assert not forward(collate(ROWS)).entropy_N.requires_grad
-    forward(collate(ROWS), entropy_gradient=True).entropy_N.sum().backward()
-    log_p_NV = torch.cat([naive_distribution(plain, row) for row in ROWS])
-    (-(log_p_NV.exp() * log_p_NV).sum()).backward()
-    assert_same(gradients_of(ours), gradients_of(plain), share=1e-5)
-
-
 GROUPED = [
     row
     for context_T in (np.arange(40, 75, dtype=np.int32), np.arange(90, 130, dtype=np.int32))
@@ -120,23 +80,3 @@ def test_rows_that_share_a_context_run_it_once_and_agree(model: PreTrainedModel)
         assert mine.grad is not None and reference.grad is not None
         scale = float(reference.grad.abs().max())
         torch.testing.assert_close(mine.grad, reference.grad, atol=1e-5 * max(scale, 1), rtol=0)
-
-
-def test_losses_do_not_depend_on_how_rows_are_put_together(model: PreTrainedModel) -> None:
-    forward = Forward(deepcopy(model))
-    taken: list[list[float]] = []
-    for budget in (1, 60, 150, 10_000):
-        batches = list(split_by_token_budget(GROUPED, budget, most_mask=forward.most_mask))
-        with torch.no_grad():
-            found = {
-                id(row): part_N.sum().item()
-                for rows in batches
-                for row, part_N in zip(
-                    rows,
-                    forward(collate(rows)).logprobs_N.split([row.num_trained for row in rows]),
-                    strict=True,
-                )
-            }
-        taken.append([found[id(row)] / row.num_trained for row in GROUPED])
-    for losses in taken[1:]:
-        assert losses == pytest.approx(taken[0], abs=1e-6, rel=1e-6)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, GIB, headroom, readable
+from distill.gpu import CONTEXT_BYTES, GIB, headroom
 from distill.models.autocast import cast_grouped_products
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
@@ -360,19 +360,6 @@ def test_a_frozen_model_needs_no_more_than_its_room(tiny_pair: TinyPair) -> None
     load(device="cpu", room=needed)
     with refuses(ConfigError, None):
         load(device="cpu", room=needed - 1)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (3 << 19, "1.5 MiB"),
-        (GIB - (1 << 20), "1023 MiB"),
-        (int(15.26 * GIB), "15.3 GiB"),
-        (1536 * GIB, "1536 GiB"),
-    ],
-)
-def test_sizes_have_three_digits_and_no_exponent(size: int, text: str) -> None:
-    assert readable(size) == text
 
 
 def test_a_shared_gpu_is_shared_before_the_others_have_started(

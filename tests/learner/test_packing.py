@@ -33,9 +33,8 @@ from distill.models import flex_attention
 from distill.models.attention_probe import check_packs
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
-from distill.objective.settings import ObjectiveConfig
 from learner.plan import Part
-from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
+from learner.policy_loss import PreferenceLoss, cross_entropy_loss
 from learner.supervised import with_reference
 from tests.flex_twin import dense_flex
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
@@ -98,7 +97,6 @@ GROUPS = [
     *group(40, (1, 3, 3, 50), 1), *group(33, (9, 2, 70, 1), 2), *group(2, (30, 4), 3),
     *group(60, (5,), 4),
 ]  # fmt: skip
-POLICY = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
 # Rows, and how many tokens are run of them: of a context all but the last token, which is each
 # row's own, and that once.
 PACKED = {
@@ -149,24 +147,6 @@ def test_flex_attention_trains_the_same(
         made = learner.forward_backward(Part(rows_D=rows, loss=cross_entropy_loss))
         assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
         assert_same(gradients(learner), gradient, share=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"token_budget": 120}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}],
-)
-def test_a_step_of_rollouts_is_that_of_padded_rows(new_learner: NewLearner, changes: dict) -> None:
-    share = 3e-2 if changes.get("dtype") == "bfloat16" else 1e-5
-    part = Part(rows_D=GROUPS, loss=POLICY)
-    padded, packed = (new_learner(packing=packing, **changes) for packing in (False, True))
-    before = padded.logprobs(GROUPS)
-    for theirs, ours in zip(before, packed.logprobs(GROUPS), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5 if share == 1e-5 else 0.1)
-    expected, made = padded.step(part), packed.step(part)
-    assert made["train/padding_share"] == 0 < expected["train/padding_share"]
-    for name in ("train/loss", "train/grad_norm", "train/entropy"):
-        assert made[name] == pytest.approx(expected[name], rel=share, abs=share)
-    assert_same(gradients(packed), gradients(padded), share=share)
 
 
 def test_pairs_are_packed_too(new_learner: NewLearner, tmp_path: Path) -> None:

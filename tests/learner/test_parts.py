@@ -1,4 +1,4 @@
-"""Any loss: micro-batches add up to the big batch, and parts to the sum of their losses."""
+"""Parts of a step, in micro-batches of any size: the sum of their losses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.objective.batching import Batch, TrainingRow, split_by_token_budget
+from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.settings import ObjectiveConfig
 from learner.forward import Forward, LossFunction
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
-from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
-from tests.conftest import TinyPair
+from learner.policy_loss import PreferenceLoss, cross_entropy_loss
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,
     NewLearner,
@@ -27,39 +24,11 @@ from tests.learner.conftest import (
     gradients_of,
     naive_logprobs,
     near_policy,
-    untimed,
 )
-from tests.samples import TEMPERATURE, demonstration, top_logprobs, training_row
+from tests.samples import TEMPERATURE, demonstration, training_row
 
-TEACHER = "one"
-ROWS = [
-    training_row(
-        2 + i,
-        3 + 2 * i,
-        seed=i,
-        temperature=TEMPERATURE + 0.3 * i,
-        teacher=TEACHER,
-        teacher_coef=0.5 + i,
-        teacher_top=top_logprobs(3 + 2 * i, 4, seed=i),
-    )
-    for i in range(6)
-]
+ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=TEMPERATURE + 0.3 * i) for i in range(6)]
 DEMONSTRATIONS = [demonstration(2 + i, 9 - i, seed=40 + i) for i in range(4)]
-
-OBJECTIVES = {
-    "importance_sampling": ObjectiveConfig(loss="importance_sampling"),
-    "ppo": ObjectiveConfig(loss="ppo"),
-    "cispo": ObjectiveConfig(loss="cispo", clip=(0.2, 0.5)),
-    "dro": ObjectiveConfig(loss="dro"),
-    "gspo": ObjectiveConfig(loss="gspo", clip=0.1, normalisation="sequence"),
-    "sequence": ObjectiveConfig(normalisation="sequence"),
-    "truncate": ObjectiveConfig(loss="ppo", correction="truncate"),
-    "mask": ObjectiveConfig(loss="dro", correction="mask"),
-    "entropy": ObjectiveConfig(entropy_coef=0.3),
-    "full": ObjectiveConfig(estimator="full", divergence="jsd"),
-    "top_k": ObjectiveConfig(estimator="top_k", divergence="forward_kl"),
-    "tail": ObjectiveConfig(estimator="top_k"),
-}
 
 
 def with_random_reference(rows: list[TrainingRow]) -> list[TrainingRow]:
@@ -67,32 +36,6 @@ def with_random_reference(rows: list[TrainingRow]) -> list[TrainingRow]:
         replace(row, reference_logprobs_T=training_row(len(row) - 1, 1, seed=i).advantages_T)
         for i, row in enumerate(rows)
     ]
-
-
-@pytest.mark.parametrize("budget", [1, 40])
-@pytest.mark.parametrize("name", [*OBJECTIVES, "sft", "dpo"])
-def test_micro_batches_add_up_to_the_big_batch(
-    new_learner: NewLearner, tiny_pair: TinyPair, name: str, budget: int
-) -> None:
-    whole, cut = new_learner(), new_learner(token_budget=budget)
-    rows, loss, rows_per_unit = near_policy(whole, ROWS), cross_entropy_loss, 1
-    if name == "dpo":
-        rows, loss, rows_per_unit = with_random_reference(ROWS), PreferenceLoss(beta=0.1), 2
-    elif name in OBJECTIVES:
-        teachers = None
-        if name == "full":
-            teachers = LocalTeachers(
-                {TEACHER: tiny_pair.teacher}, dtype=torch.float32, device="cpu"
-            )
-        loss = PolicyObjectiveLoss(objective=OBJECTIVES[name], teachers=teachers)
-    assert len(list(split_by_token_budget(rows, budget, rows_per_unit))) > 1
-    part = Part(rows_D=rows, loss=loss, rows_per_unit=rows_per_unit)
-    expected, metrics = whole.step(part), cut.step(part)
-    assert_same(gradients(cut), gradients(whole), share=1e-5)
-    assert metrics.keys() == expected.keys()
-    for key in untimed(expected).keys() - {"train/padding_share"}:
-        assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
-    assert metrics["train/padding_share"] < expected["train/padding_share"]
 
 
 def naive_policy(model: PreTrainedModel, rows: list[TrainingRow]) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import learner.memory
 from distill.errors import ConfigError
-from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.batching import collate
 from distill.settings import changed
 from learner.config import LearnerConfig, LearnerSettings
 from learner.forward import Forward
@@ -44,10 +44,7 @@ from tests.learner.conftest import (
     NewLearner,
     assert_same,
     gradients,
-    gradients_of,
-    trainer_state,
     untimed,
-    weights,
 )
 from tests.samples import after_context, training_row
 
@@ -60,38 +57,6 @@ APART = [training_row(n, 2 * n, seed=n) for n in (2, 5, 20)]
 @pytest.fixture(scope="module")
 def model(tiny_pair: TinyPair) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tiny_pair.teacher, dtype=torch.float32)
-
-
-def weighted(forward: Forward, batch: Batch) -> torch.Tensor:
-    return (forward(batch).logprobs_N * batch.advantages_N).sum()
-
-
-def kept_bytes(forward: Forward, batch: Batch) -> int:
-    """Activations, each once, that the graph of a forward pass holds for its backward pass."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        weighted(forward, batch)
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared context", "apart"])
-def test_checkpointing_changes_no_gradient_and_keeps_less(
-    model: PreTrainedModel, rows: list[TrainingRow]
-) -> None:
-    plain, frugal = deepcopy(model), deepcopy(model)
-    batch = collate(rows)
-    keeps_all = Forward(plain)
-    keeps_inputs = Forward(frugal, gradient_checkpointing=True)
-    weighted(keeps_all, batch).backward()
-    weighted(keeps_inputs, batch).backward()
-    assert_same(gradients_of(frugal), gradients_of(plain), share=1e-5)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert kept_bytes(keeps_inputs, batch) < 0.6 * (kept_bytes(keeps_all, batch) - weights)
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_weights(
@@ -252,15 +217,3 @@ def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(
 
     for moved, stayed in zip(train(True), train(False), strict=True):
         assert torch.equal(moved, stayed)
-
-
-def test_moments_that_move_between_steps_are_the_same_moments(new_learner: NewLearner) -> None:
-    """On a CPU they move from main memory to main memory; what is tested is that none is lost."""
-    plain, moving = new_learner(), new_learner()
-    offload_moments(moving.worker.optimizer)
-    part = Part(rows_D=SHARED, loss=IMPORTANCE_SAMPLING)
-    for _ in range(3):
-        plain.step(part)
-        moving.step(part)
-    assert trainer_state(moving) == trainer_state(plain)
-    assert weights(moving) == weights(plain)

@@ -16,12 +16,9 @@ from learner.checkpoint import CheckpointStore
 from learner.config import LoraSettings, ShadowRule
 from learner.plan import Part
 from learner.state import (
-    TrainerState,
     read_tensors,
-    read_trainer,
     tensor_sizes,
     write_tensors,
-    write_trainer,
 )
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
@@ -77,14 +74,6 @@ def test_tensors_of_any_kind_come_back_from_several_files(
     read_tensors(str(tmp_path / "optimizer"), read, None)
     for name, tensor in state.items():
         assert torch.equal(read[name], tensor), name
-
-
-def test_nothing_but_a_schedule_comes_back(tmp_path: Path) -> None:
-    write_tensors(str(tmp_path / "optimizer"), {}, None)
-    assert tensor_sizes(str(tmp_path / "optimizer")) == {}
-    schedule = {"last_epoch": 3, "base_lrs": [1e-5 / 3], "lr_lambdas": [None]}
-    write_trainer(tmp_path, TrainerState(schedule=schedule, moments=False))
-    assert read_trainer(tmp_path) == TrainerState(schedule=schedule, moments=False)
 
 
 class Evil:
