@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,13 @@ from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import REWARD_TIMEOUT_S, RewardFunction, exact_match, load_reward
 from distill.sampling import TrainSampling
 from distill.types import StopReason
-from examples.show.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
+from examples.show.chat_worlds import (
+    DIGITS_APART,
+    Row,
+    product_book,
+    products,
+    train_chat_tokenizer,
+)
 from tests.samples import TEMPERATURE
 
 # Against hangs only.
@@ -30,8 +38,15 @@ GAME_S = 60.0
 Script = Callable[[int, str], str]
 
 
-def chat_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return train_chat_tokenizer(directory, product_book(products(50, 0), guesses=0.3), DIGITS_APART)
+def trained_tokenizer(book: Iterable[Row], apart: str) -> PreTrainedTokenizerBase:
+    """A chat tokenizer of this book, which leaves no files."""
+    with TemporaryDirectory() as directory:
+        return train_chat_tokenizer(Path(directory), book, apart)
+
+
+@cache
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    return trained_tokenizer(product_book(products(50, 0), guesses=0.3), DIGITS_APART)
 
 
 def setting(

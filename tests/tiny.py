@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import string
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.models.loading import new_qwen3
+from distill.tokenizer import load_tokenizer
 
 VOCAB_SIZE = 160
 EOS = 1
@@ -98,6 +101,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer that `save_tokenizer` saves unless told otherwise."""
+    with TemporaryDirectory() as directory:
+        save_tokenizer(directory)
+        return load_tokenizer(directory)
 
 
 def save_tokenizer(

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.agent import Agent, AgentResult
 from actors.envs.agent_process import AgentFailed
@@ -37,6 +36,8 @@ from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
 
+TOKENIZER = chat_tokenizer()
+
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 CALL = call("calculator", {"expression": "6*7"})
 ROW = {"messages": [{"role": "user", "content": "What is 6*7?"}], "answer": "42"}
@@ -55,11 +56,6 @@ def once(problem):
 """
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, from which modules are imported."""
@@ -71,8 +67,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def dataset(tokenizer: PreTrainedTokenizerBase, command: str, **settings: Any) -> EnvDataset:
-    context = setting(tokenizer, reward=last_number, context_length=512)
+def dataset(command: str, **settings: Any) -> EnvDataset:
+    context = setting(TOKENIZER, reward=last_number, context_length=512)
     made = Agent(command=command, **settings)("rows.jsonl", context)
     return pickle.loads(pickle.dumps(made))
 
@@ -87,13 +83,11 @@ def turns_by(_: int, seen: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["python calculate.py", "calculate:solve"])
-def test_an_agent_has_the_same_segments_as_tool_use(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, command: str
-) -> None:
+def test_an_agent_has_the_same_segments_as_tool_use(folder: Path, command: str) -> None:
     """A group of three: a process each, the same tokens as with our own loop, and the reward."""
-    by_agent = rolled_out(dataset(tokenizer, command), Scripted(tokenizer, turns_by), 3)
-    ours = ToolUse()("rows.jsonl", setting(tokenizer, reward=last_number, context_length=512))
-    by_us = rolled_out(ours, Scripted(tokenizer, turns_by))
+    by_agent = rolled_out(dataset(command), Scripted(TOKENIZER, turns_by), 3)
+    ours = ToolUse()("rows.jsonl", setting(TOKENIZER, reward=last_number, context_length=512))
+    by_us = rolled_out(ours, Scripted(TOKENIZER, turns_by))
     [expected] = by_us.segments()
     assert [trajectory.reward for trajectory in by_agent.trajectories_G] == [1, 1, 1]
     for segment in by_agent.segments():
@@ -103,14 +97,14 @@ def test_an_agent_has_the_same_segments_as_tool_use(
     assert by_agent.answer == "42"
 
 
-def test_a_function_s_process_is_kept(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def test_a_function_s_process_is_kept(folder: Path) -> None:
     code = f"{ASKS_ONCE}\nimport tempfile\nasync def solve(problem):\n    once(problem)\n"
     code += '    tempfile.mkdtemp()\n    return {"reward": 1, "metrics": {"pid": os.getpid()}}\n'
     (folder / "kept.py").write_text(code)
-    problems = dataset(tokenizer, "kept:solve")
+    problems = dataset("kept:solve")
     pids = set()
     for _ in range(2):
-        [trajectory] = rolled_out(problems, Scripted(tokenizer, ["a"])).trajectories_G
+        [trajectory] = rolled_out(problems, Scripted(TOKENIZER, ["a"])).trajectories_G
         pids.add(trajectory.metrics["pid"])
     assert len(pids) == 1 and pids != {os.getpid()}
 
@@ -130,13 +124,13 @@ def test_a_function_s_process_is_kept(tokenizer: PreTrainedTokenizerBase, folder
     ],
 )
 def test_an_agent_without_a_result_fails_by_a_reason_that_says_why(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, ending: str, words: str
+    folder: Path, ending: str, words: str
 ) -> None:
     (folder / "bad.py").write_text(f"{ASKS_ONCE}\nonce(json.load(sys.stdin))\n{ending}\n")
     time_s = 2 if "sleep" in ending else 60
-    problems = dataset(tokenizer, "python bad.py", memory_mb=1024, time_s=time_s)
+    problems = dataset("python bad.py", memory_mb=1024, time_s=time_s)
     with pytest.raises(DataError, match="bad") as caught:
-        rolled_out(problems, Scripted(tokenizer, ["a"]))
+        rolled_out(problems, Scripted(TOKENIZER, ["a"]))
     assert words in str(caught.value)
 
 
@@ -150,86 +144,76 @@ def test_an_agent_without_a_result_fails_by_a_reason_that_says_why(
     ],
 )
 def test_a_function_without_a_result_fails_by_a_reason_that_says_why(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, ending: str, words: str
+    folder: Path, ending: str, words: str
 ) -> None:
     module = f"bad_{abs(hash(ending))}"
     code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n    {ending}\n"
     (folder / f"{module}.py").write_text(code)
-    problems = dataset(tokenizer, f"{module}:solve", time_s=3 if "sleep" in ending else 60)
+    problems = dataset(f"{module}:solve", time_s=3 if "sleep" in ending else 60)
     with pytest.raises(DataError) as caught:
-        rolled_out(problems, Scripted(tokenizer, ["a"]))
+        rolled_out(problems, Scripted(TOKENIZER, ["a"]))
     assert words in str(caught.value)
 
 
-def test_a_function_s_process_that_dies_within_its_answer_gave_none(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_a_function_s_process_that_dies_within_its_answer_gave_none(folder: Path) -> None:
     """As when the kernel has no memory left while a long result is written."""
     code = f"{ASKS_ONCE}\nimport stat\ndef solve(problem):\n    once(problem)\n"
     code += "    answers = next(f for f in range(3, 99) if stat.S_ISSOCK(os.fstat(f).st_mode))\n"
     code += "    os.write(answers, b'{\"result\": 1')\n    os._exit(9)\n"
     (folder / "cut.py").write_text(code)
     with pytest.raises(DataError) as caught:
-        rolled_out(dataset(tokenizer, "cut:solve"), Scripted(tokenizer, ["a"]))
+        rolled_out(dataset("cut:solve"), Scripted(TOKENIZER, ["a"]))
     assert "exit code 9" in str(caught.value)
 
 
-def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(folder: Path) -> None:
     code = f"{ASKS_ONCE}\nsaid = once(json.load(sys.stdin))\n"
     code += 'assert said != "crash"\nprint(1)\n'
     (folder / "frail.py").write_text(code)
-    problems = dataset(tokenizer, "python frail.py")
-    group = rolled_out(problems, Scripted(tokenizer, ["crash", "fine", "fine", "fine"]), 4)
+    problems = dataset("python frail.py")
+    group = rolled_out(problems, Scripted(TOKENIZER, ["crash", "fine", "fine", "fine"]), 4)
     assert len(group.trajectories_G) == 3
     assert group.metrics["rollout/failed_episodes"] == 0.25
     sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
-    policy: Any = Scripted(tokenizer, ["crash", "fine"])
-    evaluation = asyncio.run(Evaluator(problems, tokenizer).evaluate(policy, sampling))
+    policy: Any = Scripted(TOKENIZER, ["crash", "fine"])
+    evaluation = asyncio.run(Evaluator(problems, TOKENIZER).evaluate(policy, sampling))
     assert evaluation.metrics["eval/accuracy"] == 0.5
     assert [request.sampling.temperature for request in policy.requests] == [0.7, 0.7]
 
 
-def test_an_agent_that_a_limit_ends_is_trained(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_an_agent_that_a_limit_ends_is_trained(folder: Path) -> None:
     """As with every environment; its reward is what it says, or 0."""
     (folder / "endless.py").write_text(
         f"{ASKS_ONCE}\nproblem = json.load(sys.stdin)\nwhile True: once(problem)\n"
     )
-    problems = dataset(tokenizer, "python endless.py", max_turns=2)
-    [trajectory] = rolled_out(problems, Scripted(tokenizer, ["a", "b"])).trajectories_G
+    problems = dataset("python endless.py", max_turns=2)
+    [trajectory] = rolled_out(problems, Scripted(TOKENIZER, ["a", "b"])).trajectories_G
     assert trajectory.stop_reason is StopReason.TURNS and trajectory.reward == 0
     assert len(trajectory.segments) == 2
 
 
-def test_failures_before_a_first_request_are_failures_like_others(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_failures_before_a_first_request_are_failures_like_others(folder: Path) -> None:
     """The first agent to start asks nothing."""
     code = (
         'import os\ntry: os.mkdir("begun")\nexcept FileExistsError: pass\nelse: print(1); exit()\n'
     )
     code += f"{ASKS_ONCE}\nonce(json.load(sys.stdin))\nprint(1)\n"
     (folder / "shy.py").write_text(code)
-    problems = dataset(tokenizer, "python shy.py")
-    group = rolled_out(problems, Scripted(tokenizer, ["a", "b"]), 2)
+    problems = dataset("python shy.py")
+    group = rolled_out(problems, Scripted(TOKENIZER, ["a", "b"]), 2)
     assert len(group.trajectories_G) == 1 and group.metrics["rollout/failed_episodes"] == 0.5
     (folder / "begun").rmdir()
     sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
-    policy: Any = Scripted(tokenizer, ["a", "b"])
-    evaluation = asyncio.run(Evaluator(problems, tokenizer).evaluate(policy, sampling))
+    policy: Any = Scripted(TOKENIZER, ["a", "b"])
+    evaluation = asyncio.run(Evaluator(problems, TOKENIZER).evaluate(policy, sampling))
     assert evaluation.metrics["eval/accuracy"] == 0.5
 
 
-def test_an_evaluation_in_which_all_failed_says_why(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_an_evaluation_in_which_all_failed_says_why(folder: Path) -> None:
     (folder / "mute.py").write_text("print(1)\n")
     sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
-    evaluator = Evaluator(dataset(tokenizer, "python mute.py"), tokenizer)
-    policy: Any = Scripted(tokenizer, ["a"])
+    evaluator = Evaluator(dataset("python mute.py"), TOKENIZER)
+    policy: Any = Scripted(TOKENIZER, ["a"])
     with pytest.raises(EpisodesFailed, match="asked the model nothing"):
         asyncio.run(evaluator.evaluate(policy, sampling))
 
@@ -269,15 +253,13 @@ def runs(process: int) -> bool:
 
 
 @pytest.mark.parametrize("ends", ["answers", "is cancelled"])
-def test_an_agent_s_children_end_with_it(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, ends: str
-) -> None:
+def test_an_agent_s_children_end_with_it(folder: Path, ends: str) -> None:
     ending = "print(1)" if ends == "answers" else "time.sleep(600)"
     (folder / "parent.py").write_text(f"{PARENT}\nonce(json.load(sys.stdin))\n{ending}\n")
-    builder = dataset(tokenizer, "python parent.py").builder(0, 1)
+    builder = dataset("python parent.py").builder(0, 1)
 
     async def play() -> None:
-        episode = play_group(Scripted(tokenizer, ["a"]), builder, SAMPLING, group_id=0, seed=0)
+        episode = play_group(Scripted(TOKENIZER, ["a"]), builder, SAMPLING, group_id=0, seed=0)
         playing = asyncio.ensure_future(episode)
         await asyncio.to_thread(pids, folder)
         if ends == "answers":
@@ -328,15 +310,13 @@ def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, mome
     assert not [*temporary.iterdir()]
 
 
-def test_an_agent_that_is_killed_within_its_request_fails_alone(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_an_agent_that_is_killed_within_its_request_fails_alone(folder: Path) -> None:
     """One of two members is killed while its answer is sampled; the other is trained whole."""
     (folder / "victim.py").write_text(
         f"{ASKS_ONCE}\nonce({{'messages': [{{'role': 'user', 'content': str(os.getpid())}}]}})\n"
         "print(1)\n"
     )
-    policy = Scripted(tokenizer, ["a", "b"])
+    policy = Scripted(TOKENIZER, ["a", "b"])
 
     class Killer:
         killed = False
@@ -344,41 +324,37 @@ def test_an_agent_that_is_killed_within_its_request_fails_alone(
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             if not self.killed:
                 self.killed = True
-                seen = str(tokenizer.decode(request.prompt_tokens_T.tolist()))
+                seen = str(TOKENIZER.decode(request.prompt_tokens_T.tolist()))
                 [agent] = re.findall(r"\d+", seen)
                 os.kill(int(agent), signal.SIGKILL)
             return await policy.generate(request)
 
-    builder = dataset(tokenizer, "python victim.py").builder(0, 2)
+    builder = dataset("python victim.py").builder(0, 2)
     group = asyncio.run(rollout_group(Killer(), builder, SAMPLING, group_id=0, seed=0))
     [trajectory] = group.trajectories_G
     assert trajectory.reward == 1 and group.metrics["rollout/failed_episodes"] == 0.5
 
 
-def told(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[list[str | None]]:
+def told(group: TrajectoryGroup) -> list[list[str | None]]:
     """What the teacher sees before each segment of each member."""
     return [
-        [None if T is None else str(tokenizer.decode(T.tolist())) for T in contexts]
+        [None if T is None else str(TOKENIZER.decode(T.tolist())) for T in contexts]
         for trajectory in group.trajectories_G
         for contexts in [[segment.teacher_context_T for segment in trajectory.segments]]
     ]
 
 
-def test_a_teacher_is_given_feedback_as_with_tool_use(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
     """In place of what the user said last, with the tools of the agent's first request."""
     template = FeedbackTemplate(
         text="<{feedback} {answer} {outcome}>{prompt}", correct_reward_threshold=1.0
     )
-    context = setting(tokenizer, reward=last_number, context_length=512, feedback=template)
+    context = setting(TOKENIZER, reward=last_number, context_length=512, feedback=template)
     said = ["41", "42"]
     ours, by_agent = (
         sorted(
             str(text)
-            for [text] in told(
-                tokenizer, rolled_out(env("rows.jsonl", context), Scripted(tokenizer, said), 2)
-            )
+            for [text] in told(rolled_out(env("rows.jsonl", context), Scripted(TOKENIZER, said), 2))
         )
         for env in (ToolUse(), Agent(command="calculate:solve"))
     )
@@ -388,9 +364,7 @@ def test_a_teacher_is_given_feedback_as_with_tool_use(
     assert wrong.startswith("<Wrong. The right answer is: 42 42 wrong>What is 6*7?")
 
 
-def test_what_an_agent_says_is_feedback_on_its_first_conversation(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_what_an_agent_says_is_feedback_on_its_first_conversation(folder: Path) -> None:
     """A sub-agent's conversation, and one that begins with a text, have no place for it."""
     code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n"
     code += "    once({'messages': [{'role': 'user', 'content': 'Other.'}]})\n"
@@ -402,17 +376,17 @@ def test_what_an_agent_says_is_feedback_on_its_first_conversation(
         .replace('["message"]["content"]', '["text"]')
     )
     template = FeedbackTemplate(text="{feedback} {prompt}", correct_reward_threshold=1.0)
-    context = setting(tokenizer, context_length=512, feedback=template)
+    context = setting(TOKENIZER, context_length=512, feedback=template)
     groups = {
         module: rolled_out(
-            Agent(command=f"{module}:solve")("rows.jsonl", context), Scripted(tokenizer, ["a", "b"])
+            Agent(command=f"{module}:solve")("rows.jsonl", context), Scripted(TOKENIZER, ["a", "b"])
         )
         for module in ("talks", "writes")
     }
-    [[first, other]] = told(tokenizer, groups["talks"])
+    [[first, other]] = told(groups["talks"])
     assert first is not None and "user\nToo slow. What is 6*7?<" in first and other is None
     assert groups["talks"].metrics["opd/unhinted_segments"] == 0.5
-    assert told(tokenizer, groups["writes"]) == [[None, None]]
+    assert told(groups["writes"]) == [[None, None]]
     assert groups["writes"].metrics["opd/unhinted_segments"] == 1
 
 
@@ -426,15 +400,13 @@ def test_results_in_every_form() -> None:
             AgentResult.read(value)
 
 
-def test_what_cannot_be_started_is_refused(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def test_what_cannot_be_started_is_refused(folder: Path) -> None:
     for command in ("no_such_program_anywhere x", "", "'", "no_such_module:solve"):
         with refuses(ConfigError, "env.command"):
-            dataset(tokenizer, command)
+            dataset(command)
     (folder / "rows.jsonl").write_text(json.dumps({**ROW, "teacher_prompt": "It is 42."}))
     with refuses(DataError, "teacher_prompt"):
-        dataset(tokenizer, "calculate:solve")
+        dataset("calculate:solve")
     limits: list[dict[str, Any]] = [{"max_turns": 0}, {"time_s": 0}, {"memory_mb": 1}]
     for limit in limits:
         with refuses(ConfigError, f"env.{next(iter(limit))}"):

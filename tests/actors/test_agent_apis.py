@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from tests.agents import TALKS, Client, Said, assert_trained_as_sampled, sdk, se
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer
 
+TOKENIZER = chat_tokenizer()
+
 QUESTION = "What is 6*7?"
 CALL = call("calculator", {"expression": "6*7"})
 SCHEMA: Any = Calculator().schema
@@ -31,15 +32,8 @@ UNTOUCHED = {"rewritten": 0, "unmatched": 0, "breaks": 0}
 ITEM = "input[0]"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def played(
-    client: Client, script: Script | Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> Trajectory:
-    [trajectory] = served(client, Scripted(tokenizer, script), tokenizer).trajectories_G
+def played(client: Client, script: Script | Sequence[str]) -> Trajectory:
+    [trajectory] = served(client, Scripted(TOKENIZER, script), TOKENIZER).trajectories_G
     return trajectory
 
 
@@ -53,9 +47,7 @@ async def complete(endpoint: AgentEndpoint, prompt: Any, **options: Any) -> Any:
         return await client.completions.create(model="m", prompt=prompt, **options)
 
 
-def test_responses_give_the_same_segment_as_chat_completions(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_responses_give_the_same_segment_as_chat_completions() -> None:
     """With a tool, an instruction, and the items sent back as they came."""
 
     async def by_responses(endpoint: AgentEndpoint) -> None:
@@ -87,16 +79,14 @@ def test_responses_give_the_same_segment_as_chat_completions(
                     [asked] = said.tool_calls
                     messages.append({"role": "tool", "tool_call_id": asked.id, "content": result})
 
-    one, other = (played(each, [CALL, "42"], tokenizer) for each in (by_responses, by_chat))
+    one, other = (played(each, [CALL, "42"]) for each in (by_responses, by_chat))
     assert one.metrics == other.metrics == UNTOUCHED
     [segment], [expected] = one.segments, other.segments
     assert segment.tokens_T.tolist() == expected.tokens_T.tolist()
     assert segment.action_mask_T.tolist() == expected.action_mask_T.tolist()
 
 
-def test_a_response_is_kept_for_the_next_unless_it_is_not_stored(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_response_is_kept_for_the_next_unless_it_is_not_stored() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         first = await respond(endpoint, QUESTION)
         second = await respond(endpoint, "Again.", previous_response_id=first.id, store=False)
@@ -110,15 +100,15 @@ def test_a_response_is_kept_for_the_next_unless_it_is_not_stored(
             assert caught.value.code == "previous_response_not_found"
             assert caught.value.param == "previous_response_id"
 
-    trajectory = played(client, ["a", "b", "c"], tokenizer)
+    trajectory = played(client, ["a", "b", "c"])
     assert trajectory.metrics == UNTOUCHED
     one, other = trajectory.segments  # the third goes on where the second did: a branch
-    assert str(tokenizer.decode(one.tokens_T.tolist())).count(str(tokenizer.eos_token)) >= 2
+    assert str(TOKENIZER.decode(one.tokens_T.tolist())).count(str(TOKENIZER.eos_token)) >= 2
     assert other.action_mask_T.sum() == 2
 
 
 @pytest.mark.parametrize("said", [CALL, "forty-two", f"<think>\nso\n</think>\n\n{CALL}"])
-def test_a_stream_of_events_is_the_response(tokenizer: PreTrainedTokenizerBase, said: str) -> None:
+def test_a_stream_of_events_is_the_response(said: str) -> None:
     """The library rebuilds from the events what it gets in one body."""
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -135,10 +125,10 @@ def test_a_stream_of_events_is_the_response(tokenizer: PreTrainedTokenizerBase, 
                 assert one.arguments == other.arguments
         assert events[-1].type == "response.completed"
 
-    assert len(played(client, [said, said], tokenizer).segments) == 2
+    assert len(played(client, [said, said]).segments) == 2
 
 
-def test_options_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_options_of_responses() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         short = await respond(endpoint, QUESTION, max_output_tokens=2)
         assert short.status == "incomplete"
@@ -152,12 +142,12 @@ def test_options_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
         plain = await respond(endpoint, QUESTION, tools=FLAT, tool_choice="none")
         assert plain.output_text == CALL, "it has no tools"
 
-    policy = Scripted(tokenizer, ["many words", "so", CALL])
-    served(client, policy, tokenizer)
+    policy = Scripted(TOKENIZER, ["many words", "so", CALL])
+    served(client, policy, TOKENIZER)
     assert "calculator" not in policy.seen[2]
 
 
-def test_a_text_that_goes_on_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_text_that_goes_on_keeps_its_tokens() -> None:
     """A loop that stops at a word and writes on is one segment; another prompt is another."""
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -167,21 +157,21 @@ def test_a_text_that_goes_on_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase
         assert (choice.text, choice.finish_reason) == (" hm ", "stop")
         again = await complete(endpoint, f"{prompt}{choice.text}Look: 42\nA:")
         assert again.choices[0].text == " 42"
-        ended = f"{prompt}{choice.text}Look: 42\nA: 42{tokenizer.eos_token}\nQ: and?\nA:"
+        ended = f"{prompt}{choice.text}Look: 42\nA: 42{TOKENIZER.eos_token}\nQ: and?\nA:"
         await complete(endpoint, ended)
         await complete(endpoint, "Q: other\nA:")
 
-    trajectory = played(client, [" hm Look: 43", " 42", " so", " no"], tokenizer)
+    trajectory = played(client, [" hm Look: 43", " 42", " so", " no"])
     one, other = trajectory.segments
-    words = str(tokenizer.decode(one.tokens_T.tolist()))
-    stop = str(tokenizer.eos_token)
+    words = str(TOKENIZER.decode(one.tokens_T.tolist()))
+    stop = str(TOKENIZER.eos_token)
     assert words == f"Q: 6*7?\nA: hm Look: 42\nA: 42{stop}\nQ: and?\nA: so{stop}"
-    assert str(tokenizer.decode(other.tokens_T.tolist())) == f"Q: other\nA: no{stop}"
+    assert str(TOKENIZER.decode(other.tokens_T.tolist())) == f"Q: other\nA: no{stop}"
 
 
-def test_options_of_completions(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_options_of_completions() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
-        ids = render_text(tokenizer, QUESTION).tolist()
+        ids = render_text(TOKENIZER, QUESTION).tolist()
         several = await complete(endpoint, [ids, ids], n=2, logprobs=0)
         assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
         assert [choice.text for choice in several.choices] == ["a", "b", "c", "d"]
@@ -199,7 +189,7 @@ def test_options_of_completions(tokenizer: PreTrainedTokenizerBase) -> None:
         assert "".join(choice.text for part in parts for choice in part.choices) == "words"
         assert parts[-1].usage.completion_tokens > 0
 
-    trajectory = played(client, ["a", "b", "c", "d", "many words", "words"], tokenizer)
+    trajectory = played(client, ["a", "b", "c", "d", "many words", "words"])
     assert len(trajectory.segments) == 6
 
 
@@ -250,9 +240,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ],
     ids=str,
 )
-def test_bad_requests_are_refused(
-    tokenizer: PreTrainedTokenizerBase, api: str, options: dict[str, Any], field: str | None
-) -> None:
+def test_bad_requests_are_refused(api: str, options: dict[str, Any], field: str | None) -> None:
     path, good = REQUESTS[api]
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -262,11 +250,11 @@ def test_bad_requests_are_refused(
             assert field is None or caught.value.param == field
             await own.post(path, body=good, cast_to=object)
 
-    played(client, ["a"], tokenizer)
+    played(client, ["a"])
 
 
 @pytest.mark.parametrize("api", REQUESTS)
-def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase, api: str) -> None:
+def test_limits_are_the_api_s_own_errors(api: str) -> None:
     path, good = REQUESTS[api]
     [name] = good
     long = [{"role": "user", "content": "1" * 300}] if name == "messages" else "1" * 300
@@ -287,15 +275,13 @@ def test_limits_are_the_api_s_own_errors(tokenizer: PreTrainedTokenizerBase, api
             assert endpoint.limit is None
             await refused("turn_limit_exceeded")
 
-    policy = Scripted(tokenizer, ["a"])
-    [trajectory] = served(client, policy, tokenizer, max_tokens=200, max_turns=1).trajectories_G
+    policy = Scripted(TOKENIZER, ["a"])
+    [trajectory] = served(client, policy, TOKENIZER, max_tokens=200, max_turns=1).trajectories_G
     assert trajectory.stop_reason is StopReason.TURNS
 
 
 @pytest.mark.parametrize("api", REQUESTS)
-def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(
-    tokenizer: PreTrainedTokenizerBase, api: str
-) -> None:
+def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(api: str) -> None:
     """The run's own values, and those that change nothing, are no conflict."""
     path, given = REQUESTS[api]
     conflicts = {
@@ -307,7 +293,7 @@ def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(
         "temperature": TEMPERATURE, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0,
         "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {},
     }  # fmt: skip
-    policy = Scripted(tokenizer, ["a"])
+    policy = Scripted(TOKENIZER, ["a"])
 
     async def client(endpoint: AgentEndpoint) -> None:
         async with sdk(endpoint) as own:
@@ -320,10 +306,10 @@ def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(
             assert not policy.requests
             await own.post(path, body=given | harmless, cast_to=object)
 
-    served(client, policy, tokenizer, client_sampling="refuse")
+    served(client, policy, TOKENIZER, client_sampling="refuse")
 
 
-def _spaces_in_words(folder: Path) -> PreTrainedTokenizerBase:
+def _spaces_in_words() -> PreTrainedTokenizerBase:
     """A tokenizer that decodes without the space that it puts before a text, as Llama 2's."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -353,14 +339,14 @@ def _spaces_in_words(folder: Path) -> PreTrainedTokenizerBase:
 @pytest.mark.parametrize("api", sorted(TALKS))
 @pytest.mark.parametrize("make_tokenizer", [chat_tokenizer, _spaces_in_words])
 def test_special_tokens_and_broken_bytes_within_answers(
-    make_tokenizer: Callable[[Path], PreTrainedTokenizerBase], tmp_path: Path, api: str
+    make_tokenizer: Callable[[], PreTrainedTokenizerBase], api: str
 ) -> None:
     """They are trained as sampled, and the client's text goes on from them as they are.
 
     Bytes that are no character come back as the replacement character. In a chat the model is then
     shown that, as any server would: a new segment; raw prompts keep the tokens.
     """
-    tokenizer = make_tokenizer(tmp_path)
+    tokenizer = make_tokenizer()
     vocabulary = tokenizer.get_vocab()
     start, pad = vocabulary["<|im_start|>"], vocabulary[str(tokenizer.pad_token)]
     bos = vocabulary.get("<s>", pad)

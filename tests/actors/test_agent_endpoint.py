@@ -14,7 +14,6 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.agent_endpoint import AgentEndpoint
 from distill.engine import GenerateRequest, Sample
@@ -23,14 +22,11 @@ from distill.tools.calculator import Calculator
 from tests.agents import TALKS, Noise, Said, assert_trained_as_sampled, sdk, served
 from tests.scripted import Scripted, call, chat_tokenizer
 
+TOKENIZER = chat_tokenizer()
+
 CALL = call("calculator", {"expression": "6*7"})
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is 6*7?"}]
 TOOLS: Any = [Calculator().schema]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 async def complete(endpoint: AgentEndpoint, messages: list[Any], **options: Any) -> Any:
@@ -38,7 +34,7 @@ async def complete(endpoint: AgentEndpoint, messages: list[Any], **options: Any)
         return await client.chat.completions.create(model="m", messages=messages, **options)
 
 
-def test_a_conversation_with_tools_is_one_segment(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_conversation_with_tools_is_one_segment() -> None:
     """The client drops nothing and writes the arguments anew; the tokens stay as sampled."""
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -57,14 +53,14 @@ def test_a_conversation_with_tools_is_one_segment(tokenizer: PreTrainedTokenizer
         assert turn.choices[0].finish_reason == "stop"
         assert turn.usage.completion_tokens > 0
 
-    [trajectory] = served(client, Scripted(tokenizer, [CALL, "42"]), tokenizer).trajectories_G
+    [trajectory] = served(client, Scripted(TOKENIZER, [CALL, "42"]), TOKENIZER).trajectories_G
     [segment] = trajectory.segments
-    text = tokenizer.decode(segment.tokens_T[segment.action_mask_T].tolist())
-    assert CALL in text and text.count(str(tokenizer.eos_token)) == 2
+    text = TOKENIZER.decode(segment.tokens_T[segment.action_mask_T].tolist())
+    assert CALL in text and text.count(str(TOKENIZER.eos_token)) == 2
     assert trajectory.metrics == {"rewritten": 0, "unmatched": 0, "breaks": 0}
 
 
-def test_a_rewritten_history_begins_a_segment(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_rewritten_history_begins_a_segment() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         await complete(endpoint, ASKED)
         said = {"role": "assistant", "content": "one"}
@@ -74,13 +70,13 @@ def test_a_rewritten_history_begins_a_segment(tokenizer: PreTrainedTokenizerBase
         await complete(endpoint, [said, again])
         await complete(endpoint, [*ASKED, {"role": "assistant", "content": "other"}, again])
 
-    policy = Scripted(tokenizer, ["one", "two", "three", "four", "five"])
-    [trajectory] = served(client, policy, tokenizer).trajectories_G
+    policy = Scripted(TOKENIZER, ["one", "two", "three", "four", "five"])
+    [trajectory] = served(client, policy, TOKENIZER).trajectories_G
     assert len(trajectory.segments) == 3
     assert trajectory.metrics == {"rewritten": 1, "unmatched": 1, "breaks": 0}
 
 
-def test_options_of_requests(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_options_of_requests() -> None:
     """n, max_tokens, stop, logprobs and streams, as the API has them."""
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -101,8 +97,8 @@ def test_options_of_requests(tokenizer: PreTrainedTokenizerBase) -> None:
         assert parts[-2].choices[0].finish_reason == "tool_calls"
         assert parts[-1].usage.completion_tokens > 0
 
-    policy = Scripted(tokenizer, ["a", "b", "c", "many words", "on and STOP and on", CALL])
-    [trajectory] = served(client, policy, tokenizer).trajectories_G
+    policy = Scripted(TOKENIZER, ["a", "b", "c", "many words", "on and STOP and on", CALL])
+    [trajectory] = served(client, policy, TOKENIZER).trajectories_G
     assert [request.sampling.max_new_tokens for request in policy.requests] == [
         48,
         48,
@@ -112,28 +108,24 @@ def test_options_of_requests(tokenizer: PreTrainedTokenizerBase) -> None:
         48,
     ]
     assert len(trajectory.segments) == 6
-    words = str(tokenizer.decode(trajectory.segments[4].tokens_T.tolist()))
+    words = str(TOKENIZER.decode(trajectory.segments[4].tokens_T.tolist()))
     assert words.endswith("STOP"), "what followed was not asked for, and is not trained"
 
 
-def test_the_client_s_sampling_has_no_effect(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_client_s_sampling_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         for _ in range(2):
             await complete(endpoint, ASKED, temperature=0.123, top_p=0.5, presence_penalty=0)
 
-    policy = Scripted(tokenizer, ["a", "b"])
+    policy = Scripted(TOKENIZER, ["a", "b"])
     with caplog.at_level(logging.WARNING, "actors.envs.agent_requests"):
-        served(client, policy, tokenizer)
+        served(client, policy, TOKENIZER)
     [line] = [record.getMessage() for record in caplog.records]
     assert "temperature=0.123" in line and "top_p=0.5" in line and "presence" not in line
     assert len({request.sampling for request in policy.requests}) == 1
 
 
-def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         keyed = {"extra_headers": {"Idempotency-Key": "k"}}
         counted = {"extra_headers": {"x-stainless-retry-count": "1"}}
@@ -144,12 +136,12 @@ def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one(
         said = [answer.choices[0].message.content for answer in answers]
         assert said == ["a", "b", "b", "c", "c"]
 
-    policy = Scripted(tokenizer, ["a", "b", "c"])
-    assert len(served(client, policy, tokenizer).trajectories_G[0].segments) == 3
+    policy = Scripted(TOKENIZER, ["a", "b", "c"])
+    assert len(served(client, policy, TOKENIZER).trajectories_G[0].segments) == 3
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         port = int(endpoint.base_url.split(":")[2].partition("/")[0])
@@ -161,13 +153,11 @@ def test_a_client_that_leaves_within_its_request_is_no_error(
         writer.transport.abort()
         await complete(endpoint, ASKED)
 
-    served(client, Scripted(tokenizer, ["a"]), tokenizer)
+    served(client, Scripted(TOKENIZER, ["a"]), TOKENIZER)
     assert not caplog.records
 
 
-def test_a_client_that_never_reads_its_answer_keeps_nothing(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_client_that_never_reads_its_answer_keeps_nothing() -> None:
     """Its request is sampled and trained, and its episode ends while its handler still writes."""
     words = "words " * 20
 
@@ -184,13 +174,13 @@ def test_a_client_that_never_reads_its_answer_keeps_nothing(
             await asyncio.sleep(0.02)
 
     clients: list[socket.socket] = []
-    policy = Scripted(tokenizer, [words] * 128)
-    [trajectory] = served(client, policy, tokenizer, max_turns=128).trajectories_G
+    policy = Scripted(TOKENIZER, [words] * 128)
+    [trajectory] = served(client, policy, TOKENIZER, max_turns=128).trajectories_G
     assert len(trajectory.segments) == 128
     clients[0].close()
 
 
-def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_key_is_the_episode_s_and_ends_with_it() -> None:
     ended: list[AgentEndpoint] = []
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -223,10 +213,10 @@ def test_the_key_is_the_episode_s_and_ends_with_it(tokenizer: PreTrainedTokenize
         ended.append(endpoint)
 
     for _ in range(2):
-        served(client, Scripted(tokenizer, ["a"]), tokenizer)
+        served(client, Scripted(TOKENIZER, ["a"]), TOKENIZER)
 
 
-def test_an_engine_s_failure_ends_the_client(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_engine_s_failure_ends_the_client() -> None:
     class Broken:
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             raise EngineError("gone")
@@ -237,7 +227,7 @@ def test_an_engine_s_failure_ends_the_client(tokenizer: PreTrainedTokenizerBase)
                 await complete(endpoint, ASKED)
 
     with pytest.raises(EngineError, match="gone"):
-        served(client, Broken(), tokenizer)
+        served(client, Broken(), TOKENIZER)
 
 
 # What a client does next, to which of its conversations, and by which API.
@@ -255,13 +245,13 @@ ACTS = st.lists(
 @settings(deadline=None, max_examples=40)
 @given(acts=ACTS, seed=st.integers(0, 1000))
 def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
-    tokenizer: PreTrainedTokenizerBase, acts: Sequence[tuple[str, int, str]], seed: int
+    acts: Sequence[tuple[str, int, str]], seed: int
 ) -> None:
     """Every sampled token is trained once, behind the very tokens that the engine was given.
 
     Conversations go on by any of the APIs, and answers may have special tokens in them.
     """
-    policy = Noise(tokenizer, seed, special=0.1)
+    policy = Noise(TOKENIZER, seed, special=0.1)
 
     async def client(endpoint: AgentEndpoint) -> None:
         chats: list[list[Said]] = []
@@ -294,14 +284,12 @@ def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
             }[act]()
         await own.close()
 
-    assert_trained_as_sampled(served(client, policy, tokenizer), policy.sampled)
+    assert_trained_as_sampled(served(client, policy, TOKENIZER), policy.sampled)
 
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), turns=st.integers(1, 5))
-def test_a_history_that_comes_back_as_it_was_sent_extends_the_tokens(
-    tokenizer: PreTrainedTokenizerBase, seed: int, turns: int
-) -> None:
+def test_a_history_that_comes_back_as_it_was_sent_extends_the_tokens(seed: int, turns: int) -> None:
     """Two conversations at the same time: each is one segment, whatever was sampled, except where
     the tokens are not those of any text."""
 
@@ -316,6 +304,6 @@ def test_a_history_that_comes_back_as_it_was_sent_extends_the_tokens(
         async with sdk(endpoint) as own:
             await asyncio.gather(converse("1"), converse("2"))
 
-    [trajectory] = served(client, Noise(tokenizer, seed), tokenizer).trajectories_G
+    [trajectory] = served(client, Noise(TOKENIZER, seed), TOKENIZER).trajectories_G
     assert len(trajectory.segments) == 2 + trajectory.metrics["breaks"]
     assert trajectory.metrics["rewritten"] == trajectory.metrics["unmatched"] == 0

@@ -30,7 +30,7 @@ def test_the_openai_agents_sdk(tmp_path: Path) -> None:
     )
     row = {"messages": [{"role": "user", "content": "What is 6*7?"}], "answer": "42"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    tokenizer = chat_tokenizer()
     context = setting(tokenizer, reward=last_number, context_length=2048)
     problems = Agent(command=f"{python} {EXAMPLE}")(str(tmp_path / "rows.jsonl"), context)
 

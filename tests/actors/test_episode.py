@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,10 +198,8 @@ def test_feedback_tells_the_teacher_what_became_of_each_member(
     assert group.metrics == {"opd/unhinted_segments": 0.5}
 
 
-def test_feedback_of_a_chat_is_what_the_user_says_last(
-    tmp_path: Path,
-) -> None:
-    tokenizer = chat_tokenizer(tmp_path)
+def test_feedback_of_a_chat_is_what_the_user_says_last() -> None:
+    tokenizer = chat_tokenizer()
     chat = [
         {"role": "system", "content": "S"}, {"role": "user", "content": "U"},
         {"role": "assistant", "content": "A"}, {"role": "user", "content": "Q"},
@@ -238,6 +236,20 @@ def test_a_group_may_be_rewarded_by_comparison_and_lets_go_of_its_environments()
     group = rollout(Ranked(envs=envs))
     assert [trajectory.reward for trajectory in group.trajectories_G] == [11.0, 22.0]
     assert closed == envs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("reward", math.nan), ("reward", 1e308), ("size", math.inf), ("size", -1e308)],
+)
+def test_numbers_that_no_mean_can_hold_are_data(field: str, value: float) -> None:
+    class Loud(ScriptedEnv):
+        async def step(self, sample: Sample) -> StepResult:
+            given = {"reward": 0.0, "size": 0.0} | {field: value}
+            return StepResult(reward=given["reward"], metrics={"size": given["size"]})
+
+    with refuses(DataError, field):
+        rollout(ScriptedBuilder(envs=[Loud([ids(5)])]))
 
 
 def test_environments_are_let_go_of_when_one_fails() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import rollout_group
 from distill.data.feedback import FeedbackTemplate
@@ -26,13 +25,10 @@ from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 
+TOKENIZER = chat_tokenizer()
+
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", correct_reward_threshold=1.0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def asked(tmp_path: Path, row: Mapping[str, object]) -> str:
@@ -45,25 +41,22 @@ def contexts(
     env: EnvConfig, path: str | None, room: EnvContext, script: Script | Sequence[str]
 ) -> list[str]:
     """What the teacher sees before each member's first response, as text."""
-    tokenizer = room.tokenizer
-    builder, policy = env(path, room).builder(0, 2), Scripted(tokenizer, script)
+    builder, policy = env(path, room).builder(0, 2), Scripted(TOKENIZER, script)
     group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
     firsts = [trajectory.segments[0].teacher_context_T for trajectory in group.trajectories_G]
     assert all(first_T is not None for first_T in firsts)
-    return [str(tokenizer.decode(first_T.tolist())) for first_T in firsts if first_T is not None]
+    return [str(TOKENIZER.decode(first_T.tolist())) for first_T in firsts if first_T is not None]
 
 
 def user(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_wrong_answer_is_told_the_right_one(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_wrong_answer_is_told_the_right_one(tmp_path: Path) -> None:
     solution = "6*7 is 42\n#### 42"
     messages = [{"role": "user", "content": "What is 6*7?"}]
     path = asked(tmp_path, {"messages": messages, "answer": solution})
-    room = setting(tokenizer, reward=last_number, feedback=TOLD)
+    room = setting(TOKENIZER, reward=last_number, feedback=TOLD)
     assert contexts(SingleTurn(), path, room, ["it is 41", "42"]) == [
         user(f"<Wrong. The right answer is: {solution}>What is 6*7?"),
         user("<Right.>What is 6*7?"),
@@ -71,11 +64,9 @@ def test_a_wrong_answer_is_told_the_right_one(
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_program_is_told_which_test_it_fails(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_program_is_told_which_test_it_fails(tmp_path: Path) -> None:
     path = asked(tmp_path, {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"})
-    room = setting(tokenizer, reward=unit_tests, feedback=TOLD)
+    room = setting(TOKENIZER, reward=unit_tests, feedback=TOLD)
     wrong, right = contexts(
         SingleTurn(), path, room, ["def f(x): return x+1", "def f(x): return x*6-(x<2)*4"]
     )
@@ -84,11 +75,9 @@ def test_a_program_is_told_which_test_it_fails(
     assert right == "<The tests passed.>Add!"
 
 
-def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(tmp_path: Path) -> None:
     path = asked(tmp_path, {"prompt": "What is 6*7?", "answer": "42"})
-    room = setting(tokenizer, reward=last_number, feedback=TOLD, context_length=1024)
+    room = setting(TOKENIZER, reward=last_number, feedback=TOLD, context_length=1024)
     fails = call("calculator", {"expression": "1/0"})
 
     def script(_turn: int, seen: str) -> str:
@@ -105,10 +94,10 @@ def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(
     assert "Error" not in cut[1], "another member's error is told"
 
 
-def test_each_seat_of_a_game_is_told_how_it_ended(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_each_seat_of_a_game_is_told_how_it_ended() -> None:
     """In place of what that seat saw first, which is its own."""
     env = TicTacToeGames(random_moves=0, rules=False)
-    room = setting(tokenizer, feedback=TOLD)
+    room = setting(TOKENIZER, feedback=TOLD)
     first, second = contexts(env, None, room, first_free)
     assert first == user("<You won.>X\n...\n...\n...")
     assert second == user("<You lost.>O\nX..\n...\n...")
@@ -117,9 +106,9 @@ def test_each_seat_of_a_game_is_told_how_it_ended(tokenizer: PreTrainedTokenizer
     assert "<You lost by an illegal move: square 1 is taken.>O\nX..\n" in blundered[1]
 
 
-def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_reader_is_told_the_answer(tmp_path: Path) -> None:
     row = {"document": "It is red.", "question": "Colour?", "answer": "red"}
-    room = setting(tokenizer, reward=contains, feedback=TOLD)
+    room = setting(TOKENIZER, reward=contains, feedback=TOLD)
     path = asked(tmp_path, row)
     env = Reading(by="keywords", terse=True)
     assert contexts(env, path, room, ["blue", "red"]) == [
@@ -128,7 +117,7 @@ def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_pat
     ]
 
 
-def test_a_game_has_no_answer_to_tell(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_game_has_no_answer_to_tell() -> None:
     template = FeedbackTemplate(text="{answer}{prompt}", correct_reward_threshold=1.0)
     with refuses(DataError, "teacher.feedback"):
-        TicTacToeGames()(None, setting(tokenizer, feedback=template))
+        TicTacToeGames()(None, setting(TOKENIZER, feedback=template))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.judge import API_KEY_VARIABLE
 from actors.envs.judge_env import Judged, balanced_pairs
@@ -29,13 +28,10 @@ from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, chat_tokenizer, setting
 from tests.tiny import save_tokenizer
 
+TOKENIZER = chat_tokenizer()
+
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 RUBRIC = "Large numbers are good."
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -97,12 +93,10 @@ def checkpoint(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("mode", ["score", "pairs"])
-def test_a_reward_model_judges_a_group_at_once(
-    tokenizer: PreTrainedTokenizerBase, prompts: str, checkpoint: str, mode: str
-) -> None:
-    dataset = Judged(reward_model=checkpoint, mode=mode)(prompts, setting(tokenizer))
+def test_a_reward_model_judges_a_group_at_once(prompts: str, checkpoint: str, mode: str) -> None:
+    dataset = Judged(reward_model=checkpoint, mode=mode)(prompts, setting(TOKENIZER))
     builder = pickle.loads(pickle.dumps(dataset.builder(0, 3)))
-    policy = Scripted(tokenizer, ["a", "<think>at length</think>bbb", "ccccc"])
+    policy = Scripted(TOKENIZER, ["a", "<think>at length</think>bbb", "ccccc"])
     models: dict[str, Any] = {REWARD_MODEL: Lengths()}
     playing = play_group(policy, builder, SAMPLING, group_id=0, seed=0, models=models)
     scores = [0.5, 1.5, 2.5]
@@ -120,63 +114,53 @@ def test_a_judge_has_a_rubric() -> None:
         Judged(judge_url="http://h/v1", judge_model="m")
 
 
-def test_every_response_is_scored(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
-    dataset = judged(server)(prompts, setting(tokenizer))
+def test_every_response_is_scored(server: ScriptedJudge, prompts: str) -> None:
+    dataset = judged(server)(prompts, setting(TOKENIZER))
     assert len(server.bodies) == 1 and RUBRIC in server.asked[0]
     server.bodies.clear()
     server.meets = 3  # one that waited for another would wait for ever
-    episodes = play(dataset, Scripted(tokenizer, ["1", "10", "4"]), 3)
+    episodes = play(dataset, Scripted(TOKENIZER, ["1", "10", "4"]), 3)
     assert rewards(episodes) == pytest.approx([0.0, 1.0, 1 / 3])
     assert all(len(episode.turns) == 1 for episode in episodes)
     assert all(RUBRIC in asked and "reference answer" in asked for asked in server.asked)
 
 
-def test_what_the_judge_sees_of_a_chat(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
+def test_what_the_judge_sees_of_a_chat(server: ScriptedJudge, prompts: str) -> None:
     seen: list[dict[str, str]] = []
     server.script = lambda text, given: seen.append(given) or "Score: 1"
-    dataset = judged(server, system="Be brief")(prompts, setting(tokenizer))
+    dataset = judged(server, system="Be brief")(prompts, setting(TOKENIZER))
     seen.clear()
-    policy = Scripted(tokenizer, ["<think>9, or 8?</think>\n\n7"])
+    policy = Scripted(TOKENIZER, ["<think>9, or 8?</think>\n\n7"])
     play(dataset, policy, 1, problem=1)
     question = "[system]\nBe brief\n\n[user]\nHi\n\n[assistant]\nHi.\n\n[user]\nAnother"
     assert seen == [{"question": question, "answer": "7"}]
     assert "Be brief" in policy.seen[0]
 
 
-def test_thinking_without_an_answer_earns_nothing(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
-    dataset = judged(server)(prompts, setting(tokenizer))
+def test_thinking_without_an_answer_earns_nothing(server: ScriptedJudge, prompts: str) -> None:
+    dataset = judged(server)(prompts, setting(TOKENIZER))
     server.bodies.clear()
-    assert rewards(play(dataset, Scripted(tokenizer, ["<think>9", ""]), 2)) == [0.0, 0.0]
+    assert rewards(play(dataset, Scripted(TOKENIZER, ["<think>9", ""]), 2)) == [0.0, 0.0]
     assert not server.bodies
 
 
-def test_all_pairs_are_compared(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
-    dataset = judged(server, mode="pairs")(prompts, setting(tokenizer))
+def test_all_pairs_are_compared(server: ScriptedJudge, prompts: str) -> None:
+    dataset = judged(server, mode="pairs")(prompts, setting(TOKENIZER))
     server.bodies.clear()
-    episodes = play(dataset, Scripted(tokenizer, ["3", "1", "8", "3"]), 4)
+    episodes = play(dataset, Scripted(TOKENIZER, ["3", "1", "8", "3"]), 4)
     assert rewards(episodes) == pytest.approx([0.5, 0.0, 1.0, 0.5])
     assert len(server.bodies) == 2 * 5, "two that say the same are no question"
 
 
-def test_some_pairs_are_compared(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
-    dataset = judged(server, mode="pairs", max_pairs=6)(prompts, setting(tokenizer))
+def test_some_pairs_are_compared(server: ScriptedJudge, prompts: str) -> None:
+    dataset = judged(server, mode="pairs", max_pairs=6)(prompts, setting(TOKENIZER))
     server.bodies.clear()
     said = ["1", "2", "3", "4", "5", "6"]
-    episodes = play(dataset, Scripted(tokenizer, said), 6)
+    episodes = play(dataset, Scripted(TOKENIZER, said), 6)
     assert len(server.bodies) == 2 * 6
     assert rewards(episodes)[0] == 0.0 and rewards(episodes)[5] == 1.0
     assert set(rewards(episodes)) <= {0.0, 0.5, 1.0}, "each is in two pairs"
-    assert rewards(play(dataset, Scripted(tokenizer, said), 6)) == rewards(episodes)
+    assert rewards(play(dataset, Scripted(TOKENIZER, said), 6)) == rewards(episodes)
 
 
 @pytest.mark.parametrize("group_size", range(2, 10))
@@ -194,53 +178,44 @@ def test_pairs_are_balanced(group_size: int) -> None:
         assert wanted - group_size < len(pairs) <= wanted
 
 
-def test_a_judge_without_a_verdict_fails_the_group(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
+def test_a_judge_without_a_verdict_fails_the_group(server: ScriptedJudge, prompts: str) -> None:
     right = server.script
     for mode in ("score", "pairs"):
         server.script = right
-        dataset = judged(server, mode=mode)(prompts, setting(tokenizer))
+        dataset = judged(server, mode=mode)(prompts, setting(TOKENIZER))
         server.script = lambda text, given: "Nice!"
         with refuses(ConfigError, "env.judge_url"):
-            judged(server, mode=mode)(prompts, setting(tokenizer))
+            judged(server, mode=mode)(prompts, setting(TOKENIZER))
         with pytest.raises(DataError):
-            play(dataset, Scripted(tokenizer, ["1", "2"]), 2)
+            play(dataset, Scripted(TOKENIZER, ["1", "2"]), 2)
 
 
-def test_evaluations_score(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
-) -> None:
+def test_evaluations_score(server: ScriptedJudge, prompts: str) -> None:
     config = judged(server, mode="pairs", max_pairs=4).evaluation()
     assert isinstance(config, Judged) and config.evaluation() is config
-    dataset = config(prompts, setting(tokenizer))
-    assert rewards(play(dataset, Scripted(tokenizer, ["10"]), 1)) == [1.0]
-    alone = judged(server, mode="pairs")(prompts, setting(tokenizer))
+    dataset = config(prompts, setting(TOKENIZER))
+    assert rewards(play(dataset, Scripted(TOKENIZER, ["10"]), 1)) == [1.0]
+    alone = judged(server, mode="pairs")(prompts, setting(TOKENIZER))
     with refuses(ConfigError, "env.mode"):
-        play(alone, Scripted(tokenizer, ["10"]), 1)
+        play(alone, Scripted(TOKENIZER, ["10"]), 1)
 
 
 def test_the_rubric_may_stand_in_a_file(
-    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str, tmp_path: Path
+    server: ScriptedJudge, prompts: str, tmp_path: Path
 ) -> None:
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("Even numbers are good: {really}.\n")
     play(
-        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer)),
-        Scripted(tokenizer, ["2"]), 1,
+        judged(server, rubric=f"@{rubric}")(prompts, setting(TOKENIZER)),
+        Scripted(TOKENIZER, ["2"]), 1,
     )  # fmt: skip
     assert "Even numbers are good: {really}." in server.asked[0]
     rubric.write_bytes(b"\xff")
     with refuses(ConfigError, "env.rubric"):
-        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
+        judged(server, rubric=f"@{rubric}")(prompts, setting(TOKENIZER))
     rubric.write_text(" ")
     with refuses(ConfigError, "env.rubric"):
-        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
-
-
-def test_an_address_with_a_secret_is_refused() -> None:
-    with refuses(ConfigError, "env.judge_url"):
-        Judged(judge_url="http://me:secret@host", judge_model=MODEL, rubric=RUBRIC)
+        judged(server, rubric=f"@{rubric}")(prompts, setting(TOKENIZER))
 
 
 def test_groups_that_cannot_be_compared() -> None:

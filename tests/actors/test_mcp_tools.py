@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.mcp_tools import McpServer, McpServerError, McpSession, McpToolUse, server_tools
 from actors.rollout.episode import play_group
@@ -24,6 +23,8 @@ from distill.sampling import TrainSampling
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
+
+TOKENIZER = chat_tokenizer()
 
 pytest.importorskip("mcp", reason="pip install 'isotherm[mcp]'")
 
@@ -82,11 +83,6 @@ else:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory: the server's script, and a file named after each process that ran it."""
     directory = tmp_path_factory.mktemp("server")
@@ -103,22 +99,18 @@ def alive(server: Path) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def dataset(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path, **settings: object
-) -> EnvDataset:
+def dataset(server: Path, tmp_path: Path, **settings: object) -> EnvDataset:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "Add 40 and 2.", "answer": "42"}')
     config = McpToolUse(**{"mcp_command": command(server), **settings})  # pyright: ignore[reportArgumentType]
-    room = setting(tokenizer, context_length=4096, max_new_tokens=64, reward=last_number)
+    room = setting(TOKENIZER, context_length=4096, max_new_tokens=64, reward=last_number)
     return pickle.loads(pickle.dumps(config(str(path), room)))
 
 
 @pytest.fixture(scope="module")
-def problems(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path_factory: pytest.TempPathFactory
-) -> EnvDataset:
+def problems(server: Path, tmp_path_factory: pytest.TempPathFactory) -> EnvDataset:
     """With the default settings; to list the tools took a server of its own."""
-    return dataset(tokenizer, server, tmp_path_factory.mktemp("questions"))
+    return dataset(server, tmp_path_factory.mktemp("questions"))
 
 
 def play(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> list[Episode]:
@@ -131,11 +123,9 @@ def play(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> list[Ep
     return asyncio.run(run())
 
 
-def test_an_episode_calls_the_servers_tools(
-    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
-) -> None:
+def test_an_episode_calls_the_servers_tools(server: Path, problems: EnvDataset) -> None:
     says = [call("add", {"number": 40}), call("add", {"number": 2}), call("fail", {}), "42"]
-    policy = Scripted(tokenizer, says)
+    policy = Scripted(TOKENIZER, says)
     [episode] = play(problems, policy)
     assert "Adds to a sum that starts at 0." in policy.seen[0]
     assert "the sum is 40" in policy.seen[1] and "the sum is 42" in policy.seen[2]
@@ -145,15 +135,13 @@ def test_an_episode_calls_the_servers_tools(
     assert not alive(server)
 
 
-def test_each_episode_has_a_server_of_its_own(
-    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
-) -> None:
+def test_each_episode_has_a_server_of_its_own(server: Path, problems: EnvDataset) -> None:
     """Members of a group add to sums of their own."""
 
     def script(_turn: int, seen: str) -> str:
         return "21" if "the sum is" in seen else call("add", {"number": 21})
 
-    policy = Scripted(tokenizer, script)
+    policy = Scripted(TOKENIZER, script)
     episodes = play(problems, policy, group_size=2)
     assert len(episodes) == 2
     answered = [seen for seen in policy.seen if "the sum is" in seen]
@@ -161,30 +149,24 @@ def test_each_episode_has_a_server_of_its_own(
     assert not alive(server)
 
 
-def test_a_hanging_call_is_told_and_its_server_ended(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
-) -> None:
-    policy = Scripted(tokenizer, [call("hang", {}), "0"])
-    [episode] = play(dataset(tokenizer, server, tmp_path, tool_timeout_s=1.0), policy)
+def test_a_hanging_call_is_told_and_its_server_ended(server: Path, tmp_path: Path) -> None:
+    policy = Scripted(TOKENIZER, [call("hang", {}), "0"])
+    [episode] = play(dataset(server, tmp_path, tool_timeout_s=1.0), policy)
     assert "hang took longer than 1 s and was stopped" in policy.seen[1]
     assert episode.metrics["tool_calls"] == 1 and episode.metrics["tool_errors"] == 1
     assert episode.metrics["tool_seconds"] > 0.5
     assert not alive(server)
 
 
-def test_a_dead_server_is_told_and_the_episode_goes_on(
-    tokenizer: PreTrainedTokenizerBase, problems: EnvDataset
-) -> None:
-    policy = Scripted(tokenizer, [call("die", {}), call("add", {"number": 1}), "42"])
+def test_a_dead_server_is_told_and_the_episode_goes_on(problems: EnvDataset) -> None:
+    policy = Scripted(TOKENIZER, [call("die", {}), call("add", {"number": 1}), "42"])
     [episode] = play(problems, policy)
     assert policy.seen[1].count("the server of this tool has ended") == 1
     assert policy.seen[2].count("the server of this tool has ended") == 2
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 2
 
 
-def test_a_cancelled_group_ends_its_servers(
-    tokenizer: PreTrainedTokenizerBase, server: Path, problems: EnvDataset
-) -> None:
+def test_a_cancelled_group_ends_its_servers(server: Path, problems: EnvDataset) -> None:
     class Waits(Scripted):
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             assert alive(server)
@@ -194,7 +176,7 @@ def test_a_cancelled_group_ends_its_servers(
 
     async def run() -> None:
         group = play_group(
-            Waits(tokenizer, []), problems.builder(0, 2), SAMPLING, group_id=0, seed=0
+            Waits(TOKENIZER, []), problems.builder(0, 2), SAMPLING, group_id=0, seed=0
         )
         playing = asyncio.create_task(group)
         await asyncio.wait_for(reached.wait(), DEADLINE_S)
@@ -227,14 +209,12 @@ def test_a_server_closed_while_it_starts_is_ended(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_does_not_start_fails_the_group(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_server_that_does_not_start_fails_the_group(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
-    problems = dataset(tokenizer, tmp_path, tmp_path)
+    problems = dataset(tmp_path, tmp_path)
     (tmp_path / "server.py").write_text("raise SystemExit('the disk is on fire')")
     with pytest.raises(McpServerError):
-        play(problems, Scripted(tokenizer, ["0"]))
+        play(problems, Scripted(TOKENIZER, ["0"]))
 
 
 def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
@@ -244,7 +224,6 @@ def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
 
 
 def test_the_server_sees_no_variable_that_is_not_named(
-    tokenizer: PreTrainedTokenizerBase,
     server: Path,
     problems: EnvDataset,
     tmp_path: Path,
@@ -252,26 +231,24 @@ def test_the_server_sees_no_variable_that_is_not_named(
 ) -> None:
     monkeypatch.setenv("SECRET", "swordfish")
     ask = [call("variable", {"name": "SECRET"}), "0"]
-    policy = Scripted(tokenizer, ask)
+    policy = Scripted(TOKENIZER, ask)
     play(problems, policy)
     assert "unset" in policy.seen[1] and "swordfish" not in policy.seen[1]
-    told = dataset(tokenizer, server, tmp_path, mcp_environment="SECRET")
+    told = dataset(server, tmp_path, mcp_environment="SECRET")
     assert b"swordfish" not in pickle.dumps(told)
-    policy = Scripted(tokenizer, ask)
+    policy = Scripted(TOKENIZER, ask)
     play(told, policy)
     assert "swordfish" in policy.seen[1]
 
 
-def test_a_running_server_is_spoken_to_by_its_url(
-    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
-) -> None:
+def test_a_running_server_is_spoken_to_by_its_url(server: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         file, (host, port) = listening.fileno(), listening.getsockname()
         running = subprocess.Popen([*shlex.split(command(server)), str(file)], pass_fds=[file])
         url = f"http://{host}:{port}/mcp"
         try:
-            policy = Scripted(tokenizer, [call("add", {"number": 42}), "42"])
-            play(dataset(tokenizer, server, tmp_path, mcp_command="", mcp_url=url), policy)
+            policy = Scripted(TOKENIZER, [call("add", {"number": 42}), "42"])
+            play(dataset(server, tmp_path, mcp_command="", mcp_url=url), policy)
             assert "the sum is 42" in policy.seen[1]
         finally:
             running.kill()

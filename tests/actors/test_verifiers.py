@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.verifiers_env import Verifiers
 from actors.rollout.episode import rollout_group
@@ -25,6 +24,8 @@ from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 from tests.verifiers_environments import verifiers_python
 
+TOKENIZER = chat_tokenizer()
+
 pytestmark = pytest.mark.slow
 
 
@@ -33,62 +34,52 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return verifiers_python(tmp_path_factory.mktemp("verifiers"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def dataset(
-    tokenizer: PreTrainedTokenizerBase,
     name: str,
     python: str,
     *,
     feedback: FeedbackTemplate | None = None,
     **settings: Any,
 ) -> EnvDataset:
-    context = setting(tokenizer, context_length=8192, feedback=feedback)
+    context = setting(TOKENIZER, context_length=8192, feedback=feedback)
     made = Verifiers(name=name, python=python, **settings)(None, context)
     return pickle.loads(pickle.dumps(made))
 
 
-def rolled_out(
-    tokenizer: PreTrainedTokenizerBase, problems: EnvDataset, problem: int, script: Script
-) -> TrajectoryGroup:
+def rolled_out(problems: EnvDataset, problem: int, script: Script) -> TrajectoryGroup:
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=64)
-    policy, builder = Scripted(tokenizer, script), problems.builder(problem, 2)
+    policy, builder = Scripted(TOKENIZER, script), problems.builder(problem, 2)
     return asyncio.run(rollout_group(policy, builder, sampling, group_id=0, seed=0))
 
 
-def test_a_single_turn(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
-    problems = dataset(tokenizer, "products", python, args='{"taskset": {"num_tasks": 9}}')
+def test_a_single_turn(python: str) -> None:
+    problems = dataset("products", python, args='{"taskset": {"num_tasks": 9}}')
     assert len(problems) == 9
     said = ["42", "no idea"]
-    group = rolled_out(tokenizer, problems, 6, lambda turn, _: said[turn])
+    group = rolled_out(problems, 6, lambda turn, _: said[turn])
     by_reward = {trajectory.reward: trajectory for trajectory in group.trajectories_G}
     assert by_reward.keys() == {0.0, 1.0}
     assert by_reward[0.0].metrics["letters"] == len("no idea")
     [segment] = by_reward[1.0].segments
-    assert "What is 6*7?" in str(tokenizer.decode(segment.tokens_T.tolist()))
+    assert "What is 6*7?" in str(TOKENIZER.decode(segment.tokens_T.tolist()))
     assert not [*Path(tempfile.gettempdir()).glob("product-*")], "temporary files stay"
 
 
-def test_feedback_has_the_reward_and_no_words(
-    tokenizer: PreTrainedTokenizerBase, python: str
-) -> None:
+def test_feedback_has_the_reward_and_no_words(python: str) -> None:
     template = FeedbackTemplate(text="({outcome}) {prompt}", correct_reward_threshold=1.0)
-    problems = dataset(tokenizer, "products", python, feedback=template)
+    problems = dataset("products", python, feedback=template)
     assert not problems.builder(1, 2).gives_words
-    group = rolled_out(tokenizer, problems, 1, lambda turn, _: ["7", "8"][turn])
+    group = rolled_out(problems, 1, lambda turn, _: ["7", "8"][turn])
     told = {}
     for trajectory in group.trajectories_G:
         context_T = trajectory.segments[0].teacher_context_T
         assert context_T is not None
-        told[trajectory.reward] = str(tokenizer.decode(context_T.tolist()))
+        told[trajectory.reward] = str(TOKENIZER.decode(context_T.tolist()))
     assert "user\n(right) What is 1*7?" in told[1.0]
     assert "user\n(wrong) What is 1*7?" in told[0.0]
 
 
-def test_tools(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
+def test_tools(python: str) -> None:
     """Calls go to the environment's own server of tools; each history is one segment."""
 
     def says(_: int, seen: str) -> str:
@@ -97,8 +88,8 @@ def test_tools(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
         [name] = {word for word in seen.split('"') if word.endswith("multiply")}
         return call(name, {"a": 6, "b": 7})
 
-    problems = dataset(tokenizer, "with-tools", python, problems=8)
-    group = rolled_out(tokenizer, problems, 6, says)
+    problems = dataset("with-tools", python, problems=8)
+    group = rolled_out(problems, 6, says)
     assert [trajectory.reward for trajectory in group.trajectories_G] == [1.0, 1.0]
     for trajectory in group.trajectories_G:
         assert len(trajectory.segments) == 1
@@ -106,7 +97,6 @@ def test_tools(tokenizer: PreTrainedTokenizerBase, python: str) -> None:
 
 
 def test_a_game_that_comes_with_the_library(
-    tokenizer: PreTrainedTokenizerBase,
     python: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -122,18 +112,16 @@ def test_a_game_that_comes_with_the_library(
         return next(guess for word in words if (guess := f"[{word}]") not in seen)
 
     game = '{"taskset": {"game": "Hangman-v0"}}'
-    problems = dataset(tokenizer, "textarena", python, args=game, problems=3)
+    problems = dataset("textarena", python, args=game, problems=3)
     assert len(problems) == 3
-    group = rolled_out(tokenizer, problems, 1, says)
+    group = rolled_out(problems, 1, says)
     assert [trajectory.reward for trajectory in group.trajectories_G] == [1.0, 1.0]
     for trajectory in group.trajectories_G:
         assert len(trajectory.segments) == 1
         assert trajectory.metrics["agent/unmatched"] == 0
 
 
-def test_what_cannot_be_played_is_refused(
-    tokenizer: PreTrainedTokenizerBase, python: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_played_is_refused(python: str, tmp_path: Path) -> None:
     for field, name, with_python, settings in [
         ("env.python", "products", "/nowhere/python", {}),
         ("env.python", "products", sys.executable, {}),
@@ -142,6 +130,6 @@ def test_what_cannot_be_played_is_refused(
         ("env.name", "products", python, {"args": json.dumps({"taskset": {"number": 1}})}),
     ]:
         with refuses(ConfigError, field):
-            dataset(tokenizer, name, with_python, **settings)
+            dataset(name, with_python, **settings)
     with refuses(ConfigError, "env.name", names="verifiers.utils"):
-        dataset(tokenizer, "outdated", python)
+        dataset("outdated", python)

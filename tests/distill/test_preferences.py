@@ -10,13 +10,13 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.preferences import PreferencePair, load_preference_pairs
-from distill.data.sft_rows import SFT_TEMPERATURE
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, token_id
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_tokenizer
 
+TOKENIZER = tiny_tokenizer()
 STRINGS = {"prompt": "2+2=", "chosen": "4", "rejected": "5!"}
 USER, RIGHT, WRONG, MORE = (
     {"role": role, "content": content}
@@ -25,38 +25,33 @@ USER, RIGHT, WRONG, MORE = (
 LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: Any):
-    file = path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_preference_pairs(str(file), tokenizer, **LIMITS | limits)
+@pytest.fixture
+def load(tmp_path: Path):
+    def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_preference_pairs(str(file), tokenizer, **LIMITS | limits)
+
+    return load_rows
 
 
-def shown(tokenizer: PreTrainedTokenizerBase, row: TrainingRow) -> tuple[str, str]:
+def shown(row: TrainingRow) -> tuple[str, str]:
     """(all of the text, what is trained of it)"""
     return (
-        str(tokenizer.decode(row.tokens_T.tolist())),
-        str(tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist())),
+        str(TOKENIZER.decode(row.tokens_T.tolist())),
+        str(TOKENIZER.decode(row.tokens_T[row.loss_mask_T].tolist())),
     )
 
 
-def both(tokenizer: PreTrainedTokenizerBase, pair: PreferencePair) -> tuple:
-    return shown(tokenizer, pair.chosen), shown(tokenizer, pair.rejected)
+def both(pair: PreferencePair) -> tuple:
+    return shown(pair.chosen), shown(pair.rejected)
 
 
-def test_strings_are_encoded_as_completions_are(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    [pair] = load(tmp_path, tokenizer, STRINGS)
-    for row, text in ((pair.chosen, "2+2=4"), (pair.rejected, "2+2=5!")):
-        assert row.tokens_T.tolist() == [*(token_id(tokenizer, each) for each in text), EOS]
-    assert pair.chosen.loss_mask_T.tolist() == [False] * 4 + [True] * 2
-    assert pair.rejected.loss_mask_T.tolist() == [False] * 4 + [True] * 3
+def test_strings_are_encoded_as_completions_are(load, tmp_path: Path) -> None:
+    [pair] = load(STRINGS)
+    assert both(pair) == (("2+2=4<eos>", "4<eos>"), ("2+2=5!<eos>", "5!<eos>"))
     for side in ("chosen", "rejected"):
-        row = getattr(pair, side)
-        assert row.advantages_T.tolist() == row.loss_mask_T.astype(float).tolist()
-        assert not row.behaviour_logprobs_T.any()
-        assert row.temperature == SFT_TEMPERATURE
-        assert row.source == f"{tmp_path}/pairs.jsonl:1 {side}"
+        assert getattr(pair, side).source == f"{tmp_path}/pairs.jsonl:1 {side}"
 
 
 ASKED, ASKED_TWICE = "u:2+2\na:", "u:2+2\na:4\nu:ok?\na:"
@@ -80,25 +75,21 @@ BEFORE = [USER, RIGHT, MORE]
         ),
     ],
 )
-def test_chat_forms_mean_the_same_and_what_both_sides_begin_with_is_context(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict, before: str
-) -> None:
-    [pair] = load(tmp_path, tokenizer, row)
-    assert both(tokenizer, pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
+def test_what_both_sides_of_a_chat_begin_with_is_context(load, row: dict, before: str) -> None:
+    [pair] = load(row)
+    assert both(pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
 
 
-def test_continuations_of_several_turns_train_them_all(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_continuations_of_several_turns_train_them_all(load) -> None:
     row = {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, WRONG]}
-    [pair] = load(tmp_path, tokenizer, row)
-    assert both(tokenizer, pair) == (
+    [pair] = load(row)
+    assert both(pair) == (
         ("u:2+2\na:4\nu:ok?\na:4\n", "4\n4\n"),
         ("u:2+2\na:5\n", "5\n"),
     )
 
 
-def test_several_turns_that_the_template_rewrites_are_refused(tmp_path: Path) -> None:
+def test_several_turns_that_the_template_rewrites_are_refused(load, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}"
         "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -111,7 +102,7 @@ def test_several_turns_that_the_template_rewrites_are_refused(tmp_path: Path) ->
     )
     row = dict(zip(("chosen", "rejected"), sides, strict=True)) | {"messages": [USER]}
     with refuses(DataError, None, names="pairs.jsonl:1:"):
-        load(tmp_path, tokenizer, row)
+        load(row, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +113,9 @@ def test_several_turns_that_the_template_rewrites_are_refused(tmp_path: Path) ->
         {"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]},
     ],
 )
-def test_equal_sides_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
-) -> None:
+def test_equal_sides_are_refused(load, row: dict) -> None:
     with refuses(DataError, "chosen", names="pairs.jsonl:2:"):
-        load(tmp_path, tokenizer, STRINGS, row)
+        load(STRINGS, row)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +139,6 @@ def test_equal_sides_are_refused(
         ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, None),
     ],
 )
-def test_a_bad_pair_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict, field: str | None
-) -> None:
+def test_a_bad_pair_is_named(load, row: dict, field: str | None) -> None:
     with refuses(DataError, field, names="pairs.jsonl:2:"):
-        load(tmp_path, tokenizer, STRINGS, row)
+        load(STRINGS, row)

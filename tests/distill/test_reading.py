@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import rollout_group
 from distill.envs.base import EnvDataset
@@ -16,10 +15,13 @@ from distill.envs.reading import Reading
 from distill.errors import ConfigError, DataError, IsothermError
 from distill.sampling import TrainSampling
 from distill.types import Trajectory
-from examples.show.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
+from examples.show.chat_worlds import CAPITALS_APART, documents, reading_book
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
-from tests.scripted import Scripted, setting
+from tests.scripted import Scripted, setting, trained_tokenizer
+
+BOOK = reading_book(documents(30, 24, seed=0), lines_a_part=4, forgets=0.2)
+TOKENIZER = trained_tokenizer(BOOK, CAPITALS_APART)
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
 # Four documents of 24 lines, a word of two letters and a number each.
@@ -34,14 +36,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    book = reading_book(documents(30, 24, seed=0), lines_a_part=4, forgets=0.2)
-    return train_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), book, CAPITALS_APART)
-
-
 def dataset(
-    tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     rows: list[Mapping[str, object]] | None = None,
     context_length: int = 64,
@@ -50,7 +45,7 @@ def dataset(
     path = directory / "documents.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in (ROWS if rows is None else rows)))
     config = Reading(**{"terse": True} | settings)  # pyright: ignore[reportArgumentType]
-    return config(str(path), setting(tokenizer, context_length=context_length, max_new_tokens=8))
+    return config(str(path), setting(TOKENIZER, context_length=context_length, max_new_tokens=8))
 
 
 def reads(row: Mapping[str, str]):
@@ -71,33 +66,24 @@ def played(problems: EnvDataset, policy: Scripted, problem: int = 0) -> Trajecto
     return asyncio.run(rolled).trajectories_G[0]
 
 
-def test_a_document_is_read_in_parts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    policy = Scripted(tokenizer, reads(ROWS[0]))
-    made = played(dataset(tokenizer, tmp_path, fact_bonus=0.5), policy)
+def test_a_document_is_read_in_parts(tmp_path: Path) -> None:
+    policy = Scripted(TOKENIZER, reads(ROWS[0]))
+    made = played(dataset(tmp_path, fact_bonus=0.5), policy)
     assert made.reward == 1.0 and made.metrics["facts_kept"] == 1.0
     assert len(made.segments) == len(policy.seen) > 3  # each turn begins afresh
     shown = "".join(policy.seen)
     assert all(line in shown for line in ROWS[0]["document"].split("\n"))
     assert all(len(request.prompt_tokens_T) + 8 <= 64 for request in policy.requests)
     paid = [segment.bonuses_T.sum() for segment in made.segments if segment.bonuses_T is not None]
-    kept = sum(ROWS[0]["answer"] in tokenizer.decode(s.tokens_T[s.action_mask_T].tolist())
+    kept = sum(ROWS[0]["answer"] in TOKENIZER.decode(s.tokens_T[s.action_mask_T].tolist())
                for s in made.segments[:-1])  # fmt: skip
     assert sum(paid) == pytest.approx(0.5 * kept) and kept >= 1
 
 
-def test_notes_that_are_lost_answer_wrongly(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    made = played(dataset(tokenizer, tmp_path), Scripted(tokenizer, lambda _turn, _seen: "-"))
-    assert made.reward == 0.0 and made.metrics["facts_kept"] == 0.0
-
-
 @pytest.mark.parametrize("by", ["keywords", "tests.distill.test_reading:last_lines"])
-def test_a_document_is_condensed_first(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, by: str
-) -> None:
-    problems = dataset(tokenizer, tmp_path, by=by, part_tokens=30)
-    policy = Scripted(tokenizer, ["42"])
+def test_a_document_is_condensed_first(tmp_path: Path, by: str) -> None:
+    problems = dataset(tmp_path, by=by, part_tokens=30)
+    policy = Scripted(TOKENIZER, ["42"])
     made = played(problems, policy)
     assert len(made.segments) == 1
     lines = ROWS[0]["document"].split("\n")
@@ -107,15 +93,11 @@ def test_a_document_is_condensed_first(
         assert f"{ROWS[0]['question']} {ROWS[0]['answer']}" in policy.seen[0]
 
 
-def test_a_document_is_condensed_once_for_its_group(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    problems = dataset(
-        tokenizer, tmp_path, by="tests.distill.test_reading:counted_lines", part_tokens=30
-    )
+def test_a_document_is_condensed_once_for_its_group(tmp_path: Path) -> None:
+    problems = dataset(tmp_path, by="tests.distill.test_reading:counted_lines", part_tokens=30)
     for _ in range(2):
         COUNTED.clear()
-        policy = Scripted(tokenizer, ["42", "42", "42"])
+        policy = Scripted(TOKENIZER, ["42", "42", "42"])
         rolled = rollout_group(policy, problems.builder(0, 3), SAMPLING, group_id=0, seed=0)
         assert len(asyncio.run(rolled).trajectories_G) == 3
         assert len(COUNTED) == 1
@@ -129,20 +111,18 @@ def counted_lines(text: str, focus: str, max_tokens: int) -> str:
     return last_lines(text, focus, max_tokens)
 
 
-def test_no_part_has_text_of_two_passages(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_no_part_has_text_of_two_passages(tmp_path: Path) -> None:
     document = "1 2 3\n## 4\n5 6\n## 7\n8 9"
     row = {"document": document, "question": "5", "answer": "6"}
     whole, parted = (
         played(
-            dataset(tokenizer, tmp_path, [row], 128, **boundary),
-            Scripted(tokenizer, lambda _turn, _seen: "6"),
+            dataset(tmp_path, [row], 128, **boundary),
+            Scripted(TOKENIZER, lambda _turn, _seen: "6"),
         )
         for boundary in ({}, {"passage_boundary": "(?m)^##"})
     )
     assert (len(whole.segments), len(parted.segments)) == (2, 4)
-    seen = [tokenizer.decode(each.tokens_T.tolist()) for each in parted.segments]
+    seen = [TOKENIZER.decode(each.tokens_T.tolist()) for each in parted.segments]
     assert "## 4\n5 6" in seen[1] and "7" not in seen[1] and "3" not in seen[1]
     with refuses(ConfigError, "env.passage_boundary"):
         Reading(passage_boundary="(")
@@ -152,11 +132,9 @@ def last_lines(text: str, focus: str, max_tokens: int) -> str:
     return "\n".join(text.split("\n")[-2:])
 
 
-def test_words_for_models_that_were_not_taught_the_task(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    policy = Scripted(tokenizer, lambda _turn, _seen: "7")
-    played(dataset(tokenizer, tmp_path, terse=False, context_length=1024, part_tokens=40), policy)
+def test_words_for_models_that_were_not_taught_the_task(tmp_path: Path) -> None:
+    policy = Scripted(TOKENIZER, lambda _turn, _seen: "7")
+    played(dataset(tmp_path, terse=False, context_length=1024, part_tokens=40), policy)
     assert "Part 1 of" in policy.seen[0] and "Write the new notes" in policy.seen[0]
     assert "Answer the question" in policy.seen[-1]
 
@@ -175,11 +153,10 @@ def test_words_for_models_that_were_not_taught_the_task(
     ],
 )
 def test_bad_input(
-    tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     changes: dict,
     error: type[IsothermError],
     field: str | None,
 ) -> None:
     with refuses(error, field):
-        dataset(tokenizer, tmp_path, **changes)
+        dataset(tmp_path, **changes)

@@ -16,28 +16,31 @@ from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint, load_tokenizer
 from tests.refusals import refuses
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, token_id
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_tokenizer, token_id
 
+TOKENIZER = tiny_tokenizer()
 GOOD = {"prompt": "2+2=", "completion": "4!"}
 CHAT = {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4!"}]}
 LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: Any):
-    file = path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_sft_rows(str(file), tokenizer, **LIMITS | limits)
+@pytest.fixture
+def load(tmp_path: Path):
+    def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_sft_rows(str(file), tokenizer, **LIMITS | limits)
+
+    return load_rows
 
 
 def facts(row: TrainingRow) -> tuple[list[int], list[bool]]:
     return row.tokens_T.tolist(), row.loss_mask_T.tolist()
 
 
-def test_the_loss_is_on_the_completion_and_its_eos(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    [row] = load(tmp_path, tokenizer, GOOD)
-    assert row.tokens_T.tolist() == [*(token_id(tokenizer, each) for each in "2+2=4!"), EOS]
+def test_the_loss_is_on_the_completion_and_its_eos(load) -> None:
+    [row] = load(GOOD)
+    assert row.tokens_T.tolist() == [*(token_id(TOKENIZER, each) for each in "2+2=4!"), EOS]
     assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
     assert row.advantages_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert row.behaviour_logprobs_T.tolist() == [0] * 7
@@ -45,19 +48,15 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     assert row.source.endswith("data.jsonl:1")
 
 
-def test_a_completion_that_ends_with_the_eos_gets_no_other(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    ended = GOOD | {"completion": GOOD["completion"] + str(tokenizer.eos_token)}
-    first, second = load(tmp_path, tokenizer, GOOD, ended)
+def test_a_completion_that_ends_with_the_eos_gets_no_other(load) -> None:
+    ended = GOOD | {"completion": GOOD["completion"] + str(TOKENIZER.eos_token)}
+    first, second = load(GOOD, ended)
     assert facts(first) == facts(second)
 
 
-def test_messages_answer_a_prompt_as_what_the_user_says(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_messages_answer_a_prompt_as_what_the_user_says(load) -> None:
     asked, *said = CHAT["messages"]
-    made = load(tmp_path, tokenizer, CHAT, {"prompt": asked["content"], "completion": said})
+    made = load(CHAT, {"prompt": asked["content"], "completion": said})
     assert facts(made[0]) == facts(made[1])
 
 
@@ -87,40 +86,28 @@ def test_messages_answer_a_prompt_as_what_the_user_says(
         (CHAT | {"tools": {"name": "add"}}, "tools"),
     ],
 )
-def test_a_bad_row_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict, field: str | None
-) -> None:
+def test_a_bad_row_is_named(load, bad: dict, field: str | None) -> None:
     with refuses(DataError, field, names="data.jsonl:2:"):
-        load(tmp_path, tokenizer, GOOD, bad)
+        load(GOOD, bad)
 
 
-def test_ids_outside_the_model_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_ids_outside_the_model_are_refused(load) -> None:
     with refuses(DataError, None, names=":1:"):
-        load(tmp_path, tokenizer, GOOD, vocab_size=20)
+        load(GOOD, vocab_size=20)
 
 
-def test_completions_need_an_eos_token(tmp_path: Path) -> None:
+def test_completions_need_an_eos_token(load, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.eos_token = None
     with pytest.raises(DataError):
-        load(tmp_path, tokenizer, GOOD, stop_ids=())
-    [row] = load(tmp_path, tokenizer, GOOD, stop_ids=(7, 5))
+        load(GOOD, stop_ids=(), tokenizer=tokenizer)
+    [row] = load(GOOD, stop_ids=(7, 5), tokenizer=tokenizer)
     assert row.tokens_T[-1] == 5, "where a server ends all the same"
-    assert len(load(tmp_path, tokenizer, CHAT)) == 1, "a template writes its own"
+    assert len(load(CHAT, tokenizer=tokenizer)) == 1, "a template writes its own"
 
 
-def test_a_conversation_is_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    [row] = load(tmp_path, tokenizer, CHAT)
-    assert tokenizer.decode(row.tokens_T.tolist()) == "u:2+2\na:4!\n"
-    assert tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist()) == "4!\n"
-    assert row.advantages_T.tolist() == row.loss_mask_T.astype(float).tolist()
-    assert row.temperature == SFT_TEMPERATURE and row.source.endswith("data.jsonl:1")
-
-
-def test_a_conversation_may_take_several_rows(tmp_path: Path) -> None:
+def test_a_conversation_may_take_several_rows(load, tmp_path: Path) -> None:
     """The template writes the last answer in capitals, so the first is seen so only on its own."""
     template = (
         "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
@@ -131,23 +118,21 @@ def test_a_conversation_may_take_several_rows(tmp_path: Path) -> None:
         {"role": "assistant" if i % 2 else "user", "content": content}
         for i, content in enumerate(["1", "a", "2", "b"])
     ]
-    rows = load(tmp_path, tokenizer, {"messages": messages}, GOOD)
+    rows = load({"messages": messages}, GOOD, tokenizer=tokenizer)
     assert [tokenizer.decode(row.tokens_T.tolist()) for row in rows[:2]] == ["1A", "1a2B"]
     assert [row.num_trained for row in rows] == [1, 1, 3]
     assert [row.source[-2:] for row in rows] == [":1", ":1", ":2"]
 
 
-def sampled(tokenizer: PreTrainedTokenizerBase) -> dict:
+def sampled() -> dict:
     """A row of token ids, two runs of which were sampled."""
     row = {"tokens": [5, 6, 7, 8, EOS, 9], "loss_mask": [[1, 3], [4, 5]]}
-    return row | {"tokenizer": fingerprint(tokenizer).vocab_hash}
+    return row | {"tokenizer": fingerprint(TOKENIZER).vocab_hash}
 
 
-def test_token_ids_are_taken_as_they_are(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    whole = sampled(tokenizer) | {"tokens": [3] * 64, "loss_mask": [[1, 64]], "text": "3" * 64}
-    rows = load(tmp_path, tokenizer, sampled(tokenizer), GOOD, CHAT, whole)
+def test_token_ids_are_taken_as_they_are(load) -> None:
+    whole = sampled() | {"tokens": [3] * 64, "loss_mask": [[1, 64]], "text": "3" * 64}
+    rows = load(sampled(), GOOD, CHAT, whole)
     assert [row.source[-2:] for row in rows] == [":1", ":2", ":3", ":4"]
     row = rows[0]
     assert row.tokens_T.tolist() == [5, 6, 7, 8, EOS, 9] and row.tokens_T.dtype == np.int32
@@ -179,8 +164,6 @@ def test_token_ids_are_taken_as_they_are(
         (CHAT | {"tokens": None}, None),
     ],
 )
-def test_bad_token_ids_are_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, changes: dict, field: str | None
-) -> None:
+def test_bad_token_ids_are_named(load, changes: dict, field: str | None) -> None:
     with refuses(DataError, field, names="data.jsonl:2:"):
-        load(tmp_path, tokenizer, GOOD, sampled(tokenizer) | changes)
+        load(GOOD, sampled() | changes)

@@ -7,23 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Episode
 from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
 from distill.types import StopReason
-from examples.show.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
-from tests.scripted import Script, Scripted, game_metrics, play_game, setting
+from examples.show.chat_worlds import SQUARES_APART, game_book
+from tests.scripted import Script, Scripted, game_metrics, play_game, setting, trained_tokenizer
+
+TOKENIZER = trained_tokenizer(game_book(40, blunders=0.3), SQUARES_APART)
 
 BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    return train_chat_tokenizer(directory, game_book(40, blunders=0.3), SQUARES_APART)
 
 
 def board_of(seen: str) -> str:
@@ -36,7 +31,6 @@ def first_free(_turn: int, seen: str) -> str:
 
 
 def play(
-    tokenizer: PreTrainedTokenizerBase,
     policy: Scripted,
     *,
     group_size: int = 2,
@@ -44,20 +38,18 @@ def play(
     **settings: Any,
 ) -> list[Episode]:
     config = TicTacToeGames(random_moves=0, **settings)
-    room = setting(tokenizer, max_new_tokens=8)
+    room = setting(TOKENIZER, max_new_tokens=8)
     return play_game(config, room, policy, group_size=group_size, models=models)
 
 
-def scripted(
-    tokenizer: PreTrainedTokenizerBase, script: Script, **settings: Any
-) -> tuple[list[Episode], Scripted]:
-    policy = Scripted(tokenizer, script)
-    return play(tokenizer, policy, **settings), policy
+def scripted(script: Script, **settings: Any) -> tuple[list[Episode], Scripted]:
+    policy = Scripted(TOKENIZER, script)
+    return play(policy, **settings), policy
 
 
-def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_both_seats_are_episodes_of_one_game() -> None:
     """First free square by first free square, X has 1, 3, 5, 7: a diagonal."""
-    (first, second), policy = scripted(tokenizer, first_free)
+    (first, second), policy = scripted(first_free)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.metrics == game_metrics(won=1)
@@ -67,35 +59,35 @@ def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase)
     assert "tic-tac-toe" in policy.seen[0] and policy.seen[0].count("tic-tac-toe") == 1
 
 
-def test_a_group_plays_as_many_games_as_it_has_pairs(tokenizer: PreTrainedTokenizerBase) -> None:
-    episodes, policy = scripted(tokenizer, first_free, group_size=6)
+def test_a_group_plays_as_many_games_as_it_has_pairs() -> None:
+    episodes, policy = scripted(first_free, group_size=6)
     assert [episode.reward for episode in episodes] == [1.0, -1.0] * 3
     assert policy.requests[0].num_samples == 3  # the three that begin see the same board
 
 
-def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_illegal_move_loses_and_wins_nothing() -> None:
     def second_blunders(turn: int, seen: str) -> str:
         return "1" if turn == 1 else first_free(turn, seen)
 
-    (first, second), _ = scripted(tokenizer, second_blunders)
+    (first, second), _ = scripted(second_blunders)
     assert (first.reward, second.reward) == (0.0, -2.0)
     assert second.metrics == game_metrics(illegal=1)
     assert first.metrics == game_metrics()
 
 
-def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:
-    (first, second), _ = scripted(tokenizer, first_free, max_turns=2)
+def test_a_limit_on_one_seat_frees_the_other() -> None:
+    (first, second), _ = scripted(first_free, max_turns=2)
     assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
 
 
-def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_frozen_model_sits_opposite() -> None:
     """It plays by its own conversation, at its own temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
     assert list(config.asks) == ["reference"] and list(TicTacToeGames().asks) == []
-    policy, frozen = Scripted(tokenizer, first_free), Scripted(tokenizer, first_free)
+    policy, frozen = Scripted(TOKENIZER, first_free), Scripted(TOKENIZER, first_free)
     episodes = play_game(
-        config, setting(tokenizer, max_new_tokens=8), policy, models={"reference": frozen}
+        config, setting(TOKENIZER, max_new_tokens=8), policy, models={"reference": frozen}
     )
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
     assert [len(episode.turns) for episode in episodes] == [4, 4]
@@ -104,23 +96,16 @@ def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> Non
     assert all(seen.count("tic-tac-toe") == 1 for seen in [*policy.seen, *frozen.seen])
 
 
-def test_a_frozen_model_may_lose_by_an_illegal_move(tokenizer: PreTrainedTokenizerBase) -> None:
-    frozen = Scripted(tokenizer, lambda _turn, _seen: "none")
+def test_a_frozen_model_may_lose_by_an_illegal_move() -> None:
+    frozen = Scripted(TOKENIZER, lambda _turn, _seen: "none")
     [episode], _ = scripted(
-        tokenizer, first_free, group_size=1, models={"reference": frozen},
+        first_free, group_size=1, models={"reference": frozen},
         opponent="reference", opponent_temperature=0.7,
     )  # fmt: skip
     assert episode.reward == 0.0 and episode.metrics["illegal"] == 0.0
 
 
-def test_evaluations_play_another_opponent() -> None:
-    config = TicTacToeGames(eval_opponent="perfect")
-    evaluated = config.evaluation()
-    assert isinstance(evaluated, TicTacToeGames)
-    assert (config.opponent, evaluated.opponent) == ("self", "perfect")
-
-
-def test_a_failing_engine_ends_the_group(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_failing_engine_ends_the_group() -> None:
     class Fails(Scripted):
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             if self.seen:
@@ -128,4 +113,4 @@ def test_a_failing_engine_ends_the_group(tokenizer: PreTrainedTokenizerBase) -> 
             return await super().generate(request)
 
     with pytest.raises(EngineError):
-        play(tokenizer, Fails(tokenizer, first_free), group_size=4)
+        play(Fails(TOKENIZER, first_free), group_size=4)
