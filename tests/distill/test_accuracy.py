@@ -82,14 +82,6 @@ def test_an_interval_holds_the_truth_as_often_as_it_says(
     assert 0.88 < held <= 1  # Wilson's own least is 0.89 of 10 prompts at 0.95
 
 
-@pytest.mark.parametrize("prompts", [4, 12])
-def test_a_graded_reward_s_interval_holds_the_truth(prompts: int) -> None:
-    draws = np.random.default_rng(5).normal(3.0, 2.0, (1000, prompts, 1))
-    bounds = [interval(rewards_PN.tolist()) for rewards_PN in draws]
-    held = fmean(low <= 3.0 <= high for low, high in filter(None, bounds))
-    assert 0.93 < held < 0.97
-
-
 def test_a_ratio_s_interval_holds_the_truth() -> None:
     """Sums over responses of different lengths, whose tokens are not independent."""
     random = np.random.default_rng(6)

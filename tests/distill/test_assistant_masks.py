@@ -114,13 +114,6 @@ def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
     ]
 
 
-def test_turns_of_the_context_are_not_trained(chatty: PreTrainedTokenizerBase) -> None:
-    chains = chains_of(chatty, say("hi", "ho", "and?", "no"), context=2)
-    assert shown(chatty, chains) == [
-        "<s>user\nhi<e>\n<s>assistant\nho<e>\n<s>user\nand?<e>\n<s>assistant\n[[no<e>]]\n"
-    ]
-
-
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
 def test_tool_calls_are_trained_and_what_tools_say_is_not(
     chatty: PreTrainedTokenizerBase, arguments: object

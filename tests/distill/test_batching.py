@@ -179,26 +179,6 @@ def test_batches_are_dealt_once_and_evenly(
     assert tokens_in_step(batches, workers, MOST_MASK) == sum(map(max, rounds))
 
 
-def grouped_rows(contexts: int, answers: tuple[int, ...], context: int) -> list[TrainingRow]:
-    return [
-        replace(row, tokens_T=np.append(np.full(context, c), row.tokens_T[context:]).astype("i4"))
-        for c in range(contexts)
-        for row in (training_row(context, n, seed=c) for n in answers)
-    ]
-
-
-def test_long_contexts_are_grouped_and_long_answers_sorted() -> None:
-    long_contexts = grouped_rows(4, (5, 20), context=300)
-    for batch in split_by_token_budget(long_contexts, 900, most_mask=MOST_MASK):
-        assert len(batch) == 4 and BatchShape.of(batch).shares(MOST_MASK)
-    long_answers = grouped_rows(4, (100, 900), context=8)
-    widths = [
-        {len(row) for row in batch}
-        for batch in split_by_token_budget(long_answers, 2000, most_mask=MOST_MASK)
-    ]
-    assert widths == [{108}, {908}, {908}]
-
-
 @given(rows=rows_lists, seed=st.integers(0, 100))
 def test_every_trained_token_at_its_place(rows: list[TrainingRow], seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -288,13 +268,6 @@ def _some_of(mask_T: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     kept_T = mask_T & (rng.random(len(mask_T)) < 0.5)
     kept_T[np.flatnonzero(mask_T)[-1]] = True
     return kept_T
-
-
-def test_padding_is_known_by_length_when_pad_is_eos_and_a_real_token() -> None:
-    short = replace(training_row(1, 2), tokens_T=np.array([0, 0, 0], np.int32))  # 0 is EOS and pad
-    batch = collate([short, training_row(2, 3)])
-    assert batch.tokens_BT[0].tolist() == [0, 0, 0, 0, 0]
-    assert batch.position_N.tolist() == [0, 1, 5 + 1, 5 + 2, 5 + 3]
 
 
 @pytest.mark.parametrize(

@@ -20,38 +20,41 @@ def mapped(columns: Columns, *rows: dict) -> list[dict]:
     return [row for _, row in columns.as_fields(list(enumerate(rows, 1)), "file")]
 
 
-def test_gsm8k_as_it_comes() -> None:
-    columns = PromptColumns(columns={"prompt": "question"}, answer_pattern="#### (.+)")
-    assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "answer": "72"}]
+CHAT = [{"role": "user", "content": "hi"}]
+PAIRS = Columns(columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
 
 
-def test_columns_are_read_as_fields_and_others_stay() -> None:
-    columns = PromptColumns(columns={"prompt": "question", "answer": "solution"})
-    row = {"question": "a", "solution": 4, "answer": "long", "prompt": "raw", "level": 3}
-    assert mapped(columns, row) == [{"prompt": "a", "answer": 4, "level": 3}]
-
-
-def test_a_chat_in_the_prompt_s_column_is_messages() -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    assert mapped(PromptColumns(columns={"prompt": "prompt"}), {"prompt": chat}) == [
-        {"messages": chat}
-    ]
-
-
-def test_a_row_that_lacks_an_optional_column_has_no_such_field() -> None:
-    columns = PromptColumns(columns={"prompt": "q", "answer": "a"})
-    rows = mapped(columns, {"q": "x", "a": "1"}, {"q": "y"})
-    assert rows == [{"prompt": "x", "answer": "1"}, {"prompt": "y"}]
+@pytest.mark.parametrize(
+    ("columns", "rows", "fields"),
+    [
+        (
+            PromptColumns(columns={"prompt": "question", "answer": "solution"}),
+            [{"question": "a", "solution": 4, "answer": "long", "prompt": "raw", "level": 3}],
+            [{"prompt": "a", "answer": 4, "level": 3}],
+        ),
+        (PromptColumns(columns={"prompt": "prompt"}), [{"prompt": CHAT}], [{"messages": CHAT}]),
+        (
+            PromptColumns(columns={"prompt": "q", "answer": "a"}),
+            [{"q": "x", "a": "1"}, {"q": "y"}],
+            [{"prompt": "x", "answer": "1"}, {"prompt": "y"}],
+        ),
+        (
+            PAIRS,
+            [{"q": "1", "good": "2", "bad": "3"}],
+            [{"prompt": "1", "chosen": "2", "rejected": "3"}],
+        ),
+    ],
+    ids=["others stay", "a chat", "an optional column", "pairs"],
+)
+def test_columns_are_read_as_fields(columns: Columns, rows: list, fields: list) -> None:
+    assert mapped(columns, *rows) == fields
 
 
 @pytest.mark.parametrize(
     ("columns", "field"),
     [
         (PromptColumns(columns={"prompt": "questoin"}), "columns.prompt"),
-        (
-            PromptColumns(answer_pattern="=> (.+)"),
-            "answer_pattern",
-        ),
+        (PromptColumns(answer_pattern="=> (.+)"), "answer_pattern"),
         (Columns(columns={"completion": "reply"}), "columns.completion"),
         (Columns(columns={"chosen": "good"}), "columns.chosen"),
         (Columns(columns={"rejected": "bad"}), "columns.rejected"),
@@ -80,14 +83,6 @@ def test_the_last_match_or_its_first_group(pattern: str, answer: object, found: 
     columns = PromptColumns(answer_pattern=pattern)
     assert mapped(columns, {"prompt": "a", "answer": answer}) == [{"prompt": "a", "answer": found}]
     assert mapped(columns, {"prompt": "a"}) == [{"prompt": "a"}]
-
-
-def test_completions_and_pairs() -> None:
-    columns = Columns(columns={"prompt": "question", "completion": "answer"})
-    assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "completion": GSM8K["answer"]}]
-    pairs = Columns(columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
-    row = {"q": "1", "good": "2", "bad": "3"}
-    assert mapped(pairs, row) == [{"prompt": "1", "chosen": "2", "rejected": "3"}]
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,6 @@ def test_a_model_without_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bears on" not in prompt
 
 
-def test_overlong_answers_are_cut_at_a_sentence() -> None:
-    scribe = Scribe(lambda prompt: "The market sold milk. " * 30)
-    condensed = by_model(scribe, STORY, 40, chunk_tokens=4096)
-    assert condensed.startswith("The market") and condensed.endswith("milk.")
-
-
 def test_summaries_are_summarised_until_they_fit() -> None:
     scribe = Scribe(lambda prompt: "The market sold milk on this day. " * 2)
     condensed = by_model(scribe, STORY, 30, chunk_tokens=64)
@@ -262,12 +256,6 @@ def test_a_function_that_breaks_its_promise(
 def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
     with refuses(ConfigError, "env.condenser"):
         load_condenser(name, BYTES)
-
-
-def test_keywords_by_name() -> None:
-    condenser = pickle.loads(pickle.dumps(load_condenser("keywords", BYTES)))
-    assert isinstance(condenser, KeywordCondenser)
-    assert "bottle" in asyncio.run(condenser(STORY, focus="bottle", max_tokens=60))
 
 
 def message(role: str, content: str, **fields: Any) -> Message:

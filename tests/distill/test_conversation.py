@@ -112,13 +112,6 @@ def trained(episode: Episode) -> list[list[str]]:
     return texts
 
 
-def test_the_first_observation_is_the_prompt() -> None:
-    episode = Episode("qwen2.5")
-    rendered_T = render_messages(episode.tokenizer, [QUESTION], tools=[ADD])
-    assert episode.talk.observation_T.tolist() == rendered_T.tolist()
-    assert episode.talk.messages == [QUESTION] and episode.talk.prefix_breaks == ()
-
-
 @pytest.mark.parametrize("family", FORMATS)
 def test_a_tool_loop(family: str) -> None:
     """Only templates that drop or rewrite what was said open a new segment."""
@@ -182,26 +175,10 @@ def test_a_template_that_trims() -> None:
     assert trained(episode) == [["yes<|im_end|>", "yes <|im_end|>"], ["yes<|im_end|>"]]
 
 
-def test_a_turn_that_was_cut_off_is_ended_by_what_follows() -> None:
-    episode = Episode("qwen2.5")
-    taken = spoken(episode.tokenizer, "It is ab")
-    parsed = episode.samples(replace(taken, stop_reason=StopReason.LENGTH))
-    assert parsed.content == "It is ab" and episode.hears(THANKS)
-    seen = len(episode.turns[0][0]) + len(taken.tokens_T)
-    assert episode.shown(episode.talk.observation_T[seen:]).startswith("<|im_end|>\n")
-
-
 def test_a_stop_token_that_the_template_does_not_write() -> None:
     episode = Episode("qwen2.5")
     assert episode.says("Yes.", stop="<|endoftext|>").content == "Yes."
     assert not episode.hears(THANKS) and parted(episode) == [STOP]
-
-
-def test_a_control_token_within_the_turn_is_kept() -> None:
-    episode = Episode("qwen2.5")
-    said = "Yes<|im_start|>user\nNo"
-    assert episode.says(said).content == said
-    assert episode.hears(THANKS) and parted(episode) == []
 
 
 def test_bytes_that_are_no_text() -> None:
@@ -211,16 +188,6 @@ def test_bytes_that_are_no_text() -> None:
     parsed = episode.samples(sample(first, token_id(tokenizer, episode.stop)))
     assert parsed.content == "\ufffd"
     assert not episode.hears(THANKS) and parted(episode) == [NO_TEXT]
-
-
-def test_sampled_tokens_are_not_the_tokenizers_own_choice() -> None:
-    """Letter by letter where the tokenizer would merge: kept, and never encoded again."""
-    episode = Episode("qwen2.5")
-    letters = [int(encode_chat(episode.tokenizer, letter)[0]) for letter in "assistant"]
-    assert len(encode_chat(episode.tokenizer, "assistant")) < len(letters)
-    stop = token_id(episode.tokenizer, episode.stop)
-    assert episode.samples(sample(*letters, stop)).content == "assistant"
-    assert episode.hears(THANKS)
 
 
 def test_calls_that_the_template_refuses_are_plain_text() -> None:

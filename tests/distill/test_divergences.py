@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from distill.objective.divergences import (
@@ -22,47 +20,7 @@ from distill.objective.divergences import (
 )
 from distill.objective.settings import DivergenceName
 
-TEMPERATURES = [0.1, 0.5, 1.0, 2.0, 10.0]
 NAMES: list[DivergenceName] = ["reverse_kl", "forward_kl", "jsd"]
-logit_pairs = st.integers(1, 6).flatmap(
-    lambda vocab: st.tuples(
-        *[st.lists(st.floats(-20, 20, width=32), min_size=vocab, max_size=vocab)] * 2
-    )
-)
-
-
-def softmax(logits: list[float], temperature: float) -> list[float]:
-    highest = max(logits)
-    weights = [math.exp((z - highest) / temperature) for z in logits]
-    return [weight / sum(weights) for weight in weights]
-
-
-def kl_by_hand(student: list[float], teacher: list[float], temperature: float) -> float:
-    total = 0.0
-    highest = max(teacher)
-    log_normaliser = math.log(sum(math.exp((z - highest) / temperature) for z in teacher))
-    for v, p in enumerate(softmax(student, temperature)):
-        log_q = (teacher[v] - highest) / temperature - log_normaliser
-        total += p * (math.log(p) - log_q) if p > 0 else 0.0
-    return total
-
-
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    log_p_NV, log_q_NV = ((z_NV / temperature).log_softmax(dim=-1) for z_NV in (student, teacher))
-    return divergence(log_p_NV, log_q_NV, "reverse_kl", 0.5)
-
-
-@given(pair=logit_pairs, temperature=st.sampled_from(TEMPERATURES))
-def test_the_sum_written_out(pair: tuple, temperature: float) -> None:
-    student, teacher = pair
-    [value] = reverse_kl(torch.tensor([student]), torch.tensor([teacher]), temperature).tolist()
-    assert value == pytest.approx(kl_by_hand(student, teacher, temperature), rel=1e-3, abs=1e-4)
-    assert value >= -1e-4
-
-
-def test_vocabularies_must_agree() -> None:
-    with pytest.raises(AssertionError):
-        kl(torch.zeros(1, 3), torch.zeros(1, 4))
 
 
 def log_pair(seed: int, *, rows: int = 6, vocab: int = 9) -> tuple[Tensor, Tensor]:
@@ -121,11 +79,6 @@ def test_a_partition_loses_no_mass(k: int) -> None:
             top = [log_all_NV[n, v].item() for v in ids_NK[n].tolist()]
             rest = sum(log_all_NV[n, v].exp().item() for v in range(9) if v not in ids_NK[n])
             assert log_part_NK[n].tolist() == pytest.approx([*top, math.log(rest)])
-
-
-def test_a_top_of_the_whole_vocabulary_has_no_rest() -> None:
-    with pytest.raises(AssertionError):
-        coarse(torch.zeros(1, 2), torch.tensor([[0, 1]]))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,6 @@ from distill.models.loading import (
     meta_causal_lm,
     read_tensors,
     read_weights,
-    resolve_device,
     tensor_shapes,
     vocab_size,
     weight_files,
@@ -170,8 +169,3 @@ def test_a_missing_shard(copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
         load(copy)
-
-
-def test_devices_by_name() -> None:
-    assert resolve_device("cpu") == "cpu"
-    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")

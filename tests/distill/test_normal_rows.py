@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,14 +86,6 @@ def in_json_text(path: Path) -> str:
     return json_lines(path / "text.jsonl", [{k: json.dumps(v) for k, v in r.items()} for r in ROWS])
 
 
-def in_csv(path: Path) -> str:
-    with (path / "a.csv").open("w") as file:
-        writer = csv.DictWriter(file, ["messages", "tools"])
-        writer.writeheader()
-        writer.writerows({k: json.dumps(v) for k, v in row.items()} for row in ROWS)
-    return str(path / "a.csv")
-
-
 def in_parquet(path: Path) -> str:
     pyarrow.parquet.write_table(table(), path / "a.parquet")
     return str(path / "a.parquet")
@@ -141,7 +132,6 @@ SOURCES: dict[str, Callable[[Path], str]] = {
     "nulls": lambda path: json_lines(path / "a.jsonl", as_tables()),
     "to_json": written_by_arrow,
     "json text": in_json_text,
-    "csv": in_csv,
     "parquet": in_parquet,
     "arrow": in_arrow,
     "json columns": in_json_columns,

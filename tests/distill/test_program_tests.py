@@ -111,12 +111,6 @@ def passes(program: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["parametrized", "unittest without main", "HumanEval"])
-def test_functions_in_the_sandbox(kind: str) -> None:
-    assert unit_tests(RIGHT, FUNCTIONS[kind]) == 1
-    assert unit_tests(WRONG, FUNCTIONS[kind]) == 0
-
-
 @pytest.mark.parametrize("kind", ["APPS", "LiveCodeBench without a name"])
 def test_calls_of_functions_and_of_methods(kind: str) -> None:
     assert unit_tests(RIGHT, FUNCTIONS[kind]) == 1

@@ -215,18 +215,6 @@ async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[f
     return [result.reward for result in results]
 
 
-@pytest.mark.parametrize(("answer", "expected"), [("4", 1.0), ("5", 0.0), (None, 0.0)])
-def test_a_single_turn_pays_for_the_answer(
-    tokenizer: PreTrainedTokenizerBase, answer: str | None, expected: float
-) -> None:
-    prompt = Prompt(tokens_T=np.array([3], np.int32), answer=answer, line=1)
-    builder = SingleTurnGroupBuilder(prompt=prompt, tokenizer=tokenizer, group_size=3)
-    observed = [asyncio.run(env.initial_observation()) for env in builder.make_envs({})]
-    assert [first_T is not None and first_T.tolist() for first_T in observed] == [[3]] * 3
-    response = [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
-    assert asyncio.run(_rewards(builder, response)) == [expected] * 3
-
-
 def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -51,17 +51,6 @@ def test_what_is_written() -> None:
     assert TrainedGroups.from_json(written) == trained
 
 
-@pytest.mark.parametrize("again", [0, 1, 2, 5])
-def test_a_group_is_never_trained_twice(again: int) -> None:
-    trained = TrainedGroups(3, {1: "poison"}, [5])
-    with pytest.raises(AssertionError):
-        trained.after([3, again], {})
-    with pytest.raises(AssertionError):
-        trained.after([3], {3: "poison"})
-    with pytest.raises(AssertionError):
-        trained.after([4, 4], {})
-
-
 def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
     given_reasons = {1: "poison"}
     trained = TrainedGroups(3, given_reasons)

@@ -139,22 +139,6 @@ def test_words_of_a_user_s_reward_are_its_verdict_s(user_module: str) -> None:
     assert asyncio.run(judge(reward, "abc", "a")) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("name", "response", "answer", "told"),
-    [
-        ("exact_match", "4", "5", "Wrong. The right answer is: 5"),
-        ("math_equal", "4", "5", "Wrong. The right answer is: 5"),
-        ("contains", "4", "5", "Wrong. It should contain: 5"),
-        ("matches", "a", r"\d", r"Wrong. It should match the regular expression: \d"),
-        ("json_schema", "1", "false", "Wrong. It should be JSON, and fit the schema: false"),
-        ("exact_match", "4", "4", "Right."),
-    ],
-)
-def test_what_a_built_in_reward_says(name: str, response: str, answer: str, told: str) -> None:
-    reward = load_function(name)
-    assert asyncio.run(verdict(reward, response, answer)).feedback == told
-
-
 def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
     reward = load_function(f"{user_module}:length")
     packed = pickle.dumps(reward)

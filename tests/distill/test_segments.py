@@ -22,21 +22,6 @@ def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
     return builder.build()
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        ids(5, 6, 2, 1, 8),  # what was sampled came back re-encoded
-        ids(3, 6, 7, 1, 8),  # the context was rewritten
-        ids(5, 6, 7),  # the history was cut
-    ],
-)
-def test_a_broken_prefix_opens_a_new_segment(second: np.ndarray) -> None:
-    first, new = build((ids(5, 6), sample(7, 1)), (second, sample(4)))
-    assert first.tokens_T.tolist() == [5, 6, 7, 1]
-    assert new.tokens_T.tolist() == [*second.tolist(), 4]
-    assert new.action_mask_T.tolist() == [False] * len(second) + [True]
-
-
 def test_the_chain_goes_on_from_where_it_broke() -> None:
     made = build(
         (ids(5), sample(7)),
@@ -90,15 +75,6 @@ def test_a_turn_that_is_not_trained_is_context() -> None:
 
 def row(*bonuses: float) -> np.ndarray:
     return np.array(bonuses, np.float32)
-
-
-def test_bonuses_are_on_the_sampled_tokens() -> None:
-    builder = SegmentBuilder(0.7)
-    builder.append(ids(5, 6), sample(7, 1), row(0.5, -1))
-    builder.append(ids(5, 6, 7, 1, 8), sample(4), row(2))
-    [made] = builder.build()
-    assert made.bonuses_T is not None
-    assert made.bonuses_T.tolist() == [0, 0, 0.5, -1, 0, 2]
 
 
 def told(made: Segment) -> tuple[list[int], int] | None:

@@ -123,11 +123,6 @@ def test_a_saved_data_set_of_splits_says_which_there_are(saved: str, tmp_path: P
         RowReader()(str(tmp_path / "both"))
 
 
-def test_any_other_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
-        RowReader()(str(tmp_path))
-
-
 def test_a_hub_data_set_is_asked_for_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

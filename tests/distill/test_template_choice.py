@@ -46,11 +46,6 @@ def text(settings: ChatTemplateSettings, family: str = "qwen3", **arguments: Any
     )
 
 
-def test_a_file_replaces_the_checkpoint_s_template(switch: str) -> None:
-    own = text(ChatTemplateSettings())
-    assert text(ChatTemplateSettings(chat_template=switch)).startswith("user: Why?") != own
-
-
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_arguments_are_the_template_s_defaults(switch: str, value: str) -> None:
     settings = ChatTemplateSettings(

@@ -13,11 +13,9 @@ import pytest
 from distill.errors import DataError
 from distill.rewards import unit_tests_child, unit_tests_runner
 from distill.rewards.program_tests import ProgramTests
-from distill.rewards.registry import judge
 from distill.rewards.unit_tests import unit_tests
 from distill.sandbox.sandbox import SandboxLimits, run_python
 from tests.refusals import refuses
-from tests.scripted import load_function
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -413,8 +411,3 @@ def test_what_tests_may_do(program: str, tests: str) -> None:
 def test_an_answer_that_tests_nothing_is_the_data_s_fault(answer: str) -> None:
     with refuses(DataError, "answer"):
         unit_tests(ADD, answer)
-
-
-def test_it_is_a_reward_that_waits_in_a_thread() -> None:
-    reward = load_function("distill.rewards.unit_tests:unit_tests")
-    assert asyncio.run(judge(reward, ADD, TESTS)) == 1.0

@@ -24,14 +24,6 @@ def test_what_it_prints() -> None:
     assert "printed nothing" in run("1 + 1")
 
 
-def test_each_starts_afresh() -> None:
-    run("x = 1; open('file', 'w').write('x')")
-    with pytest.raises(ToolError):
-        run("print(x)")
-    with pytest.raises(ToolError):
-        run("open('file')")
-
-
 @pytest.mark.parametrize(
     ("code", "told"),
     [
