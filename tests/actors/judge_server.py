@@ -40,7 +40,6 @@ class ScriptedJudge:
         self.finish_reason = "stop"
         self.page: str | None = None
         self.page_kind = "text/html"
-        self.page_status = 200
         self.at_once = self.most_at_once = self.meets = 0
         self.url = ""
 
@@ -54,9 +53,7 @@ class ScriptedJudge:
             said = f"wrong key {request.headers.get('Authorization')}"
             return web.json_response({"error": {"message": said}}, status=401)
         if self.page is not None:
-            return web.Response(
-                text=self.page, content_type=self.page_kind, status=self.page_status
-            )
+            return web.Response(text=self.page, content_type=self.page_kind)
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": MODEL}]})
         if request.path != "/v1/chat/completions":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, choose_dtype, choose_engine, engine_note, start_deadline
+from actors.config import EngineConfig, choose_engine, engine_note, start_deadline
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
@@ -38,11 +38,6 @@ def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
     else:
         with refuses(ConfigError, "engine.kind"):
             choose_engine("sglang", "cpu")
-
-
-def test_auto_is_half_precision_on_cuda_alone() -> None:
-    assert (choose_dtype("auto", "cpu"), choose_dtype("auto", "cuda")) == ("float32", "bfloat16")
-    assert choose_dtype("bfloat16", "cpu") == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_a_server_that_keeps_failing_is_given_up(call: Call) -> None:
         ask(server, call)
 
 
-@pytest.mark.parametrize("key", [None, "another key"])
-def test_a_wrong_key_names_the_variable(key: str | None) -> None:
-    with pytest.raises(EngineError):
-        ask(MisbehavingServer(), score, key=key)
-
-
 # SGLang writes a NaN or an infinity as null.
 NAN_ROW = [[None, 7, None]]
 ROWS = [[-1.5, 7, None]]

@@ -13,11 +13,10 @@ import pytest
 from actors.rollout.teacher import Scorer, Scorers, score_group, teacher_of
 from distill.chat.segments import SegmentBuilder
 from distill.engine import Engine, Sample, Score, ScoreRequest
-from distill.errors import ConfigError, EngineError
+from distill.errors import EngineError
 from distill.sampling import UNSCALED
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
-from tests.refusals import refuses
 from tests.samples import ids, sample, segment, trajectory
 from tests.tiny import VOCAB_SIZE
 
@@ -79,10 +78,6 @@ def unscored(**changes: Any) -> TrajectoryGroup:
 
 def run(coroutine: Coroutine[Any, Any, TrajectoryGroup]) -> TrajectoryGroup:
     return asyncio.run(asyncio.wait_for(coroutine, 30))
-
-
-def referred(reference: Engine, before: TrajectoryGroup) -> Coroutine[Any, Any, TrajectoryGroup]:
-    return score_rollout(before, teachers={}, reference=reference, top_k=0)
 
 
 def seen_by_teacher(of: Segment, position: int) -> TokenArray:
@@ -187,14 +182,6 @@ def test_the_teacher_is_asked_at_the_policys_likeliest_tokens(top_k: int) -> Non
             assert ids_K[TOP_K:].tolist() == others[:top_k]
 
 
-def test_the_reference_scores_actions_after_the_policys_context() -> None:
-    before = unscored()
-    scored = run(referred(REFERENCE, before))
-    expect_referred(scored, REFERENCE)
-    expect_otherwise_the_same(scored, before)
-    assert all(of.teacher_logprobs_T is None for of in scored.segments())
-
-
 def episode(*turns: tuple[TokenArray, Sample, bool]) -> TrajectoryGroup:
     builder = SegmentBuilder(0.7, ids(90, 91, 92))
     for observation_T, taken, trained in turns:
@@ -244,14 +231,6 @@ def test_the_privileged_context_takes_the_place_of_the_prompt_alone(case: str) -
         assert start == made.first_action + shift
 
 
-def test_one_call_scores_the_whole_group() -> None:
-    engine = PrefixEngine(4)
-    run(score_group(engine, unscored(), top_k=TOP_K))
-    [requests] = engine.scored
-    assert [len(request.tokens_T) for request in requests] == [6 + 3, 2 + 4, 1 + 7]
-    assert {request.top_k for request in requests} == {TOP_K}
-
-
 def test_a_rollout_is_scored_by_its_own_teacher_and_the_reference() -> None:
     teachers: dict[str, Engine] = {"maths": TEACHER, "code": OTHER}
     for name, engine in (("maths", TEACHER), ("code", OTHER)):
@@ -272,15 +251,6 @@ def test_without_teachers_only_the_reference_scores_and_without_both_nobody() ->
     before = unscored()
     untouched = run(score_rollout(before, teachers={}, reference=None, top_k=0))
     assert list(untouched.segments()) == list(before.segments())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["meths", ""],
-)
-def test_an_unknown_teacher_is_named_with_the_known_ones(name: str) -> None:
-    with refuses(ConfigError, "teachers"):
-        teacher_of({"maths": TEACHER, "code": OTHER}, name)
 
 
 class Together(PrefixEngine):

@@ -174,10 +174,9 @@ def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://me:secret@h:1/v1",
-        "http://h:1/v1?key=secret",
-        "ftp://h:1/v1",
-        "http://h:none/v1",
+        *("http://me:secret@h:1/v1", "me:secret@h", "http://h:1/v1?key=secret", "http://h#secret"),
+        *("h:8000", "ftp://h:1/v1", "http://", "http://h:none/v1", "http://h:0", "http://[::1"),
+        "http://a b",
     ],
 )
 def test_an_address_that_is_none_is_refused_unseen(url: str) -> None:

@@ -176,29 +176,6 @@ def test_teachers_without_a_pause_have_equal_turns_that_cost_little(
     assert longest < 0.1 * lasts_s, "one teacher waited for its turn for longer than two turns"
 
 
-def test_a_step_of_policy_and_two_teachers_is_a_turn_of_each(
-    loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
-) -> None:
-    """Samples end one by one, and what ends early does not interrupt the others."""
-    steps = 5
-
-    async def group(number: int) -> None:
-        await asyncio.sleep(number)
-        policy, *teachers = engines
-        await policy.generate(ASK)
-        await teachers[number % 2].score([ROW])
-
-    async def all_of_it() -> None:
-        for _ in range(steps):
-            await asyncio.gather(*map(group, range(16)))
-
-    engines = loop.run_until_complete(engines_on(gpus, 3, tiny_pair, tmp_path))
-    loop.run_until_complete(all_of_it())  # a first change tells what one costs
-    before = gpus.changes
-    loop.run_until_complete(all_of_it())
-    assert gpus.changes - before <= 3 * steps
-
-
 async def learn(turn: GpuTurn, gpus: Gpus, loop: SimulatedLoop) -> float:
     """A learner's computation in its turn; returns the seconds that it waited for that."""
     asked = loop.now

@@ -15,7 +15,6 @@ from actors.rollout.worker import RolloutWorker
 from distill.columns import GroupColumns
 from distill.engine import Engine, GenerateRequest, Sample, SamplingModel, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
-from distill.errors import EngineError
 from distill.group_share import GroupShare, TeacherSamples
 from distill.records import Lease, TrajectoryGroupMeta
 from distill.sampling import TrainSampling
@@ -375,11 +374,6 @@ def test_bad_data_of_an_environment_is_not_delivered() -> None:
     assert "bonuses_T" in sink.failed[1] and "problem 2" in sink.failed[1]
 
 
-class FailingTeacher(PrefixEngine):
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        raise EngineError("the teacher fell over")
-
-
 class HangingPolicy(PrefixEngine):
     """Samples the first group, and never the others."""
 
@@ -387,16 +381,6 @@ class HangingPolicy(PrefixEngine):
         if request.prompt_tokens_T[-1] != 5:
             await asyncio.Event().wait()
         return await super().generate(request)
-
-
-@pytest.mark.parametrize("reference", [None, PrefixEngine(3)])
-def test_a_failing_engine_fails_its_groups_with_its_own_error(reference: Engine | None) -> None:
-    sink = Sink(groups=2)
-    run(sink, teachers={"": FailingTeacher(1)}, reference=reference)
-    assert not sink.done
-    assert [reason.split(" (")[0] for reason in sink.failed.values()] == [
-        "EngineError: the teacher fell over"
-    ] * 2
 
 
 def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
