@@ -90,7 +90,7 @@ def test_the_documented_tool_is_called_and_the_reward_explains_itself(
     words = documented / "words.txt"
     words.write_text("bobs")
     env = importlib.import_module("letters").Letters(file=str(words))
-    tokenizer = chat_tokenizer(documented)
+    tokenizer = chat_tokenizer()
     policy = Scripted(tokenizer, [call("spell", {"word": "bobs"}), said])
     builder = env(None, setting(tokenizer)).builder(0, 1)
     sampling = TrainSampling(temperature=0.7, max_new_tokens=48)

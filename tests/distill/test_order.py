@@ -59,9 +59,11 @@ def test_things_are_dealt_out_by_size(sizes: list[int], share: float) -> None:
         assert abs(count - (size * total / sum(sizes) if total else 0)) < 1
 
 
-def test_another_seed_is_another_order() -> None:
+def test_another_seed_or_epoch_is_another_order() -> None:
     for of in (lambda seed: PromptStream(30, seed).index, lambda seed: mixed(seed).source):
         assert [of(7)(i) for i in range(60)] != [of(8)(i) for i in range(60)]
+    epochs = PromptStream(30, 7)
+    assert [epochs.index(i) for i in range(30)] != [epochs.index(i) for i in range(30, 60)]
 
 
 def mixed(seed: int) -> MixedStream:
