@@ -24,7 +24,6 @@ import ray
 from ray._private import state
 
 from distill.sandbox import bounded_calls
-from tests.e2e.scaling_cluster import is_alive
 
 MARK = "ISOTHERM_TEST"
 # Against hangs: what is ending is waited for so long.
@@ -85,6 +84,14 @@ def marked(mark: str) -> set[psutil.Process]:
             ):
                 found.add(process)
     return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still does anything: one that nobody has waited for is a zombie, not alive."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_kept(process: psutil.Process) -> bool:

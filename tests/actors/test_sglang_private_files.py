@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.scaling_cluster import is_alive
-from tests.leftovers import gone
+from tests.leftovers import gone, is_alive
 
 # A server by its outlines: files, a process that nobody ends, and a copy of the server itself.
 SERVER = """

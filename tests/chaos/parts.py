@@ -25,7 +25,7 @@ from tests.chaos.monkey import (
 )
 from tests.chaos.proxy import served_teacher
 from tests.chaos.tortured import TorturedRun
-from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
+from tests.e2e.ray_head import ray_head
 from tests.tiny import make_tiny_pair
 
 PROMPTS_PER_STEP = 4
@@ -139,19 +139,14 @@ def raylet(out: Path, seed: int, strikes: int = 3) -> Monkey:
     """Whole nodes die, with everyone on them; the autoscaler brings others."""
     own = {"rollout_workers": 2, "rollout_cpus": 1, "device": "cpu"}
     arguments = settings(out / "pair") | own
-    types = {"worker": WorkerType(resources={"CPU": 1}, maximum=4)}
-    with scaling_cluster(types, head_cpus=3) as cluster:
-        environment = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
-        kind = Kind(name="node killed", victims="", act=lambda _: _kill_a_node(cluster))
+    with ray_head(dashboard=False, cpus=3, workers=4) as head:
+        environment = {"RAY_ADDRESS": head.address, "RAY_AUTH_MODE": "disabled"}
+        kind = Kind(name="node killed", victims="", act=lambda _: head.kill_a_worker_node())
         with struck(out / "raylet", arguments, seed, environment=environment) as monkey:
             for _ in range(strikes):
                 monkey.strike(kind)
             monkey.finish(PROMPTS_PER_STEP)
     return monkey
-
-
-def _kill_a_node(cluster: object) -> None:
-    cluster.kill_a_worker_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def full_disk(out: Path, seed: int) -> Monkey | str:

@@ -21,8 +21,8 @@ from cluster.inspect.audit import audit
 from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.impatient import NUMBERS
-from tests.e2e.scaling_cluster import is_alive
 from tests.kept_journal import KeptInJournal
+from tests.leftovers import is_alive
 
 _LOOK_EVERY_S = 0.5
 _POLL_S = 0.05

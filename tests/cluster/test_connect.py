@@ -18,7 +18,7 @@ from cluster.placement.connect import connect
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
-from tests.e2e.ray_head import HOST, autoscaling, ray_head
+from tests.e2e.ray_head import HOST, ray_head
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.e2e
@@ -149,9 +149,8 @@ def test_a_cluster_named_by_the_environment_is_joined() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_autoscaler_is_noticed(tmp_path: Path, version: int) -> None:
-    arguments, environment = autoscaling(tmp_path, workers=1, version=version)
-    with ray_head(*arguments, dashboard=False, cpus=1, environment=environment) as head:
+def test_an_autoscaler_is_noticed(version: int) -> None:
+    with ray_head(dashboard=False, cpus=1, workers=1, autoscaler=version) as head:
         assert join(head.address)["autoscales"] is True
         assert python(_CHOOSE, head.address).split() == ["cpu", "refused", "cuda"]
 

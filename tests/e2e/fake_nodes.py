@@ -1,4 +1,4 @@
-"""The worker nodes of `tests.e2e.scaling_cluster`. Ray's autoscaler loads this file."""
+"""The worker nodes of `tests.e2e.ray_head`. Ray's autoscaler loads this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Real Ray clusters on the loopback address: `ray start --head`, and its end by process group."""
+"""Real Ray clusters on the loopback address: `ray start --head`, worker nodes where asked for.
+
+Every process of a cluster ends with its block. (Ray's servers accept on all interfaces unless the
+address is 127.0.0.1, which `ray start` does not keep.)
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FAKE_HEAD_NODE_TYPE,
+)
+from ray.core.generated import gcs_pb2
 
 # Ray replaces 127.0.0.1 by the machine's own address; any other loopback address it keeps.
 HOST = "127.0.0.2"
-# The one type that Ray's provider of nodes on one machine takes for the head.
-_HEAD = "ray.head.default"
+_REPOSITORY = Path(__file__).parents[2]
+_ALIVE = gcs_pb2.DESCRIPTOR.message_types_by_name["GcsNodeInfo"].enum_values_by_name["ALIVE"].number
+_NODE_ID = "RAY_OVERRIDE_NODE_ID_FOR_TESTING"
 # Against hangs only: a head is up in seconds.
 _DEADLINE_S = 120.0
 # Ray gives its own parts seconds to find each other, which a machine that stands still takes away.
@@ -28,7 +42,7 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A cluster of one node, up and answering."""
+    """A cluster's head, up and answering."""
 
     gcs_port: int
     dashboard_port: int
@@ -47,22 +61,47 @@ class Head:
         """What `ray job ... --address` takes."""
         return f"http://{HOST}:{self.dashboard_port}"
 
+    def workers(self) -> list[str]:
+        """Ids of the nodes that are alive beside the head. Needs no `ray.init`."""
+        nodes = GcsClient(address=self.address).get_all_node_info().items()
+        alive = [node_id.hex() for node_id, node in nodes if node.state == _ALIVE]
+        return [node_id for node_id in alive if node_id != FAKE_HEAD_NODE_ID]
+
+    def kill_a_worker_node(self) -> None:
+        """`kill -9` to the raylet of the oldest worker node; the node's processes go with it."""
+        raylets = {}
+        for process in _processes(self.log.parent):
+            with suppress(psutil.Error):
+                node_id = process.environ().get(_NODE_ID, "")
+                if process.name() == "raylet" and node_id != FAKE_HEAD_NODE_ID:
+                    raylets[node_id] = process
+        raylets[min(raylets)].kill()
+
 
 @contextmanager
 def ray_head(
-    *arguments: str,
+    *,
     cpus: int = 8,
     dashboard: bool = True,
+    workers: int = 0,
+    idle_s: float = 6,
+    autoscaler: int = 2,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Head]:
-    """A head with ports, directory and processes of its own; other `arguments` go to `ray start`.
+    """A head with ports, directory and processes of its own.
 
     This Python's directory comes first on its PATH, as on a node whose image has isotherm.
+
+    Args:
+        workers: with any, Ray's own autoscaler starts as many nodes of one CPU as are needed.
+        idle_s: a worker node is taken away after so many seconds without work.
+        autoscaler: its version.
     """
     with ExitStack() as stack:
         # Unix sockets in it have paths of at most 107 bytes, so it is not below pytest's directory.
         root = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         stack.callback(shutil.rmtree, root, ignore_errors=True)
+        stack.callback(_end_all, root)
         log = root / "head.log"
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         complete = {
@@ -75,6 +114,12 @@ def ray_head(
         for start in range(1, _STARTS + 1):
             ports = _free_ports(8)
             gcs_port, dashboard_port, metrics_port = ports[:3]
+            arguments: list[str] = []
+            if workers:
+                file = root / "autoscaling.json"
+                file.write_text(json.dumps(_scaling(f"{HOST}:{gcs_port}", cpus, workers, idle_s)))
+                arguments = [f"--autoscaling-config={file}"]
+                complete |= _scaling_environment(autoscaler)
             process = subprocess.Popen(
                 _command(root, ports, cpus, dashboard, arguments),
                 env=complete,
@@ -102,36 +147,46 @@ def ray_head(
         )
 
 
-def autoscaling(root: Path, *, workers: int, version: int = 2) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a head that adds nodes of one CPU on this machine as needed."""
-    (root / "nodes_here.py").write_text(
-        "from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider\n"
-        "class Provider(FakeMultiNodeProvider):\n    pass\n"
-    )
-    head = "f" * 51 + "00000"  # as the provider calls it
-    commands = ("initialization_commands", "setup_commands", "head_setup_commands",
+def _scaling(address: str, cpus: int, workers: int, idle_s: float) -> dict[str, Any]:
+    """What `ray start --autoscaling-config` reads."""
+    commands = (
+        "initialization_commands", "setup_commands", "head_setup_commands",
         "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
-        "cluster_synced_files", "rsync_exclude", "rsync_filter")  # fmt: skip
-    config = {
-        "cluster_name": "test", "max_workers": workers, "head_node_type": _HEAD,
-        "idle_timeout_minutes": 0.1, "upscaling_speed": 1,
-        "provider": {"type": "external", "module": "nodes_here.Provider", "launch_multiple": True,
-            "head_node_id": head},
+        "cluster_synced_files", "rsync_exclude", "rsync_filter",
+    )  # fmt: skip
+    return {
+        "cluster_name": "test", "max_workers": workers, "head_node_type": FAKE_HEAD_NODE_TYPE,
+        "idle_timeout_minutes": idle_s / 60, "upscaling_speed": 1,
+        "provider": {
+            "type": "external", "module": "tests.e2e.fake_nodes.LoopbackNodes",
+            "gcs_address": address, "node_ip_address": HOST, "launch_multiple": True,
+            "head_node_id": FAKE_HEAD_NODE_ID,
+        },
         "available_node_types": {
-            _HEAD: {"resources": {"CPU": 1}, "max_workers": 0, "node_config": {}},
+            FAKE_HEAD_NODE_TYPE: {
+                "resources": {"CPU": cpus}, "max_workers": 0, "node_config": {},
+            },
             "worker": {"resources": {"CPU": 1}, "max_workers": workers, "node_config": {}},
         },
         "auth": {}, "docker": {}, "file_mounts": {}, "file_mounts_sync_continuously": False,
     } | {name: [] for name in commands}  # fmt: skip
-    file = root / "autoscaling.json"
-    file.write_text(json.dumps(config))
+
+
+def _scaling_environment(version: int) -> dict[str, str]:
     environment = {
-        "PYTHONPATH": str(root), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head, "RAY_enable_autoscaler_v2": str(version - 1),
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_REPOSITORY), os.getenv("PYTHONPATH")])),
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_enable_autoscaler_v2": str(version - 1),
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        _NODE_ID: FAKE_HEAD_NODE_ID,
+        # A killed raylet refuses connections, so so many checks in a row fail at once.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": "5",
+    }
     if version == 2:
-        environment |= {"RAY_CLOUD_INSTANCE_ID": head, "RAY_NODE_TYPE_NAME": _HEAD}
-    return [f"--autoscaling-config={file}"], environment
+        environment["RAY_CLOUD_INSTANCE_ID"] = FAKE_HEAD_NODE_ID
+        environment["RAY_NODE_TYPE_NAME"] = FAKE_HEAD_NODE_TYPE
+    return environment
 
 
 def _command(
@@ -185,3 +240,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=20)
+
+
+def _processes(root: Path) -> list[psutil.Process]:
+    """Those whose command lines name the cluster's directory: raylets of worker nodes do, too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(str(root) in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _end_all(root: Path) -> None:
+    """Kills until nobody is left; what was being started by one that is killed comes next."""
+    while processes := _processes(root):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=1)

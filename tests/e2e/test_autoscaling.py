@@ -27,7 +27,7 @@ from tests.e2e.harness import (
     wait_until,
 )
 from tests.e2e.impatient import NUMBERS
-from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
+from tests.e2e.ray_head import ray_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,8 +54,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
         "checkpoint_every": 100, "device": "cpu",
         "rollout_cpus": 1, "rollout_workers": "1..3",
     }  # fmt: skip
-    types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}
-    with scaling_cluster(types, head_cpus=2, idle_s=3) as cluster:
+    with ray_head(dashboard=False, cpus=2, workers=3, idle_s=3) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         process = harness.start(
             "tests.e2e.impatient",
@@ -135,8 +134,7 @@ def test_engines_on_nodes_of_their_own_get_weights_by_a_group_and_one_that_dies_
         tiny_pair, out, steps=100_000, device="cpu", policy_engines=2, verify_every=1, eval_size=0,
         checkpoint_every=100_000,
     )  # fmt: skip
-    types = {"one": WorkerType(resources={"CPU": 1}, maximum=6)}
-    with scaling_cluster(types, head_cpus=1) as cluster:
+    with ray_head(dashboard=False, cpus=1, workers=6) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         process = harness.start("cluster.train", "recipe=opd", *arguments)
         wait_until(lambda: len(metrics(out)) >= 2, process)
