@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import shutil
@@ -132,25 +131,6 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
     assert len(held_out(eval_size=0.01)) == 1
 
 
-def test_rows_of_one_prompt_are_held_out_together(opd: NewOpd, prompts) -> None:
-    rows = [{"prompt": str(i), "answer": "1"} for i in range(10) for _ in range(3)]
-    inputs = check_rollout(opd(prompts=prompts(*rows), eval_size=3))
-    train, held_out = (
-        [dataset.builder(p, 2).prompt_key for p in range(len(dataset))]
-        for dataset in (inputs.train, inputs.held_out)
-    )
-    assert len(train) == 27 and len(held_out) == 3
-    assert not set(train) & set(held_out)
-
-
-def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
-    inputs = check_rollout(opd(eval_source=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
-    assert len(inputs.train) == 20
-    assert [inputs.tokenizer.decode(p.tokens_T.tolist()) for p in prompts_of(inputs.held_out)] == [
-        "a"
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("eval.engines", 1), ("checkpoint.keep_best", "eval/eos_share")]
 )
@@ -160,12 +140,6 @@ def test_what_is_about_evaluations_needs_held_out_problems(
     few = prompts({"prompt": "a"}, {"prompt": "b"})
     with refuses(ConfigError, name, names=f"{name}={value}"):
         check_rollout(opd(**{"prompts": few, "eval_every": 2, name: value}))
-
-
-@pytest.mark.parametrize("role", ["student", "teacher"])
-def test_missing_checkpoints(opd: NewOpd, role: str, tmp_path: Path) -> None:
-    with refuses(CheckpointError, None, names="nowhere"):
-        check_rollout(opd(**{role: str(tmp_path / "nowhere")}))
 
 
 def test_corrupt_and_missing_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
@@ -221,13 +195,6 @@ def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> Non
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
-@pytest.mark.parametrize("setting", ["prompts", "eval.source"])
-def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> None:
-    for path in (prompts("", "  "), "/nowhere.jsonl"):
-        with refuses(DataError, None, names=path):
-            check_rollout(opd(**{setting: path}))
-
-
 def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "a", "answer": "b"}, {"prompt": "c"})
     with refuses(ConfigError, "objective.reward_coef", names=f"{path}:2 "):
@@ -254,22 +221,6 @@ def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
 
 
 # Objectives that have no gradient, or not the one they name
-
-
-@pytest.mark.parametrize(
-    ("name", "weight", "field"),
-    [
-        ("a/b", 1.0, "teachers"),
-        ("a", 0.0, "teachers.a.weight"),
-        ("a", math.inf, "teachers.a.weight"),
-    ],
-)
-def test_teachers_have_names_and_weights(
-    opd: NewOpd, tiny_pair: TinyPair, name: str, weight: float, field: str
-) -> None:
-    teachers = {name: {"model": tiny_pair.teacher, "weight": weight}}
-    with refuses(ConfigError, field, names=f"teachers.{name}"):
-        opd(teacher=None, teachers=teachers)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
@@ -310,30 +261,6 @@ def test_what_a_teacher_that_moves_is_told(
     assert names in str(refused.value)
     told = opd(teacher="policy", teacher_feedback="{prompt}!", prompts=prompts({"prompt": "2+2="}))
     assert check_rollout(told).train.builder(0, 2).hinted
-
-
-@pytest.mark.parametrize(
-    ("field", "settings"),
-    [
-        ("teacher.engines", {"teacher.engines": 2}),
-        ("teacher.server_flags", {"teacher.server_flags": "--tp-size 2"}),
-        ("objective.kl_coef", {"kl_coef": 0.0}),
-        ("objective.estimator", {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"}),
-        ("teacher.lag", {"teacher.lag": 4, "rollout_only": True}),
-        ("teacher.server_flags", {"teacher.ema": 0.9, "teacher.server_flags": "--pp-size 2"}),
-        ("objective.correct_reward_threshold", {"correct_reward_threshold": 0.5}),
-        ("teacher.feedback", {"teacher.feedback": "{prompt}{anwser}"}),
-        ("teacher.feedback", {"teacher.feedback": "{answer}"}),
-        ("teacher.feedback", {"teacher.feedback": "{prompt!r}"}),
-        ("teacher.feedback", {"teacher.feedback": "{prompt}{"}),
-        ("teachers.a.model", {"teacher": None, "teachers": {"a": {"model": "policy"}}}),
-    ],
-)
-def test_settings_of_a_teacher_that_moves(
-    opd: NewOpd, field: str | None, settings: dict[str, Any]
-) -> None:
-    with refuses(ConfigError, field):
-        opd(**{"teacher": "policy"} | settings)
 
 
 @pytest.mark.parametrize(
@@ -389,14 +316,6 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
 
 
-def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) -> None:
-    wider = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=192)
-    save_tokenizer(wider)
-    assert len(check_rollout(opd(teacher=wider)).train)  # enough to score sampled tokens
-    for estimator in ("full", "top_k"):  # padding, if massless
-        assert len(check_rollout(opd(teacher=wider, estimator=estimator)).train)
-
-
 @pytest.mark.parametrize("other", [{"hidden_size": 32}, {"vocab_size": 192}], ids=str)
 def test_a_head_is_the_teacher_s(
     opd: NewOpd, tiny_pair: TinyPair, tmp_path: Path, other: dict[str, int]
@@ -409,24 +328,6 @@ def test_a_head_is_the_teacher_s(
         check_rollout(opd(**{"estimator": "full", "teacher.head": head}))
     with refuses(CheckpointError, None):
         check_rollout(opd(**{"estimator": "full", "teacher.head": str(tmp_path / "none")}))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"estimator": "full", "teacher": "http://h:1"},
-        {"estimator": "top_k", "teacher.head": "m"},
-        {"estimator": "full", "teacher.head": "m", "rollout_only": True},
-        {"estimator": "full", "teacher.head": "m", "teacher": "policy"},
-        {"estimator": "full", "teacher.head": "m", "train_from": "runs/kept"},
-    ],
-    ids=str,
-)
-def test_a_head_is_for_whole_distributions_of_a_served_teacher(
-    opd: NewOpd, settings: dict[str, Any]
-) -> None:
-    with refuses(ConfigError, "teacher.head"):
-        opd(**settings)
 
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
@@ -490,13 +391,6 @@ def dpo(tiny_pair: TinyPair, prompts) -> Callable[..., DpoConfig]:
         return make("dpo", model=tiny_pair.student, data=prompts(*rows), out="out", **changes)
 
     return settings
-
-
-def test_preference_pairs_are_rows_in_twos(dpo: Callable[..., DpoConfig]) -> None:
-    chosen, rejected = check_dpo(dpo()).rows_D
-    assert chosen.tokens_T[:-2].tolist() == rejected.tokens_T[:-2].tolist()
-    assert chosen.tokens_T[-2] != rejected.tokens_T[-2]
-    assert chosen.num_trained == rejected.num_trained == 2  # the digit and EOS
 
 
 # Held-out rows
@@ -649,23 +543,12 @@ def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
         opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
-def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> None:
-    both = f"{sums('a', 4)},{sums('b', 3, answer=None)}"
-    with refuses(ConfigError, "objective.reward_coef", names="b.jsonl:1 "):
-        check_rollout(opd(prompts=both, reward_coef=1.0, reward="contains"))
-
-
 def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> None:
     columns = {"promt": "question"}
     with refuses(ConfigError, "columns.promt"):
         check_rollout(opd(columns=columns))
     with refuses(ConfigError, "columns.promt"):
         check_sft(sft(columns=columns))
-
-
-def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
-    with refuses(ConfigError, "data.columns"):
-        opd(env=TicTacToeGames(), prompts=None, columns={"answer": "a"})
 
 
 def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
@@ -689,10 +572,3 @@ def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) ->
     inputs = check_dpo(make("dpo", model=tiny_pair.student, data=str(data), out=out, **keys))
     assert [(part.name, part.size) for part in inputs.parts] == [("pairs", 2)]
     assert len(inputs.rows_D) == 4
-
-
-@pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
-@pytest.mark.parametrize("name", ["data.source", "eval.source", "sft.data"])
-def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
-    with refuses(ConfigError, name):
-        opd(**{name: value})

@@ -153,20 +153,6 @@ def test_teachers_that_take_turns_have_whole_gpus_but_for_what_sleepers_keep(
     assert "needs    28 CPU, 12 GPU" in described
 
 
-def test_policy_and_teacher_may_take_turns_on_whole_gpus(eight: Opd) -> None:
-    config = eight(
-        colocate="no", gpus_per_actor=1.0, learner_workers=4, policy_engines=1,
-        policy_server_flags="--tp-size 4", **{"teacher.gpus": "policy"},
-    )  # fmt: skip
-    # Of 79 GiB, 4 stay free, and 3 are the other's that is asleep.
-    for role, weights in (("policy", 3.8), ("teacher", 15.3)):
-        planned = line(config, role)
-        assert numbers(planned, "weights") == [weights] and " of 72.0; 3.0 asleep, and" in planned
-    described = describe_layout(config).splitlines()
-    assert "placed   policy and teacher on the same GPUs, by turns" in described
-    assert "needs    12 CPU, 8 GPU" in described
-
-
 def test_learner_policy_and_teacher_may_take_turns_on_the_same_eight_gpus(eight: Opd) -> None:
     two = {"policy_server_flags": "--tp-size 2", "teacher_server_flags": "--tp-size 2"}
     config = eight(policy_engines=4, **two, **{"teacher.engines": 4, "teacher.gpus": "policy"})
@@ -253,14 +239,6 @@ def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> N
         assert checked.cluster.device == "cuda"
 
 
-def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
-    teacher = line(eight(), "teacher")
-    assert numbers(teacher, "weights") == [15.3]  # 32.8 B in bfloat16, on four
-    assert teacher.endswith(" of 79.0")
-    demand = {role.name: role.needed for role in placed_roles(eight(), "cuda")}
-    assert demand["teacher"]["GPU"] == 4 and demand["policy"]["GPU"] == 0.5
-
-
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -294,24 +272,6 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
     config = eight(gpu_memory_gib=None)
     assert "memory   of a GPU unknown" in describe_layout(config)
     assert "cache (147456 bytes a token)" in line(config, "policy")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"policy_server_flags": "--tp-size 2"},
-        {"policy_server_flags": "--tp-size 2", "policy_engines": "4..5"},
-        {"policy_server_flags": "--tp-size 3", "policy_engines": 2},
-        {"on_weight_update": "in_place"},
-        {"policy_server_flags": "--pp-size 2"},
-        {"teacher_server_flags": "--nnodes 2"},
-        {"engine": "embedded"},
-        {"gpus_per_actor": 1.0},
-    ],
-)
-def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict) -> None:
-    with pytest.raises(ConfigError):
-        eight(**changes)
 
 
 def test_the_plan_names_kernels_for_linear_attention_that_are_missing(

@@ -26,14 +26,12 @@ from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import read_rollouts
 from cluster.runtime.driver import Signals
-from distill.errors import ConfigError
 from distill.objective.whole_groups import GroupsHere
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
-from tests.refusals import refuses
 
 Settings = Callable[..., OpdConfig]
 
@@ -187,11 +185,6 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         ), "what was marked is not made again"
     found = audit(tmp_path / "run" / "ledger.jsonl", steps=5)
     assert found.problems == [] and found.jobs == 2
-
-
-def test_whole_steps_are_not_kept_twice(settings: Settings, tmp_path: Path) -> None:
-    with refuses(ConfigError, "keep"):
-        settings(tmp_path, keep=10)
 
 
 def test_no_room_is_taken_for_a_learner(settings: Settings, tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from cluster.command import parse
 from cluster.config.arguments import Arguments
-from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
 from cluster.handles.node import is_connected, node_id, nodes_alive
@@ -269,18 +267,3 @@ def test_without_ray_a_run_on_it_is_refused(
     ]  # fmt: skip
     with pytest.raises(ConfigError):
         run_recipe(Arguments.of(given), Console(quiet=True))
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["learner_workers=2", "policy_engines=1..3", "weights=group"],
-)
-def test_what_one_process_cannot_have_is_refused(
-    tiny_pair: TinyPair, tmp_path: Path, setting: str
-) -> None:
-    given = [
-        f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}", "local=True", setting,
-        f"prompts={tiny_pair.prompts}", f"out={tmp_path / 'run'}", "temperature=1",
-    ]  # fmt: skip
-    with pytest.raises(ConfigError):
-        parse(OpdConfig, given)

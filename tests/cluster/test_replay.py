@@ -18,14 +18,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import cluster.run
-from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
-from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.run_files.rollouts import RolloutLog, read_rollouts
-from cluster.run_files.run_directory import RunDirectory
 from cluster.store.group_format import read_groups, write_groups
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
@@ -352,23 +349,6 @@ def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
     assert kept.outcome(3) == {
         "step": 3, "metrics": {}, "workers": 2, **NO_PRINTS
     }  # fmt: skip
-
-
-def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
-    config = opd()
-    assert replay_log(config, RunDirectory("opd", config)) is None
-
-
-@pytest.mark.parametrize(
-    "settings", [{"keep": 3}, {"keep": 0}, {"train_from": "e", "eval_every": 2}]
-)
-def test_settings_that_keep_what_is_of_no_use_are_refused(
-    tiny_pair: TinyPair, settings: dict
-) -> None:
-    with pytest.raises(ConfigError):
-        make(
-            "opd", student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings
-        )
 
 
 def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
