@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import learner_checks, processes
-from benchmarks.gpu.checks import CHECKS, PARTS, Check
+from benchmarks.gpu.checks import CHECKS, Check
 from benchmarks.gpu.child import outcome_of
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.setting import Setting
@@ -50,18 +50,6 @@ def test_without_a_gpu_it_prints_the_questions(tmp_path: Path) -> None:
         checked(tmp_path, device="cuda")
     with pytest.raises(gpu.ConfigError):
         checked(tmp_path, only="utilization")
-
-
-def test_only_takes_checks_and_parts() -> None:
-    names = gpu.GpuConfig(only="sleep, digest_cost").names
-    assert names == ["digest_cost", *(n for n, c in CHECKS.items() if c.part == "sleep")]
-    assert gpu.GpuConfig().names == list(CHECKS)
-
-
-def test_a_part_ends_within_ten_minutes_but_for_the_compilation_of_a_server() -> None:
-    for part in PARTS:
-        usual = [c.deadline_s for n, c in CHECKS.items() if c.part == part and n != "server_start"]
-        assert max(usual) < 600
 
 
 @pytest.mark.parametrize(

@@ -534,12 +534,6 @@ def test_checkpoints_contradict(path: Path) -> None:
     ]
 
 
-def test_a_run_that_should_be_longer(path: Path) -> None:
-    one_job(path)
-    assert audit(path, steps=5).problems == ["8 groups were trained; 5 steps of 2 are 10"]
-    assert audit(path, steps=2, groups_per_step=4).problems == []
-
-
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = f"out={path.parent}"
     assert main([out]) == 2

@@ -28,12 +28,6 @@ def steps(store: CheckpointStore) -> list[int]:
     return [checkpoint.step for checkpoint in store.complete()]
 
 
-def test_each_nth_stays_beside_the_newest(store: CheckpointStore) -> None:
-    for step in range(1, 11):
-        save(store, step)
-    assert steps(store) == [4, 8, 10]
-
-
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
     [

@@ -48,16 +48,6 @@ def test_a_link_is_the_sum_of_the_two_before_it() -> None:
     assert len(PROMPT) == PROMPT_TOKENS
 
 
-def test_books_of_sums_are_right_and_careless_ones_forget_as_many_carries_as_they_say() -> None:
-    def share(text: str) -> float:
-        right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
-        return sum(right) / len(right)
-
-    assert share(book_chain()) == 1.0
-    assert share(book_chain(forget_carry=0.6)) < 0.85
-    assert share(book_chain(forget_carry=1.0)) < share(book_chain(forget_carry=0.6))
-
-
 def test_what_is_to_be_learnt_of_a_blotted_book_are_its_right_links() -> None:
     rng = np.random.default_rng(1)
     text, learnt = chain_of(START, 400, rng, forget_carry=0.0, blots=0.5)

@@ -44,17 +44,6 @@ else:
 HOSTED = [EmbeddedEngine, EmbeddedRewardModel, ExternalSglangEngine, HostedSglangEngine]
 
 
-class Counter:
-    """Not asynchronous, and not one of the classes above."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    def add(self, number: int = 1, *, times: int = 1) -> int:
-        self.value += number * times
-        return self.value
-
-
 def test_the_class_arrives_without_torch_and_imports_it_to_make_an_engine() -> None:
     remote: Any = ray.remote(deferred(EmbeddedEngine))
     sent = dumps(remote.__ray_metadata__.modified_class)
@@ -94,13 +83,6 @@ def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: Ti
     np.testing.assert_array_equal(served.logprobs_by_temperature, alone.logprobs_by_temperature)
     ray.kill(handles[0])
     handles[1].end()
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_plain_methods_take_what_they_are_given() -> None:
-    counter: Any = ray.remote(deferred(Counter)).options(num_cpus=0).remote(start=5)
-    assert ray.get(counter.add.remote(2, times=3)) == 11
-    ray.kill(counter)
 
 
 def test_a_class_that_no_name_leads_to_is_hosted_as_it_is() -> None:

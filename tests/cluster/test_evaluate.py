@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.evaluate import EvaluateConfig, main
-from distill.settings import by_names
+from cluster.evaluate import main
 from tests.conftest import TinyPair
 
 
@@ -55,14 +54,6 @@ def test_data_sets_are_told_apart_and_every_response_is_kept(
     assert metrics["eval/accuracy_low"] <= metrics["eval/accuracy"] <= metrics["eval/accuracy_high"]
     assert "eval/accuracy" not in unjudged["metrics"] and len(unjudged["responses"]) == 8
     assert metrics["eval/reverse_kl"] > 0 < unjudged["metrics"]["eval/reverse_kl"]
-
-
-def test_a_run_is_evaluated_by_its_trained_model(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "final").symlink_to(tiny_pair.student)
-    for given, model in ((tmp_path / "run", tmp_path / "run" / "final"), (tiny_pair.student, None)):
-        config = by_names(EvaluateConfig, model=str(given), prompts="prompts.jsonl")
-        assert config.model.path == str(model or given)
 
 
 def test_the_serving_decoder_changes_no_log_probability(

@@ -18,18 +18,6 @@ from tests.tiny import tiny_model_dir
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 
 
-def test_there_are_examples() -> None:
-    assert {path.stem for path in CONFIGS.iterdir()} == {
-        "agent",
-        "grpo",
-        "opd",
-        "opd-benchmark",
-        "opd-lora",
-        "sft",
-        "tools",
-    }
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.iterdir()))
 def test_an_example_is_checked_and_planned(
     name: str,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-import cluster.run
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.recipes import make
 from cluster.findings.finding import Evidence, Finding
@@ -19,7 +17,6 @@ from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
 from distill.objective.repetition import RUN, repeated_share
 from distill.settings import meant_by
-from tests.conftest import TinyPair
 
 CONFIG = make(
     "opd", student="s", teacher="t", prompts="p", out="o", temperature=1.0, max_new_tokens=256,
@@ -258,29 +255,6 @@ def test_repetition_is_that_of_a_set_of_runs() -> None:
         share = repeated_share([np.array(part, np.int32) for part in parts])
         assert share == pytest.approx(naive_repeated_share(parts))
     assert repeated_share([np.array(loop)]) > 0.9 and repeated_share([np.array(prose)]) == 0
-
-
-@pytest.mark.parametrize("estimator", ["sampled", pytest.param("full", marks=pytest.mark.slow)])
-def test_good_real_runs_raise_no_alarm(
-    tiny_pair: TinyPair, tmp_path: Path, estimator: Literal["sampled", "full"]
-) -> None:
-    """What a random student samples has no end: it is cut, which is true."""
-    out = tmp_path / "run"
-    cluster.run.run(
-        make(
-            "opd",
-            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
-            out=str(out), temperature=0.7, steps=28, prompts_per_step=4, group_size=2,
-            max_new_tokens=6, eval_size=0, engine="embedded", local=True, lr=1e-3,
-            estimator=estimator,
-        ),
-        Console(quiet=True),
-    )  # fmt: skip
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    cut = [row["step"] for row in steps if row.get("rollout/stop/length", 0) > 0.5]
-    said = [(event["name"], event["step"]) for event in events if event["event"] == "finding"]
-    assert len(steps) == 28 and said == [("responses_are_cut", step) for step in cut[:1]]
 
 
 def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:

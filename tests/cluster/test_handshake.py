@@ -469,12 +469,6 @@ class Shaken:
         return self.directory.written["calibration.json"]
 
 
-def test_a_run_of_right_parties_goes_on(parties: Parties, opd: NewOpd) -> None:
-    written = Shaken(parties, parties.teacher, opd(temperature=T))()
-    assert written["agrees"] is True and written["stop_tokens"]["ids"] == [EOS]
-    assert written["parties"]["policy engine 0"]["vocab_size"] == 160
-
-
 def test_a_run_trains_on_disagreement_only_where_it_is_told_to(
     parties: Parties, opd: NewOpd
 ) -> None:
@@ -544,19 +538,6 @@ def test_a_teacher_s_head_in_the_learner_is_compared_with_the_decode(
     assert {row["temperature"] for row in decode} == {T, 1.5 * T}
     assert all(row["agrees"] for row in decode) == (head == "teacher")
     assert any("without" in row["party"] for row in rows) == (states == "also")
-
-
-def test_the_command_prints_a_table_and_writes_the_report(
-    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert calibrate.main(calibrate_arguments(tiny_pair, tmp_path)) == 0
-    printed = capsys.readouterr().out
-    assert "teacher decode reference" in printed and "agreement: 14 comparisons" in printed
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["agrees"] is True and len(report["comparisons"]) == 14
-    assert report["parties"]["teacher"]["temperature_scaling"] == "in the engine"
-    tokenizers = report["tokenizers"]
-    assert tokenizers["student"] == tokenizers["teacher"] and tokenizers["student"]["vocab_hash"]
 
 
 def test_the_command_ends_with_code_3_on_disagreement(

@@ -16,8 +16,7 @@ from distill.settings import fields_of
 from examples.opd_vs_rl import race
 from examples.opd_vs_rl.__main__ import main
 from examples.opd_vs_rl.config import OpdVsRlConfig
-from examples.opd_vs_rl.curves import Curve, Ratio, ResultRow, ranked, ratio_of, row_of
-from examples.opd_vs_rl.plots import draw_ratios
+from examples.opd_vs_rl.curves import Curve, ResultRow, ranked, ratio_of
 from examples.opd_vs_rl.race import OPD, RL, Race
 
 TARGET = 0.9
@@ -69,17 +68,6 @@ def test_the_best_need_the_fewest_steps_and_of_those_that_never_arrive_the_highe
     soon, late = curve(0.1, 0.9, 0.9, 0.9), curve(0.1, 0.8, 0.99, 0.99, 0.99)
     low, high = curve(0.8, 0.8, 0.8, 0.5, 0.5, 0.6), curve(0.1, 0.1, 0.1, 0.6, 0.6, 0.5)
     assert ranked([low, late, high, soon], TARGET) == [soon, late, high, low]
-
-
-def test_a_row_has_every_seed_and_their_median() -> None:
-    curves = [
-        curve(0.1, 0.9, 0.9, 0.9),
-        curve(0.1, 0.2, 0.3, 0.4, seed=1),
-        curve(0.1, 0.1, 0.95, 0.95, 0.95, seed=2),
-    ]
-    made = row_of(curves, TARGET, cap=60)
-    assert (made.steps_by_seed, made.steps, made.seconds) == ((2, math.inf, 4), 4, 2)
-    assert made.last_accuracy == pytest.approx((0.9 + 0.4 + 0.95) / 3)
 
 
 @pytest.mark.parametrize(
@@ -144,16 +132,3 @@ def test_a_race_runs_every_method_prints_and_draws_and_goes_on_where_it_was(
     assert {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")} == runs
     assert json.loads((tmp_path / "opd_vs_rl.json").read_text()) == said
     assert "4 tokens, OPD, lr 0.001, seed 0" in capsys.readouterr().out
-
-
-def test_steps_and_ratios_are_drawn_into_a_png(tmp_path: Path) -> None:
-    rows = [row(8, length=4), row(9, length=16), row(12, math.inf, math.inf, method="GRPO")]
-    ratios = [
-        Ratio(length=4, method="GRPO", value=1.2, bound=False),
-        Ratio(length=16, method="GRPO", value=10.0, bound=True),
-    ]
-    draw_ratios(tmp_path / "with.png", rows, ratios)
-    draw_ratios(tmp_path / "without.png", rows[:2], [])
-    drawn = [(tmp_path / f"{name}.png").read_bytes() for name in ("with", "without")]
-    assert all(png[:8] == b"\x89PNG\r\n\x1a\n" for png in drawn)
-    assert drawn[0] != drawn[1]

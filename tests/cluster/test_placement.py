@@ -105,21 +105,6 @@ def test_members_start_in_the_bundles_that_were_reserved() -> None:
     eventually(lambda: free_cpus() == 8)
 
 
-def test_colocated_members_of_one_index_share_a_bundle() -> None:
-    mine = placement(
-        ResourceDemand(name="policy", count=2, resources=ONE),
-        ResourceDemand(name="learner", count=1, resources={"CPU": 2}),
-        colocate=("policy", "learner"),
-    )
-    reserve(mine)
-    table = ray.util.placement_group_table()
-    bundles = [group["bundles"] for group in table.values() if group["state"] == "CREATED"]
-    assert bundles == [{0: {"CPU": 3}, 1: {"CPU": 1}}]
-    members = [start(mine, *who) for who in (("policy", 0), ("policy", 1), ("learner", 0))]
-    assert len(set(ray.get([member.group.remote() for member in members]))) == 1
-    mine.release()
-
-
 def test_a_member_with_a_span_shares_the_bundles_of_as_many_others() -> None:
     mine = placement(
         ResourceDemand(name="learner", count=4, resources=ONE),

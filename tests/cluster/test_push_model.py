@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.push_model import MODELS, Shape, layouts, push_plan, rows
-from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
+from distill.weights.model_weights import plan_buckets
 from learner.export import Exported, Names, plain_weights
 
 DOC = Path(__file__).parents[2] / "docs" / "benchmarks" / "weights.md"
@@ -21,31 +19,6 @@ def test_the_table_is_the_plan_of_the_code() -> None:
     written = DOC.read_text().splitlines()
     for row in rows():
         assert row in written, f"{DOC} lacks the line that the code gives:\n{row}"
-
-
-@pytest.mark.parametrize(
-    ("shape", "billions"),
-    [
-        pytest.param(shape, billions, id=shape.name)
-        for shape, billions in zip(MODELS, (8.19, 70.55, 30.53, 235.09), strict=True)
-    ],
-)
-def test_buckets_hold_everything_once_and_no_more_than_they_may(
-    shape: Shape, billions: float
-) -> None:
-    tensors = layouts(shape)
-    plan = push_plan(tensors)
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    assert round(parameters / 1e9, 2) == billions, "parameters, as the model's name has them"
-    buckets = plan_buckets(tensors)
-    assert [tensor for bucket in buckets for tensor in bucket] == tensors
-    largest = max(tensor.nbytes for tensor in tensors)
-    assert plan.extra_bytes <= max(BUCKET_BYTES, largest)
-    # Two buckets of one dtype side by side do not fit into one: no call is wasted.
-    for one, other in itertools.pairwise(buckets):
-        both = sum(tensor.nbytes for tensor in one) + other[0].nbytes
-        assert both > BUCKET_BYTES or one[0].dtype != other[0].dtype
-    assert len({bucket[0].dtype for bucket in buckets[:-1]}) == 1, "routers are the last bucket"
 
 
 @pytest.mark.parametrize(

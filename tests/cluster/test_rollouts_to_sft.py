@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.inspect.rollouts_to_sft import main
 from cluster.run_files.rollouts import RolloutLog
 from distill.data.sft_rows import load_sft_rows
@@ -26,7 +23,6 @@ from distill.tokenizer import load_tokenizer
 from distill.types import Segment, TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.distill.test_token_rewards import byte_tokenizer
-from tests.e2e.harness import metrics
 from tests.refusals import refuses
 from tests.samples import keep_step, segment, trajectory
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
@@ -138,14 +134,6 @@ def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(tmp_path: Path
     assert json.loads(data.read_text())["text"] == "also\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_final_tokenizer_is_the_student_s(
-    run: Path, convert: Callable[..., list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    before = convert()
-    tokenizer.save_pretrained(run / "final")
-    assert convert() == before
-
-
 def test_a_model_of_another_tokenizer_is_refused(
     convert: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -194,20 +182,3 @@ def test_no_condensed_trajectories_no_rollouts_no_tokenizer(
     (run / "rollouts.jsonl").unlink()
     assert main(given) == 2
     assert "This run kept no rollouts" in capsys.readouterr().err
-
-
-@pytest.mark.e2e
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_model_learns_what_it_sampled(
-    convert: Callable[..., list[dict[str, Any]]], tiny_pair: TinyPair, tmp_path: Path
-) -> None:
-    rows = convert()
-    config = make(
-        "sft",
-        model=tiny_pair.student, data=str(tmp_path / "data.jsonl"), out=str(tmp_path / "sft"),
-        steps=20, batch_size=len(rows), lr=3e-3,
-    )  # fmt: skip
-    cluster.run.run(config, Console(quiet=True))
-    steps = metrics(tmp_path / "sft")
-    assert steps[-1]["train/nll"] < 0.5 * steps[0]["train/nll"]
-    assert {step["train/tokens"] for step in steps} == {9}

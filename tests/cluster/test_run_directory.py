@@ -17,7 +17,6 @@ from pathlib import Path
 
 import chz
 import pytest
-from transformers import AutoModelForCausalLM
 
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
@@ -31,7 +30,6 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import fields_of, path_of
 from distill.stops import StopTokens
-from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
 from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
@@ -171,35 +169,11 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
     assert [json.loads(line)["step"] for line in evaluations] == left
 
 
-def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None:
-    config = opd()
-    directory = started(config)
-    save(directory, config.model.path, 2)
-    newest = save(directory, config.model.path, 4)
-    assert RunDirectory("opd", config).check() == newest
-    (newest.path / "manifest.json").unlink()
-    found = RunDirectory("opd", config).check()
-    assert found is not None and found.step == 2
-
-
 @pytest.mark.parametrize("name", list(MUST_STAY))
 def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
     trained(opd())
     with refuses(ConfigError, path_of(OpdConfig, name)):
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
-
-
-@pytest.mark.parametrize(("beside", "default"), [({}, 1e-5), ({"lora.rank": 4}, 1e-4)])
-def test_the_rate_that_is_meant_by_default_is_written_down(
-    opd: NewOpd, beside: dict, default: float
-) -> None:
-    """So giving it is the same run, and giving the other model's is another."""
-    directory = trained(opd(**beside))
-    written = json.loads((directory.path / "config.json").read_text())
-    assert written["settings"]["learner"]["lr"] == default
-    assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
-    with refuses(ConfigError, "learner.lr"):
-        RunDirectory("opd", opd(**beside, lr=3e-5)).check()
 
 
 @pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
@@ -232,12 +206,6 @@ def test_an_endpoint_may_move(opd: NewOpd) -> None:
     trained(opd(**beside))
     moved = beside | {"teacher.samples_from": "m@https://b:2/v1"}
     assert RunDirectory("opd", opd(**moved)).check() is None
-
-
-def test_teachers_may_begin_to_take_turns(opd: NewOpd) -> None:
-    several = {"teacher": None, "teachers.a.model": "a", "teachers.b.model": "b"}
-    trained(opd(**several))
-    assert RunDirectory("opd", opd(**several, **{"teacher.gpus": "shared"})).check() is None
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
@@ -593,30 +561,6 @@ def test_metrics_are_read_with_the_lines_that_wait(opd: NewOpd) -> None:
     with files_of_at_most(8):
         directory.append_metrics({"step": 1, "time/step": 0.1})
     assert [line["step"] for line in directory.read_steps()] == [1]
-
-
-def test_finished_means_finished(opd: NewOpd) -> None:
-    directory = started(opd())
-    assert not directory.is_finished()
-    directory.write_json("summary.json", {"status": "failed"})
-    assert not directory.is_finished()
-    directory.write_json("summary.json", {"status": "finished"})
-    assert directory.is_finished()
-    assert not started(opd()).is_finished()  # it goes on: the old summary is no longer true
-
-
-def test_the_final_model_is_the_checkpoint_s(opd: NewOpd, tiny_pair) -> None:
-    config = opd()
-    directory = started(config)
-    for model_dir in (tiny_pair.teacher, tiny_pair.student):  # the second replaces the first
-        step = len(list(directory.store.root.glob("*"))) + 1
-        directory.finish(save(directory, model_dir, step))
-    final = AutoModelForCausalLM.from_pretrained(directory.final)
-    expected = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
-    for name, parameter in expected.named_parameters():
-        assert final.get_parameter(name).equal(parameter)
-    assert load_tokenizer(str(directory.final)).eos_token_id == 1
-    assert not list(directory.path.glob(".*.partial"))
 
 
 def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:

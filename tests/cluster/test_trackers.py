@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import struct
 import sys
 import threading
@@ -292,16 +290,6 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
     assert "mlflow has not answered within 0 s of the run's end" in said
 
 
-def test_without_trackers_nothing_is_written(
-    opd: NewOpd, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    run = Run(opd())
-    run.steps(tokenizer, 1, 1)
-    run.finish()
-    names = {"config.json", "events.jsonl", "metrics.jsonl", "rollouts.jsonl"}
-    assert set(os.listdir(run.directory.path)) <= names
-
-
 def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opd(track="wandb, tensorboard", wandb="offline").tracking.trackers == [
         "wandb",
@@ -314,14 +302,3 @@ def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError):
         check_trackers(opd(track="mlflow").tracking)
-
-
-def test_kept_rollouts_are_all_or_the_first(
-    opd: NewOpd, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    groups = [a_group(tokenizer, 1), a_group(tokenizer, 2)]
-    rows = policy_rows(groups, ObjectiveConfig())
-    for whole, kept in ((False, [8]), (True, [8, 16])):
-        path = tmp_path / f"{whole}.jsonl"
-        keep_step(RolloutLog(path, 1, whole=whole), 1, groups, rows)
-        assert [json.loads(line)["group_id"] for line in path.read_text().splitlines()] == kept

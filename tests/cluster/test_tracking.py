@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.console import make_console
-from cluster.run_files.tracking import Progression, measured_line
+from cluster.demos.display import StageDisplay
+from cluster.run_files.tracking import Progression
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,10 +95,20 @@ def test_a_log_bears_the_time_that_is_left_and_thins_out(monkeypatch: pytest.Mon
     assert 50 < len(second_hour) < 70
 
 
-def test_an_evaluation_is_one_line_with_its_intervals() -> None:
-    metrics = {
-        "eval/eos_share": 0.25, "eval/accuracy": 0.5, "eval/accuracy_low": 0.1235,
-        "eval/accuracy_high": 0.87654, "eval/a_low": 2.0, "time/eval": 1234.5,
-    }  # fmt: skip
-    made = "eos_share 0.25  accuracy 0.5 [0.123, 0.877]  a_low 2  time/eval 1234"
-    assert measured_line(metrics) == made
+def test_a_log_gets_a_line_in_ten_seconds_with_all_stages_that_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    out = io.StringIO()
+    stages = StageDisplay(Console(file=out, width=200))
+    with stages.shown():
+        stages.add("teacher", "learns", 10, "train/loss", "loss")
+        stages.add("student", "learns", 20, "train/loss", "loss")
+        for second in range(1, 21):
+            clock[0] = 100.0 + second
+            stages.see("teacher", [{"step": min(second, 10), "train/loss": 0.5}])
+            stages.see("student", [{"step": second, "train/loss": 0.25}])
+    first, second = out.getvalue().splitlines()
+    assert "student step 9/20" in first and "0:00:12 left" in first
+    assert "student step 19/20" in second and "teacher" not in second

@@ -925,13 +925,6 @@ def test_what_an_engine_refuses_never_hangs_the_learner(
     assert by_group.settle() < 1e-4
 
 
-def spoilt(learner: Learner) -> HeldWeights:
-    tensors = gather_all(learner.weights())
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].detach().clone()
-    tensors["model.norm.weight"][3] = float("nan")
-    return HeldWeights(tensors)
-
-
 def test_a_broadcast_that_breaks_off_is_made_good(
     by_group, learner: Learner, receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

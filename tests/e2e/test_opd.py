@@ -16,7 +16,7 @@ from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
 from cluster.run_files.rollouts import read_rollouts
 from tests.conftest import TinyPair
-from tests.e2e.harness import evaluations, metrics, trained_groups
+from tests.e2e.harness import metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
 from tests.tiny import save_tokenizer, tiny_model_dir
 
@@ -124,16 +124,6 @@ def test_after_a_warm_up_the_student_samples_as_of_its_last_step(
     assert sum(teacher.values()) == 2 * 8 + 2 * 2 and all(teacher[i] for i in range(16))
 
 
-def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    out = distil(tiny_pair, tmp_path / "run", max_staleness=0, steps=5, eval_size=0)
-    steps = metrics(out)
-    assert evaluations(out) == [] and "eval/accuracy" not in steps[-1]
-    assert [step["staleness/max"] for step in steps] == [0] * 5
-    # On its own weights the learner must find the log-probs that the engine reported.
-    assert max(step["train/logprob_gap"] for step in steps) < 1e-4
-    assert all(step["train/ratio"] == pytest.approx(1, abs=1e-4) for step in steps)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -201,22 +191,3 @@ def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path:
     assert config["settings"]["sampling"]["temperature"] == 0.7 and config["versions"]["ray"]
     assert "eval/reverse_kl" in metrics(out)[1] and "eval/reverse_kl" not in metrics(out)[0]
     assert list((out / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_sft_teaches_and_its_model_can_be_distilled(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    rows = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(9)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = make(
-        "sft",
-        model=tiny_pair.teacher, data=str(data), out=str(tmp_path / "sft"), steps=40, batch_size=9,
-        lr=3e-3,
-    )  # fmt: skip
-    cluster.run.run(config, Console(quiet=True))
-    losses = [step["train/nll"] for step in metrics(tmp_path / "sft")]
-    assert losses[-1] < 0.3 < losses[0]
-    pair = TinyPair(
-        student=tiny_pair.student, teacher=str(tmp_path / "sft/final"), prompts=tiny_pair.prompts
-    )
-    assert len(metrics(distil(pair, tmp_path / "opd", steps=2))) == 2

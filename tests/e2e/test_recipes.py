@@ -139,23 +139,6 @@ def _copy(model: str, to: Path) -> Path:
     return Path(shutil.copytree(model, to))
 
 
-@pytest.mark.parametrize("estimator", [pytest.param("top_k", marks=pytest.mark.slow), "full"])
-def test_a_model_learns_from_itself_with_a_hint(
-    tiny_pair: TinyPair, tmp_path: Path, estimator: str
-) -> None:
-    prompts = write(
-        tmp_path / "prompts.jsonl",
-        *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
-    )
-    steps = opd(
-        tiny_pair, tmp_path / "run", teacher=tiny_pair.student, prompts=prompts,
-        estimator=estimator,
-    )  # fmt: skip
-    kls = [step["opd/reverse_kl"] for step in steps]
-    assert kls[0] > 0.1, "the hint changed nothing"
-    assert sum(kls[-5:]) < 0.8 * sum(kls[:5])
-
-
 @pytest.mark.slow
 def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
     prompts = write(

@@ -106,22 +106,6 @@ def test_its_model_is_transformers_own(trained: Path) -> None:
     assert after["validation/chosen_mean"] == pytest.approx(made[:, 0].mean().item(), abs=1e-5)
 
 
-def test_it_resumes(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    data = {"data": str(trained.parent / "pairs.jsonl"), "eval_size": 0.1}
-    straight = run(tiny_pair, tmp_path / "straight", **data, steps=6)
-    run(tiny_pair, tmp_path / "halves", **data, steps=3)
-    halves = run(tiny_pair, tmp_path / "halves", **data, steps=6)
-    one, other = (
-        AutoModelForSequenceClassification.from_pretrained(out / "final").state_dict()
-        for out in (straight, halves)
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    before, after = (json.loads((out / "summary.json").read_text()) for out in (straight, halves))
-    for when in ("validation before", "validation after"):
-        for name in ("validation/loss", "validation/accuracy"):
-            assert before[when][name] == pytest.approx(after[when][name], abs=1e-6)
-
-
 # As a reward
 
 
@@ -238,18 +222,3 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
     [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
     assert "reward model has moved" in finding["text"]
     assert events(out, "death")[0]["who"] == "reward model"
-
-
-@pytest.mark.slow
-def test_one_that_is_well_proves_the_rewards(
-    trained: Path, tiny_pair: TinyPair, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    rows = [{"prompt": f"{a}+1="} for a in range(12)]
-    reward = f"model:{trained / 'final'}"
-    rl(tiny_pair, out, rows, reward=reward, steps=6, verify_every=2, eval_size=0)
-    certificate = certified(out)
-    assert certificate["proven"] and [each["who"] for each in certificate["replicas"]] == [
-        "reward model"
-    ]
-    assert not events(out, "rewind") and not events(out, "death")

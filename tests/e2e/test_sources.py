@@ -65,18 +65,6 @@ def train(pair: TinyPair, out: Path, prompts: str, **settings: object) -> int:
     return main(["recipe=opd", *(f"{name}={value}" for name, value in given.items())])
 
 
-def test_gsm8k_s_columns_train_as_they_come(
-    tiny_pair: TinyPair, tmp_path: Path, table: Path
-) -> None:
-    out = tmp_path / "run"
-    assert train(tiny_pair, out, str(table)) == 0
-    steps = metrics(out)
-    assert len(steps) == 4
-    assert not [name for step in steps for name in step if "source=" in name]  # there is one
-    config = json.loads((out / "config.json").read_text())
-    assert config["settings"]["data"]["answer_pattern"] == "#### (.+)"
-
-
 def test_sources_have_their_shares_and_edits_are_noticed(
     tiny_pair: TinyPair, tmp_path: Path, table: Path, parquet: Path,
     capsys: pytest.CaptureFixture[str],
@@ -118,36 +106,3 @@ def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path
     assert code == 0
     shares = Counter(step["train/share/source=lines"] for step in metrics(out))
     assert shares == {0.75: 3}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "a", "anwser": "#### 1"}, r"bad.jsonl:1: `anwser` is no field"),
-        (
-            {"question": "a", "answer": "1"},
-            r"bad.jsonl:1: answer_pattern='#### (.+)' finds nothing",
-        ),
-        ({"text": "a"}, "columns.prompt=question: no row of"),
-        (
-            {"prompt": "a", "answer": "#### 1"},
-            "columns.prompt=question changes nothing: no row has",
-        ),
-        (
-            {"question": "a"},
-            "answer_pattern='#### (.+)' changes nothing: no row has a column 'answer'",
-        ),
-    ],
-)
-def test_a_bad_row_is_named_before_anything_starts(
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    row: dict[str, str],
-    message: str,
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(row))
-    assert train(tiny_pair, tmp_path / "run", str(path)) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "run").exists()
