@@ -31,7 +31,7 @@ from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
-from tests.e2e.harness import metrics
+from tests.e2e.harness import metrics, opd_settings
 
 Settings = Callable[..., OpdConfig]
 
@@ -41,15 +41,12 @@ def settings(tiny_pair: TinyPair) -> Settings:
     """settings(out, **changes): three steps of a tiny run in this process, which keeps."""
 
     def new(out: Path, **changes: object) -> OpdConfig:
-        return make(
-            "opd", **{
-                "student": tiny_pair.student, "teacher": tiny_pair.teacher,
-                "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
-                "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
-                "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
-                "max_staleness": 0, "rollout_only": True, "keep": "all", **changes,
-            }
-        )  # fmt: skip
+        small = {
+            "steps": 3, "prompts_per_step": 2, "max_new_tokens": 4, "estimator": "top_k",
+            "checkpoint_every": 10, "local": True, "max_staleness": 0, "rollout_only": True,
+            "keep": "all",
+        }  # fmt: skip
+        return make("opd", **opd_settings(tiny_pair, **small | {"out": str(out)} | changes))
 
     return new
 

@@ -17,8 +17,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.inspect.replayed import blame
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
@@ -34,6 +32,7 @@ from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
+from tests.e2e.harness import distil
 from tests.refusals import refuses
 from tests.samples import group, keep_step
 
@@ -44,15 +43,9 @@ Printed = Callable[..., tuple[int, str]]
 def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 7 steps with checkpoints after 3, 6 and 7, that has kept the last 4 steps."""
     path = tmp_path_factory.mktemp("replay") / "run"
-    cluster.run.run(
-        make(
-            "opd",
-            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
-            out=str(path), temperature=0.7, steps=7, prompts_per_step=3, group_size=2,
-            max_new_tokens=5, eval_size=0, engine="embedded", local=True, lr=3e-3,
-            estimator="top_k", checkpoint_every=3, keep_last=1, keep=4,
-        ),
-        Console(quiet=True),
+    distil(
+        tiny_pair, path, steps=7, prompts_per_step=3, max_new_tokens=5, eval_size=0,
+        estimator="top_k", checkpoint_every=3, keep_last=1, keep=4,
     )  # fmt: skip
     return path
 
@@ -86,15 +79,10 @@ def test_a_step_that_was_not_kept_says_which_were(out: Path, printed: Printed) -
 def test_a_step_from_hidden_states_is_refused(
     tiny_pair: TinyPair, tmp_path: Path, printed: Printed
 ) -> None:
-    cluster.run.run(
-        make(
-            "opd",
-            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
-            out=str(tmp_path / "run"), temperature=0.7, steps=1, prompts_per_step=2, group_size=1,
-            max_new_tokens=3, eval_size=0, engine="embedded", local=True, lr=3e-3,
-            estimator="full", checkpoint_every=1, keep=1, **{"teacher.head": tiny_pair.teacher},
-        ),
-        Console(quiet=True),
+    distil(
+        tiny_pair, tmp_path / "run", steps=1, prompts_per_step=2, group_size=1, max_new_tokens=3,
+        eval_size=0, estimator="full", checkpoint_every=1, keep=1,
+        **{"teacher.head": tiny_pair.teacher},
     )  # fmt: skip
     code, told = printed(f"out={tmp_path / 'run'}", "step=1")
     assert code == 2 and "teacher.head=" in told and "estimator=top_k" in told
@@ -353,18 +341,8 @@ def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
 
 def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
     """Runs 3 steps without engines being heard of but in `settings`; returns the final weights."""
-    cluster.run.run(
-        make(
-            "opd", **{
-                "student": tiny_pair.student, "teacher": tiny_pair.teacher,
-                "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
-                "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
-                "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
-                "checkpoint_every": 1, **settings,
-            }
-        ),
-        Console(quiet=True),
-    )  # fmt: skip
+    small = {"steps": 3, "prompts_per_step": 2, "max_new_tokens": 4, "checkpoint_every": 1}
+    distil(tiny_pair, out, **{"estimator": "top_k", **small, **settings})
     return load_file(out / "final" / "model.safetensors")
 
 

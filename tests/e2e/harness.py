@@ -1,4 +1,4 @@
-"""Runs of the real command, in a process of its own, with everything it prints kept."""
+"""Runs in this process, and of the real command in a process of its own, and what they write."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+import cluster.run
+from cluster.config.recipes import make
 from cluster.queue.journal import read_journal
 from cluster.run_files.metric_table import described
 
@@ -21,15 +25,38 @@ REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 900
 
 
-def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
-    """Arguments of a small OPD run on a tiny pair."""
-    settings: dict[str, object] = {
-        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": out,
+def opd_settings(pair: Any, **overrides: object) -> dict[str, Any]:
+    """Settings of a small OPD run on a tiny pair."""
+    return {
+        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
         "temperature": 0.7, "steps": 6, "prompts_per_step": 4, "group_size": 2,
         "max_new_tokens": 8, "lr": 3e-3, "checkpoint_every": 2, "eval_size": 2,
         "engine": "embedded", "estimator": "sampled",
     } | overrides  # fmt: skip
-    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
+    """The same as arguments of the command."""
+    return [f"{name}={value}" for name, value in opd_settings(pair, out=out, **overrides).items()]
+
+
+def train(
+    recipe: str, out: Path, *, console: Any = None, **settings: Any
+) -> list[dict[str, float]]:
+    """A run of a recipe, driven by this process; returns `metrics(out)`."""
+    cluster.run.run(make(recipe, out=str(out), **settings), console or Console(quiet=True))
+    return metrics(out)
+
+
+def distil(pair: Any, out: Path, **overrides: Any) -> list[dict[str, float]]:
+    """The small OPD run, all of it in this process."""
+    return train("opd", out, **opd_settings(pair, **{"local": True, **overrides}))
+
+
+def write_rows(path: Path, *rows: Mapping[str, Any]) -> str:
+    """A JSONL file of these rows; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:

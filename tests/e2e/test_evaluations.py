@@ -11,25 +11,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-import cluster.run
 from cluster.base.outcomes import Interrupted
-from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.recipes.observer import Observer, observed_by
 from cluster.runtime.driver import Signals
 from tests.conftest import TinyPair
-from tests.e2e.harness import evaluations, events, lines, metrics, process_of, trained_groups
+from tests.e2e import harness
+from tests.e2e.harness import (
+    evaluations,
+    events,
+    lines,
+    metrics,
+    process_of,
+    trained_groups,
+    write_rows,
+)
 
 pytestmark = pytest.mark.e2e
 
 
 def rows(path: Path, answer: str) -> str:
     """Eight problems with the same answer."""
-    made = [{"prompt": f"{a} + {b} =", "answer": answer} for a in range(4) for b in (1, 3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    return str(path)
+    made = ({"prompt": f"{a} + {b} =", "answer": answer} for a in range(4) for b in (1, 3))
+    return write_rows(path, *made)
 
 
 def distil(
@@ -37,16 +42,13 @@ def distil(
 ) -> Path:
     """A run whose evaluations wait for an event; with `training`, so do its rollouts."""
     settings = {
-        "temperature": 0.7, "steps": 6, "prompts_per_step": 4, "group_size": 2,
-        "max_new_tokens": 6, "lr": 1e-3, "checkpoint_every": 100, "engine": "embedded",
+        "max_new_tokens": 6, "lr": 1e-3, "checkpoint_every": 100, "local": False,
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
         "eval_source": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
         "reward": "tests.e2e.patient_reward:reward", "smoke_test": False,
-        "estimator": "sampled",
-    } | overrides  # fmt: skip
-    config = make("opd", student=pair.student, teacher=pair.teacher, out=str(out), **settings)
-    cluster.run.run(config, Console(quiet=True))
+    }  # fmt: skip
+    harness.distil(pair, out, **settings | overrides)
     return out
 
 

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
 from cluster.run_files.rollouts import read_rollouts
 from tests.conftest import TinyPair
+from tests.e2e import harness
 from tests.e2e.harness import metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
 from tests.tiny import save_tokenizer, tiny_model_dir
@@ -27,19 +25,10 @@ PROMPTS_PER_STEP = 8
 
 def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
     settings = {
-        "temperature": 0.7, "steps": 30, "prompts_per_step": PROMPTS_PER_STEP, "group_size": 8,
-        "max_new_tokens": 8, "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100,
-        "engine": "embedded", "local": True, "estimator": "sampled",
-    } | overrides  # fmt: skip
-    config = make(
-        "opd",
-        student=pair.student,
-        teacher=pair.teacher,
-        prompts=pair.prompts,
-        out=str(out),
-        **settings,
-    )
-    cluster.run.run(config, Console(quiet=True))
+        "steps": 30, "prompts_per_step": PROMPTS_PER_STEP, "group_size": 8, "lr": 1e-3,
+        "checkpoint_every": 100,
+    }  # fmt: skip
+    harness.distil(pair, out, **settings | overrides)
     return out
 
 

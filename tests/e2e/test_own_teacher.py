@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cluster.run
 from actors.sglang.installed import sglang_installed
-from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    distil,
     finish,
     metrics,
     opd_arguments,
@@ -28,6 +26,7 @@ from tests.e2e.harness import (
     start,
     trained_groups,
     wait_until,
+    write_rows,
 )
 from tests.families import family_dir
 
@@ -39,23 +38,15 @@ Weights = dict[str, torch.Tensor]
 
 def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
     """A synchronous run in this process, which keeps all that it trained on."""
-    given: dict[str, Any] = {
-        "student": pair.student, "teacher": "policy", "out": str(out), "temperature": T,
-        "steps": 12, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8, "lr": 1e-3,
-        "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
-        "estimator": "sampled", "keep": "all", "local": True, **settings,
+    given = {
+        "teacher": "policy", "temperature": T, "steps": 12, "prompts_per_step": 8, "group_size": 4,
+        "lr": 1e-3, "checkpoint_every": 100, "max_staleness": 0, "keep": "all",
     }  # fmt: skip
-    cluster.run.run(make("opd", **given), Console(quiet=True))
-    return metrics(out)
-
-
-def prompts(path: Path, *rows: dict[str, str]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return distil(pair, out, **given | settings)
 
 
 def hinted(path: Path) -> str:
-    return prompts(
+    return write_rows(
         path,
         *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
     )
@@ -170,7 +161,7 @@ def test_a_policy_teaches_itself_by_what_became_of_each_answer(
     out, text = tmp_path / "run", "{answer}{outcome}{prompt}"
     rows = ({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
     steps = opd(
-        tiny_pair, out, prompts=prompts(tmp_path / "prompts.jsonl", *rows), reward="contains",
+        tiny_pair, out, prompts=write_rows(tmp_path / "prompts.jsonl", *rows), reward="contains",
         teacher_feedback=text,
     )  # fmt: skip
     kls = [step["opd/reverse_kl"] for step in steps]
@@ -198,7 +189,7 @@ def test_right_answers_earn_what_the_hint_makes_of_them(
     out = tmp_path / "run"
     rows = ({"prompt": f"{a} + 1 =", "answer": "(?s).*[a-m].*"} for a in range(9))
     steps = opd(
-        tiny_pair, out, prompts=prompts(tmp_path / "prompts.jsonl", *rows), reward="matches",
+        tiny_pair, out, prompts=write_rows(tmp_path / "prompts.jsonl", *rows), reward="matches",
         teacher_feedback="{answer}!{prompt}", kl_coef=0.0, hint_bonus_coef=0.1, group_size=8,
         keep="all", steps=3, estimator="auto",
     )  # fmt: skip

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import cluster.run
 from actors.embedded.engine import EmbeddedEngine
 from cluster.base.outcomes import RunFailed
-from cluster.config.on_policy import OpdConfig
-from cluster.config.recipes import make
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
@@ -26,19 +23,16 @@ from distill.errors import EngineError
 from learner.learner import Learner
 from learner.plan import Part
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, events, metrics, trained_groups
+from tests.e2e.harness import DEADLINE_S, distil, events, metrics, trained_groups
 
 STEPS, PER_STEP = 4, 2
 
 
-def settings(pair: TinyPair, out: Path, **changes: Any) -> OpdConfig:
-    given: dict[str, Any] = {
-        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": str(out),
-        "temperature": 0.7, "steps": STEPS, "prompts_per_step": PER_STEP, "group_size": 2,
-        "max_new_tokens": 8, "eval_size": 2, "engine": "embedded", "estimator": "sampled",
-        "max_staleness": 1, "checkpoint_every": 1, "local": True,
-    } | changes  # fmt: skip
-    return make("opd", **given)
+def run(pair: TinyPair, out: Path, **changes: Any) -> list[dict[str, float]]:
+    given = {
+        "steps": STEPS, "prompts_per_step": PER_STEP, "max_staleness": 1, "checkpoint_every": 1,
+    }  # fmt: skip
+    return distil(pair, out, **given | changes)
 
 
 def taken(out: Path) -> int:
@@ -59,8 +53,7 @@ def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
         return await load(self, weights, version)
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", load_late)
-    cluster.run.run(settings(tiny_pair, out), Console(quiet=True))
-    steps = metrics(out)
+    steps = run(tiny_pair, out)
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     assert all(step["push/probe_gap"] < 1e-4 for step in steps)
     assert all(step["push/overlapped"] > 0 for step in steps[1:])
@@ -73,8 +66,8 @@ def test_a_run_that_does_not_overlap_has_every_engine_acknowledge_within_the_ste
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    cluster.run.run(settings(tiny_pair, out, steps=2, max_staleness=0), Console(quiet=True))
-    assert all(step["push/seconds"] <= step["time/push"] for step in metrics(out))
+    steps = run(tiny_pair, out, steps=2, max_staleness=0)
+    assert all(step["push/seconds"] <= step["time/push"] for step in steps)
     events = [event["event"] for event in read_journal(out / "ledger.jsonl")]
     assert "push" not in events and events.count("train") == 2
 
@@ -94,8 +87,8 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
         return step(self, *parts)
 
     monkeypatch.setattr(Learner, "step", step_late)
-    cluster.run.run(settings(tiny_pair, out, steps=2), Console(quiet=True))
-    assert [made["rollout/ahead_share"] for made in metrics(out)] == [0, 1]
+    steps = run(tiny_pair, out, steps=2)
+    assert [made["rollout/ahead_share"] for made in steps] == [0, 1]
     assert trained_groups(out) == list(range(2 * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=2)
     assert found.problems == [] and found.ended
@@ -106,7 +99,6 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
 ) -> None:
     """Its slots are not freed, so that no group comes which the learner could wait for."""
     out = tmp_path / "run"
-    config = settings(tiny_pair, out, groups_in_flight=PER_STEP)
 
     async def refuse(self: EmbeddedEngine, weights: WeightSource, version: int) -> float:
         if version == 2:
@@ -117,9 +109,9 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     with monkeypatch.context() as patched:
         patched.setattr(EmbeddedEngine, "load_weights", refuse)
         with pytest.raises(RunFailed):
-            cluster.run.run(config, Console(quiet=True))
+            run(tiny_pair, out, groups_in_flight=PER_STEP)
     assert len(metrics(out)) == 2 and audit(out / "ledger.jsonl").problems == []
-    cluster.run.run(config, Console(quiet=True))
+    run(tiny_pair, out, groups_in_flight=PER_STEP)
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=STEPS)
     assert found.problems == [] and found.jobs == 2
@@ -152,10 +144,8 @@ def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
     monkeypatch.setattr(Publisher, "__init__", remember)
     monkeypatch.setattr(Learner, "step", step_in_which_one_dies)
     said = io.StringIO()
-    console = Console(file=said, width=200)
-    cluster.run.run(settings(tiny_pair, out, policy_engines=2), console)
+    found = run(tiny_pair, out, policy_engines=2, console=Console(file=said, width=200))
     assert "policy engine 1 joins: its handshake agrees to" in said.getvalue()
-    found = metrics(out)
     assert all(step["push/probe_gap"] < 1e-4 for step in found)  # its log-probs are the learner's
     assert found[-1]["push/engines"] == 2
     assert trained_groups(out) == list(range(STEPS * PER_STEP))

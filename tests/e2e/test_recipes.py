@@ -5,45 +5,33 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-import cluster.run
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
-from tests.e2e.harness import lines, metrics
+from tests.e2e.harness import distil, lines, train, write_rows
 from tests.e2e.judge import exact_reverse_kl
 from tests.e2e.objectives import POLICY_GRADIENT
 
 pytestmark = pytest.mark.e2e
 
 # Synchronous, so that a run is a function of its seed.
-SMALL = {
+SMALL: dict[str, Any] = {
     "temperature": 0.7, "steps": 20, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8,
     "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
     "local": True,
 }  # fmt: skip
-QUIET = Console(quiet=True)
 RUNS = ("straight", "halves")
 
 
 def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
-    given = {
-        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
-        "out": str(out), "estimator": "sampled",
-    }  # fmt: skip
-    cluster.run.run(make("opd", **given | SMALL | settings), QUIET)
-    return metrics(out)
-
-
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return distil(pair, out, **SMALL | settings)
 
 
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
@@ -116,7 +104,7 @@ def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
 
 def test_each_prompt_is_scored_by_the_teacher_it_names(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """One teacher is the student itself: its KL is zero at the start, the other's is not."""
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{a} + 1 =", "teacher": "own", "tag": "first"} for a in range(9)),
         *({"prompt": f"{a} + 2 =", "teacher": "other"} for a in range(9)),
@@ -141,28 +129,26 @@ def _copy(model: str, to: Path) -> Path:
 
 @pytest.mark.slow
 def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{a} + 1 =", "answer": "e", "bonuses": {"a": 0.1}} for a in range(9)),
     )
-    config = make(
-        "rl",
-        student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"), reward="contains",
+    steps = train(
+        "rl", tmp_path / "run",
+        student=tiny_pair.student, prompts=prompts, reward="contains",
         reference=tiny_pair.student, reference_kl_coef=0.02, loss="ppo", num_substeps=2,
         correction="truncate", entropy_coef=1e-3, eval_source=prompts,
         env=SingleTurn(format=".*e.*", format_reward=0.05), constant_groups="replace",
-        sft_data=write(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
+        sft_data=write_rows(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
         **SMALL | {"group_size": 8},
     )  # fmt: skip
-    cluster.run.run(config, QUIET)
-    steps = metrics(tmp_path / "run")
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert steps[0]["reference/kl"] == pytest.approx(0, abs=1e-4) and steps[-1]["reference/kl"] > 0
     assert steps[-1]["sft/nll"] < steps[0]["sft/nll"]
     assert all(step["train/updates"] == 2 for step in steps)
     assert "opd/reverse_kl" not in steps[0]
-    bound = config.most_replaced
+    bound = make("rl", student="s", prompts=prompts, out="o", **SMALL).most_replaced
     for step in steps:  # what has the answer has the format, which pays a twentieth
         assert step["env/format"] == pytest.approx(step["reward/mean"])
         assert step["reward/bonus"] >= 0.05 * step["env/format"] - 1e-6
@@ -178,20 +164,18 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     """Beside them, long responses cost, and what was cut off does not count."""
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl", *({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
     )
 
     def trained(name: str, **settings: object) -> list[dict[str, float]]:
-        config = make(
-            "rl",
-            student=tiny_pair.student, prompts=prompts, out=str(tmp_path / name),
-            reward="contains", mask_truncated=True, overlong_buffer=12,
+        return train(
+            "rl", tmp_path / name,
+            student=tiny_pair.student, prompts=prompts, reward="contains", mask_truncated=True,
+            overlong_buffer=12,
             stop_tokens=",".join("abcdefghijklmnopqrst"),
             **SMALL | {"steps": 2, "max_new_tokens": 16} | settings,
         )  # fmt: skip
-        cluster.run.run(config, QUIET)
-        return metrics(tmp_path / name)
 
     built_in = trained("built-in", baseline="global", scale_by_std=True)
     own = trained(
@@ -210,46 +194,42 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
 def test_a_step_without_a_signal_updates_nothing_and_says_so(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl", *({"prompt": f"{a}", "answer": "no way"} for a in range(9))
     )
-    config = make(
-        "rl",
-        student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"),
-        constant_groups="drop", **SMALL | {"steps": 2},
+    steps = train(
+        "rl", tmp_path / "run",
+        student=tiny_pair.student, prompts=prompts, constant_groups="drop", **SMALL | {"steps": 2},
     )  # fmt: skip
-    cluster.run.run(config, QUIET)
-    for step in metrics(tmp_path / "run"):
+    for step in steps:
         assert (step["train/groups"], step["train/updates"], step["train/tokens"]) == (0, 0, 0)
         assert step["reward/constant_groups"] == 1
         assert step["reward/mean"] == 0
     found = audit(tmp_path / "run/ledger.jsonl", steps=2)
-    assert not found.problems and found.trained == 2 * config.data.batch_size
+    assert not found.problems and found.trained == 2 * SMALL["prompts_per_step"]
     assert not found.set_aside
     before, after = weights(tiny_pair.student), weights(tmp_path / "run/final")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    data = write(
+    data = write_rows(
         tmp_path / "pairs.jsonl",
         *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a}"} for a in range(8)),
     )
 
-    apart = write(
+    apart = write_rows(
         tmp_path / "apart.jsonl",
         *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a - 1}"} for a in range(1, 4)),
     )
 
     def dpo(out: Path, steps: int) -> list[dict[str, float]]:
-        config = make(
-            "dpo",
-            model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
+        return train(
+            "dpo", out,
+            model=tiny_pair.student, data=data, steps=steps, batch_size=8, lr=1e-3,
             checkpoint_every=4, local=True, eval_source=apart, eval_every=2,
             keep_last=1, keep_best="validation/loss",
         )  # fmt: skip
-        cluster.run.run(config, QUIET)
-        return metrics(out)
 
     straight = dpo(tmp_path / "straight", 8)
     assert straight[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -279,15 +259,13 @@ def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path
     """Of several sources each by itself, too; an epoch is of the others."""
     for name, ask, text in (("ones", "?", "1"), ("twos", " is what?", "2")):
         rows = ({"prompt": f"{a}{b}{ask}", "completion": text} for a in range(4) for b in range(5))
-        write(tmp_path / f"{name}.jsonl", *rows)
-    config = make(
-        "sft",
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
+    steps = train(
+        "sft", tmp_path / "run",
         model=tiny_pair.student, data=f"{tmp_path / 'ones.jsonl'}:3,{tmp_path / 'twos.jsonl'}",
-        out=str(tmp_path / "run"), eval_size=0.2, epochs=3, batch_size=16, lr=3e-3,
+        eval_size=0.2, epochs=3, batch_size=16, lr=3e-3,
         local=True, packing=True,
     )  # fmt: skip
-    cluster.run.run(config, QUIET)
-    steps = metrics(tmp_path / "run")
     assert len(steps) == 6  # 32 rows, 3 epochs
     assert all(step["train/padding_share"] == 0 for step in steps), "prompts have two lengths"
     for step in steps:  # each row trains two tokens

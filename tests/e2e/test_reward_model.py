@@ -14,17 +14,23 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-import cluster.run
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.envs.judge_env import Judged
-from cluster.config.recipes import make
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
-from tests.e2e.harness import events, lines, metrics, process_of, trained_groups
-from tests.e2e.test_recipes import QUIET, SMALL, write
+from tests.e2e.harness import (
+    events,
+    lines,
+    metrics,
+    process_of,
+    train,
+    trained_groups,
+    write_rows,
+)
+from tests.e2e.test_recipes import SMALL
 
 pytestmark = pytest.mark.e2e
 
@@ -63,8 +69,8 @@ def trained(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A run of recipe=reward_model over text and chats, with pairs of its own held out."""
     root = tmp_path_factory.mktemp("reward")
     data, apart = root / "pairs.jsonl", root / "apart.jsonl"
-    write(data, *(preference(a, b, a % 2 == 0) for a in range(8) for b in range(8)))
-    write(apart, *held_out())
+    write_rows(data, *(preference(a, b, a % 2 == 0) for a in range(8) for b in range(8)))
+    write_rows(apart, *held_out())
     return run(tiny_pair, root / "out", data=str(data), eval_source=str(apart), epochs=6)
 
 
@@ -74,10 +80,10 @@ def held_out() -> list[dict]:
 
 def run(pair: TinyPair, out: Path, **settings: object) -> Path:
     given = {
-        "model": pair.student, "out": str(out), "batch_size": 16, "lr": 3e-3, "local": True,
+        "model": pair.student, "batch_size": 16, "lr": 3e-3, "local": True,
         "checkpoint_every": 5, "eval_every": 10, "max_grad_norm": 1.0,
     }  # fmt: skip
-    cluster.run.run(make("reward_model", **given | settings), QUIET)
+    train("reward_model", out, **given | settings)
     return out
 
 
@@ -110,10 +116,9 @@ def test_its_model_is_transformers_own(trained: Path) -> None:
 
 
 def rl(pair: TinyPair, out: Path, rows: list[dict], **settings: object) -> list[dict[str, float]]:
-    prompts = write(out.parent / "prompts.jsonl", *rows)
-    given = {"student": pair.student, "prompts": prompts, "out": str(out)}
-    cluster.run.run(make("rl", **given | SMALL | {"group_size": 8, "lr": 2e-3} | settings), QUIET)
-    return metrics(out)
+    prompts = write_rows(out.parent / "prompts.jsonl", *rows)
+    given = SMALL | {"student": pair.student, "prompts": prompts, "group_size": 8, "lr": 2e-3}
+    return train("rl", out, **given | settings)
 
 
 def rose(steps: list[dict[str, float]], name: str = "reward/mean") -> float:
@@ -144,7 +149,7 @@ def test_groups_are_judged_by_it(trained: Path, tiny_pair: TinyPair, tmp_path: P
 def test_a_checkpoint_is_evaluated_by_it(
     trained: Path, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"{a}+1="} for a in range(4)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{a}+1="} for a in range(4)))
     arguments = [
         f"model={tiny_pair.student}", f"prompts={prompts}", f"out={tmp_path / 'eval.json'}",
         f"reward=model:{trained / 'final'}", "max_new_tokens=8", "engine=embedded",

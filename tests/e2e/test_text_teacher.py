@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from transformers import AutoTokenizer
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.run_files.rollouts import KeptGroup, read_rollouts
 from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
 from tests.conftest import TinyPair
-from tests.e2e.harness import finish, metrics, opd_arguments, run, start, trained_groups, wait_until
+from tests.e2e.harness import (
+    distil,
+    finish,
+    metrics,
+    opd_arguments,
+    run,
+    start,
+    trained_groups,
+    wait_until,
+    write_rows,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -41,15 +48,11 @@ EXPECTED = {0: r" \d!<eos>", 1: r" \d!<eos>", 2: "abababab", 3: "ye"}
 
 
 def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[dict[str, float]]:
-    given: dict[str, Any] = {
-        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
-        "out": str(out), "temperature": 0.7, "steps": 5, "prompts_per_step": 8, "group_size": 2,
-        "max_new_tokens": 8, "lr": 3e-3, "eval_size": 0, "checkpoint_every": 100,
-        "engine": "embedded", "local": True, "estimator": "sampled", "max_staleness": 0,
-        "keep": "all", "sft_steps": 3, "samples_from": f"{MODEL}@{server.url}", **settings,
+    given = {
+        "steps": 5, "prompts_per_step": 8, "eval_size": 0, "checkpoint_every": 100,
+        "max_staleness": 0, "keep": "all", "sft_steps": 3, "samples_from": f"{MODEL}@{server.url}",
     }  # fmt: skip
-    cluster.run.run(make("opd", **given), Console(quiet=True))
-    return metrics(out)
+    return distil(pair, out, **given | settings)
 
 
 def expect_written(pair: TinyPair, group: KeptGroup, end: str = "<eos>") -> None:
@@ -97,8 +100,7 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
     tiny_pair: TinyPair, tmp_path: Path, server: TextServer
 ) -> None:
     rows = [{"prompt": f"{a} + {b} =", "teacher": name} for a in range(4) for b, name in NAMED]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
     teachers = {
         "words": {"model": tiny_pair.teacher, "samples_from": f"{MODEL}@{server.url}"},
         "tokens": {"model": tiny_pair.teacher},
@@ -106,7 +108,7 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
     out = tmp_path / "run"
     steps = opd(
         tiny_pair, out, server, teacher=None, teachers=teachers, samples_from=None,
-        prompts=str(prompts), sft_steps=0, sample_share=0.5, steps=3,
+        prompts=prompts, sft_steps=0, sample_share=0.5, steps=3,
         stop_tokens="z",
     )  # fmt: skip
     kept = read_rollouts(out / "rollouts.jsonl")
@@ -132,12 +134,11 @@ def test_a_student_that_teaches_itself_is_warmed_up_by_another(
         for a in range(4)
         for b in range(3)
     ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
     server.script = lambda body: Says("yes")
     steps = opd(
         tiny_pair, tmp_path / "run", server, teacher="policy", estimator="auto", sft_steps=2,
-        steps=4, prompts=str(prompts),
+        steps=4, prompts=prompts,
     )  # fmt: skip
     assert [step.get("teacher_samples/share", 0) for step in steps] == [1, 1, 0, 0]
     assert all(step["opd/divergence"] > 0 for step in steps[2:])

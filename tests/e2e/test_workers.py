@@ -6,16 +6,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from peft import PeftModel
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.inspect.audit import audit
 from cluster.train import main
 from learner.config import LoraSettings
@@ -23,6 +21,7 @@ from learner.lora import adapter_tensors, add_lora, save_adapter
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     DEADLINE_S,
+    distil,
     events,
     finish,
     metrics,
@@ -30,6 +29,7 @@ from tests.e2e.harness import (
     process_of,
     run,
     start,
+    train,
     trained_groups,
     wait_until,
 )
@@ -37,7 +37,6 @@ from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE, POLICY_GRADIENT
 from tests.families import family_dir
 
 pytestmark = pytest.mark.e2e
-QUIET = Console(quiet=True)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -45,13 +44,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 12)[None]).logits
 
 
-def settings(pair: TinyPair, out: Path, **changes: object) -> dict[str, object]:
-    return {
-        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": str(out),
-        "temperature": 0.7, "steps": 3, "prompts_per_step": 4, "group_size": 2,
-        "max_new_tokens": 8, "lr": 3e-3, "eval_size": 2, "engine": "embedded", "max_staleness": 0,
-        "estimator": "sampled",
-    } | changes  # fmt: skip
+def opd(pair: TinyPair, out: Path, **changes: Any) -> list[dict[str, float]]:
+    """Synchronous, on Ray."""
+    return distil(pair, out, **{"steps": 3, "max_staleness": 0, "local": False} | changes)
 
 
 @pytest.mark.slow
@@ -75,9 +70,8 @@ def test_an_adapter_on_two_replicas_goes_on_with_one_worker(
     lora = {"lora_adapter": str(tmp_path / "adapter"), "reference_kl_coef": 0.1, "lr": 3e-4}
     out = tmp_path / "run"
     replicas = {"learner_workers": 4, "learner_replicas": 2}
-    cluster.run.run(make("opd", **settings(tiny_pair, out, **replicas, **lora)), QUIET)
-    cluster.run.run(make("opd", **settings(tiny_pair, out, steps=5, **lora)), QUIET)
-    steps = metrics(out)
+    opd(tiny_pair, out, **replicas, **lora)
+    steps = opd(tiny_pair, out, steps=5, **lora)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert trained_groups(out) == list(range(20))
     assert all(abs(step["reference/kl"]) > 1e-4 for step in steps)  # the reference is the base
@@ -104,8 +98,7 @@ def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_
         given = {"estimator": "full", "loss": loss, "prompts_per_step": 12, "learner_workers": 2}
         given |= {"smoke_test": False}
         given |= {"max_new_tokens": 48, **mixtures}
-        cluster.run.run(make("opd", **settings(tiny_pair, out, **given)), QUIET)
-        steps = metrics(out)
+        steps = opd(tiny_pair, out, **given)
         assert all(step["opd/reverse_kl"] > 0 and step["opd/divergence"] > 0 for step in steps)
         assert audit(out / "ledger.jsonl").problems == []
         learnt[scored] = AutoModelForCausalLM.from_pretrained(out / "final").state_dict()
@@ -125,12 +118,8 @@ def test_preferences_on_two_workers_with_the_base_as_reference(
     made = []
     for workers in (1, 2):
         out = tmp_path / f"of {workers}"
-        config = make(
-            "dpo", **shared, out=str(out), steps=3, lora_rank=4, learner_workers=workers, seed=1,
-            local=workers == 1,
-        )  # fmt: skip
-        cluster.run.run(config, QUIET)
-        made.append(metrics(out))
+        settings = {"learner_workers": workers, "local": workers == 1}
+        made.append(train("dpo", out, **shared, steps=3, lora_rank=4, seed=1, **settings))
     alone, together = made
     assert alone[0]["train/loss"] == pytest.approx(together[0]["train/loss"], rel=1e-5)
     for steps in made:
@@ -217,7 +206,7 @@ def test_one_step_is_traced_and_engines_get_what_they_hold(
 ) -> None:
     out = tmp_path / "run"
     changes = {"steps": 3, "trace_step": 2, "dtype": "bfloat16", "local": True}
-    cluster.run.run(make("opd", **settings(tiny_pair, out, **changes)), QUIET)
+    opd(tiny_pair, out, **changes)
     parameters = AutoModelForCausalLM.from_pretrained(tiny_pair.student).num_parameters()
     assert {step["push/bytes"] for step in metrics(out)} == {2 * parameters}
     spans = {event["name"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]}
