@@ -152,18 +152,50 @@ def many_deaths(path: Path) -> None:
 
 
 Event = dict[str, Any]
+Lie = Callable[[list[Event]], None]
+POISON = {"0": "failed 1 times: KeyError"}
 
 
-def first(events: list[Event], kind: str) -> Event:
-    return next(event for event in events if event["event"] == kind)
+def event_of(events: list[Event], kind: str, nth: int = 0, **fields: Any) -> Event:
+    """The n-th event of a kind that has these fields."""
+    return [e for e in events if e["event"] == kind and fields.items() <= e.items()][nth]
 
 
-def nth_train(events: list[Event], n: int) -> Event:
-    return [event for event in events if event["event"] == "train"][n]
+def lost(kind: str, nth: int = 0, **fields: Any) -> Lie:
+    return lambda events: events.remove(event_of(events, kind, nth, **fields))
 
 
-def without_put(events: list[Event]) -> None:
-    events.remove(next(e for e in events if e["event"] == "put" and e["id"] == 3))
+def repeated(kind: str, **fields: Any) -> Lie:
+    def lie(events: list[Event]) -> None:
+        at = events.index(event_of(events, kind, **fields))
+        events.insert(at, dict(events[at]))
+
+    return lie
+
+
+def changed(kind: str, changes: Event, **fields: Any) -> Lie:
+    return lambda events: event_of(events, kind, **fields).update(changes)
+
+
+def swapped(*fields: str) -> Lie:
+    """The second step and the third have each other's."""
+
+    def lie(events: list[Event]) -> None:
+        second, third = event_of(events, "train", 1), event_of(events, "train", 2)
+        for name in fields:
+            second[name], third[name] = third[name], second[name]
+
+    return lie
+
+
+def appended(event: str, **fields: Any) -> Lie:
+    return lambda events: events.append({"t": 1.0, "event": event, **fields})
+
+
+def resumed(**changes: Any) -> Lie:
+    """Another job begins, which says of itself what is wrong."""
+    start = {"run": "s", "epoch": 2, "watermark": 5, "set_aside": POISON}
+    return lambda events: events.append(events[0] | start | changes)
 
 
 def without_lease(events: list[Event]) -> None:
@@ -173,124 +205,39 @@ def without_lease(events: list[Event]) -> None:
             del event["ids"][at], event["attempts"][at]
 
 
-def skip_a_step(events: list[Event]) -> None:
-    events.remove(nth_train(events, 1))
-
-
 def train_twice(events: list[Event]) -> None:
-    events.insert(events.index(nth_train(events, 2)), dict(nth_train(events, 1), version=3))
-    nth_train(events, 3)["version"] = 4
-
-
-def swap_steps(events: list[Event]) -> None:
-    second, third = nth_train(events, 1), nth_train(events, 2)
-    for name in ("ids", "watermark"):
-        second[name], third[name] = third[name], second[name]
-
-
-def swap_versions(events: list[Event]) -> None:
-    second, third = nth_train(events, 1), nth_train(events, 2)
-    second["version"], third["version"] = third["version"], second["version"]
-
-
-def accept_twice(events: list[Event]) -> None:
-    at = next(i for i, e in enumerate(events) if e["event"] == "put" and e["id"] == 3)
-    events.insert(at, dict(events[at]))
+    second, third = event_of(events, "train", 1), event_of(events, "train", 2)
+    events.insert(events.index(third), second | {"version": 3})
+    event_of(events, "train", 3)["version"] = 4
 
 
 def skip_a_good_one(events: list[Event]) -> None:
-    second = nth_train(events, 1)
+    second = event_of(events, "train", 1)
     second["skipped"] = {"3": "nobody knows"}
     second["ids"].remove(3)
 
 
-def forget_the_poison(events: list[Event]) -> None:
-    events.remove(first(events, "set_aside"))
-
-
-def commit_the_future(events: list[Event]) -> None:
-    first(events, "commit")["watermark"] = 7
-
-
-def start_ahead(events: list[Event]) -> None:
-    events.append(
-        {**events[0], "run": "s", "epoch": 2, "watermark": 11, "set_aside": {"0": "failed"}}
-    )
-
-
-def start_within_a_step(events: list[Event]) -> None:
-    reasons = {"0": "failed 1 times: KeyError"}
-    events.append({**events[0], "run": "s", "epoch": 2, "watermark": 4, "set_aside": reasons})
-
-
-def start_with_other_poison(events: list[Event]) -> None:
-    events.append({**events[0], "run": "s", "epoch": 2, "watermark": 5, "set_aside": {"1": "x"}})
-
-
-def an_epoch_is_missing(events: list[Event]) -> None:
-    reasons = {"0": "failed 1 times: KeyError"}
-    events.append({**events[0], "run": "s", "epoch": 3, "watermark": 5, "set_aside": reasons})
-
-
-def put_of_another_epoch(events: list[Event]) -> None:
-    next(e for e in events if e["event"] == "put" and e["id"] == 3)["epoch"] = 7
-
-
-def lease_of_the_trained(events: list[Event]) -> None:
-    events.append(dict(first(events, "lease"), ids=[2], attempts=[5]))
-
-
-def lease_twice(events: list[Event]) -> None:
-    at = events.index(first(events, "lease"))
-    events.insert(at, dict(events[at]))
-
-
-def drop_the_first(events: list[Event]) -> None:
-    put = next(e for e in events if e["event"] == "put" and e["id"] == 3)
-    put["event"] = "dup"
-
-
 def take_before_it_came(events: list[Event]) -> None:
-    at = next(i for i, e in enumerate(events) if e["event"] == "put" and e["id"] == 3)
-    later = next(i for i, e in enumerate(events) if e["event"] == "train" and 3 in e["ids"])
-    events.insert(later - 1, events.pop(at))
-
-
-def lose_the_start(events: list[Event]) -> None:
-    del events[0]
-
-
-def another_run(events: list[Event]) -> None:
-    reasons = {"0": "failed 1 times: KeyError"}
-    other = {"run": "s", "run_id": "another", "epoch": 2, "watermark": 5, "set_aside": reasons}
-    events.append({**events[0], **other})
+    put = event_of(events, "put", id=3)
+    events.remove(put)
+    events.insert(events.index(event_of(events, "train", 1)), put)
 
 
 def begin_later(events: list[Event]) -> None:
     """As after the ledger's loss: the next job writes a new one."""
-    del events[: events.index(nth_train(events, 1)) + 1]
-    start = {"t": 1.0, "event": "start", "run": "s", "run_id": "isotherm", "epoch": 1}
-    reasons = {"0": "failed 1 times: KeyError"}
-    events.insert(0, start | {"settings": SETTINGS, "watermark": 5, "set_aside": reasons})
-
-
-def an_unknown_event(events: list[Event]) -> None:
-    events.append({"t": 1.0, "event": "magic"})
+    del events[1 : events.index(event_of(events, "train", 1)) + 1]
+    events[0] |= {"run": "s", "watermark": 5, "set_aside": POISON}
 
 
 def lease_beside_the_push_before(events: list[Event]) -> None:
     later = next(e for e in events if e["event"] == "lease" and 4 in e["ids"])
     events.remove(later)
-    events.insert(events.index(first(events, "train")), later)
-
-
-def publish_another_version(events: list[Event]) -> None:
-    first(events, "train")["version"] = 7
+    events.insert(events.index(event_of(events, "train")), later)
 
 
 def push_twice(events: list[Event]) -> None:
-    pushed = first(events, "push")
-    events.insert(events.index(pushed) + 1, dict(pushed, version=2))
+    pushed = event_of(events, "push")
+    events.insert(events.index(pushed) + 1, pushed | {"version": 2})
 
 
 @pytest.mark.parametrize(
@@ -298,12 +245,12 @@ def push_twice(events: list[Event]) -> None:
     [
         (lambda events: None, None),
         (lease_beside_the_push_before, "group 4 was trained 2 versions after it was leased"),
-        (publish_another_version, "version 7 was published with the groups of version 1"),
+        (changed("train", {"version": 7}), "version 7 was published with the groups of version 1"),
         (push_twice, "group 0 was trained twice"),
     ],
 )
 def test_steps_that_are_pushed_beside_the_next_one(
-    path: Path, lie: Callable[[list[Event]], None], problem: str | None
+    path: Path, lie: Lie, problem: str | None
 ) -> None:
     """Each step is taken while the one before it is on its way to the engines."""
     run = Run(path)
@@ -322,25 +269,6 @@ def test_steps_that_are_pushed_beside_the_next_one(
         assert found == [] and audit(path, steps=4).trained == 8
     else:
         assert any(problem in each for each in found), found
-
-
-def adopt_what_was_not_kept(events: list[Event]) -> None:
-    reasons = {"0": "failed 1 times: KeyError"}
-    start = {**events[0], "run": "s", "epoch": 2, "watermark": 5, "set_aside": reasons}
-    events.append(start | {"adopted": {"7": [1, 1, 2]}})
-
-
-def adopt_what_was_trained(events: list[Event]) -> None:
-    adopt_what_was_not_kept(events)
-    events[-1]["adopted"] = {"3": [1, 1, 0]}
-
-
-def outlive_without_a_file(events: list[Event]) -> None:
-    events.append({"event": "recover", "epoch": 1, "ids": [], "set_aside": {}, "kept": [8]})
-
-
-def keep_what_never_came(events: list[Event]) -> None:
-    events.append({"event": "keep", "epoch": 1, "ids": [99], "attempts": [1]})
 
 
 def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
@@ -374,37 +302,61 @@ def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        (adopt_what_was_not_kept, "group 7 was taken back, and was not on disk"),
-        (adopt_what_was_trained, "group 3 was taken back, and the weights account for it"),
-        (outlive_without_a_file, "group 8 outlived the queue, and was not on disk"),
-        (keep_what_never_came, "group 99 was kept, and never arrived in this epoch"),
-        (without_put, "group 3 was trained, and never arrived in this epoch"),
+        (resumed(adopted={"7": [1, 1, 2]}), "group 7 was taken back, and was not on disk"),
+        (
+            resumed(adopted={"3": [1, 1, 0]}),
+            "group 3 was taken back, and the weights account for it",
+        ),
+        (
+            appended("recover", epoch=1, ids=[], set_aside={}, kept=[8]),
+            "group 8 outlived the queue, and was not on disk",
+        ),
+        (
+            appended("keep", epoch=1, ids=[99], attempts=[1]),
+            "group 99 was kept, and never arrived in this epoch",
+        ),
+        (lost("put", id=3), "group 3 was trained, and never arrived in this epoch"),
         (without_lease, "group 4 arrived without a lease"),
-        (skip_a_step, "groups [3, 4] were lost: never trained"),
+        (lost("train", 1), "groups [3, 4] were lost: never trained"),
         (train_twice, "group 4 was trained twice"),
-        (swap_steps, "groups [3, 4] were lost: never trained"),
-        (swap_versions, "version 2 was published after version 3: out of order"),
-        (accept_twice, "contradicts the lines before it"),
+        (swapped("ids", "watermark"), "groups [3, 4] were lost: never trained"),
+        (swapped("version"), "version 2 was published after version 3: out of order"),
+        (repeated("put", id=3), "contradicts the lines before it"),
         (skip_a_good_one, "group 3 was skipped, and not set aside for 'nobody knows'"),
         (skip_a_good_one, "version 2 trains 1 groups, not 2"),
-        (forget_the_poison, "group 0 was skipped, and not set aside for 'failed 1 times: KeyErr"),
-        (commit_the_future, "the checkpoint of step 2 accounts for groups below 7, and only"),
-        (start_ahead, "a new job starts from 11, and only groups below 9 were seen to be trained"),
-        (start_within_a_step, "a new job starts from 4, which is within a step"),
-        (start_with_other_poison, "a new job starts from 5 with groups [1] set aside, and the"),
-        (an_epoch_is_missing, "epoch 3 follows epoch 1"),
-        (put_of_another_epoch, "contradicts the lines before it"),
-        (lease_of_the_trained, "group 2 was leased though the weights contain it"),
-        (lease_twice, "contradicts the lines before it"),
-        (drop_the_first, "contradicts the lines before it"),
+        (lost("set_aside"), "group 0 was skipped, and not set aside for 'failed 1 times: KeyErr"),
+        (
+            changed("commit", {"watermark": 7}),
+            "the checkpoint of step 2 accounts for groups below 7, and only",
+        ),
+        (
+            resumed(watermark=11, set_aside={"0": "failed"}),
+            "a new job starts from 11, and only groups below 9 were seen to be trained",
+        ),
+        (resumed(watermark=4), "a new job starts from 4, which is within a step"),
+        (
+            resumed(set_aside={"1": "x"}),
+            "a new job starts from 5 with groups [1] set aside, and the",
+        ),
+        (resumed(epoch=3), "epoch 3 follows epoch 1"),
+        (changed("put", {"epoch": 7}, id=3), "contradicts the lines before it"),
+        (
+            appended("lease", ids=[2], attempts=[5], worker="a", epoch=1, request=""),
+            "group 2 was leased though the weights contain it",
+        ),
+        (repeated("lease"), "contradicts the lines before it"),
+        (changed("put", {"event": "dup"}, id=3), "contradicts the lines before it"),
         (take_before_it_came, "contradicts the lines before it"),
-        (lose_the_start, "the journal does not begin with a start"),
-        (another_run, "a job of run another starts from 5, and what was trained before it is of"),
+        (lost("start"), "the journal does not begin with a start"),
+        (
+            resumed(run_id="another"),
+            "a job of run another starts from 5, and what was trained before it is of",
+        ),
         (begin_later, "of groups 0 to 4 nothing is proved"),
-        (an_unknown_event, "contradicts the lines before it"),
+        (appended("magic"), "contradicts the lines before it"),
     ],
 )
-def test_every_lie_is_found(path: Path, lie: Callable[[list[Event]], None], problem: str) -> None:
+def test_every_lie_is_found(path: Path, lie: Lie, problem: str) -> None:
     one_job(path)
     events = [json.loads(line) for line in path.read_text().splitlines()]
     before = json.dumps(events)
