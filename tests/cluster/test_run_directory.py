@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import chz
 import pytest
@@ -28,85 +29,29 @@ from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.settings import fields_of, path_of
+from distill.settings import MAY_CHANGE as MAY_CHANGE_FLAG
+from distill.settings import flagged, path_of
 from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint
 from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
 
 NewOpd = Callable[..., OpdConfig]
-# Another valid value of every setting that may differ when a run is resumed.
+# Settings on which nothing that a step computes depends.
 MAY_CHANGE = {
-    "steps": 7, "checkpoint.every": 3, "checkpoint.keep_last": 5, "tracking.wandb": "offline",
-    "device": "cpu",
-    "tracking.notify": "https://example.org/hook", "keep": 10, "dry_run": "rehearse",
-    "gpus_per_actor": 0.5, "threads": 2, "no_progress_s": 9.0, "eval.every": 3,
-    "policy.engines": 2, "teacher.engines": 2, "rollout.workers": 2, "token_budget": 99,
-    "start_deadline_s": 9.0, "policy.server_flags": "--a", "teacher.server_flags": "--a",
-    "weights.transport": "group", "verify.every": 0,
-    "gradient_checkpointing": True, "learner_workers": 2,
-    "compile": True, "offload_optimizer": True, "trace_step": 1,
-    "rollout.cpus": 0.5, "colocate": "share", "queue.lease_s": 9.0,
-    "gpu_memory_gib": 80.0, "router_aux_coef": 0.1,
-    "tracking.track": "tensorboard", "reward.timeout_s": 9.0,
-    "checkpoint.keep_every": 6, "checkpoint.keep_best": "eval/accuracy",
-    "eval.engines": 1, "rollout.smoke_test": False,
-    "packing": True,
-    "routing_replay": True,
+    "checkpoint.every", "checkpoint.keep_best", "checkpoint.keep_every", "checkpoint.keep_last",
+    "cluster.colocate", "cluster.device", "cluster.gpu_memory_gib", "cluster.gpus_per_actor",
+    "cluster.local", "cluster.no_progress_s", "cluster.start_deadline_s", "cluster.threads",
+    "dry_run", "eval.engines", "eval.every", "keep", "learner.compile",
+    "learner.gradient_checkpointing", "learner.liger", "learner.offload_optimizer",
+    "learner.packing", "learner.replicas", "learner.router_aux_coef", "learner.routing_replay",
+    "learner.token_budget", "learner.trace_step", "learner.workers", "out", "policy.engines",
+    "policy.server_flags", "queue.lease_s", "reward.timeout_s", "rollout.cpus",
+    "rollout.smoke_test", "rollout.workers", "steps", "teacher.engines", "teacher.gpus",
+    "teacher.server_flags", "tracking.notify", "tracking.track", "tracking.wandb",
+    "verify.every", "weights.transport",
 }  # fmt: skip
-MUST_STAY = {
-    "chat_date": "2026-01-31",
-    "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
-    "adam_beta1": 0.8, "adam_beta2": 0.98,
-    "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher.model": "other",
-    "prompts": "other",
-    "sampling.temperature": 0.8, "prompts_per_step": 3, "sampling.group_size": 3,
-    "sampling.max_new_tokens": 9,
-    "dtype": "bfloat16", "learner_dtype": "bfloat16",
-    "queue.max_staleness": 0, "queue.groups_in_flight": 40,
-    "kl_coef": 0.5, "kl_clip": 5.0, "kl_discount_factor": 0.5,
-    "reward_coef": 0.5, "on_weight_update": "finish", "verify.handshake": False, "loss": "ppo",
-    "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
-    "estimator": "full", "reward.function": "contains", "sft.data": "rows",
-    "lora.rank": 4, "lora.adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
-    "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "fork_from": "other", "train_from": "other", "rollout_only": True,
-    "teacher.feedback": "{prompt}!",
-    "columns": {"prompt": "question"}, "answer_pattern": "#",
-    "teacher.sft_steps": 1, "teacher.sample_share": 0.5,
-}  # fmt: skip
-# The same for settings that mean something beside others only: (those others, another value).
-MUST_STAY_BESIDE = {
-    "clip": ({"loss": "ppo", "clip": (0.2, 0.28)}, (0.2, 0.3)),
-    "correction_cap": ({"correction": "mask"}, 3.0),
-    "baseline": ({"reward_coef": 1.0}, "leave_one_out"),
-    "scale_by_std": ({"reward_coef": 1.0}, True),
-    "mask_truncated": ({"reward_coef": 1.0}, True),
-    "overlong_buffer": ({"reward_coef": 1.0}, 2),
-    "reference": ({"reference_kl_coef": 0.1, "reference": "a"}, "b"),
-    "reference_kl_coef": ({"reference_kl_coef": 0.1, "reference": "a"}, 0.2),
-    "divergence": ({"estimator": "full"}, "forward_kl"),
-    "jsd_beta": ({"estimator": "full", "divergence": "jsd"}, 0.3),
-    "teacher_top_k": ({"estimator": "top_k"}, 5),
-    "top_k_from": ({"estimator": "top_k"}, "teacher"),
-    "teachers": (
-        {"teacher": None, "teachers": {"a": {"model": "m"}}},
-        {"a": {"model": "m", "weight": 2.0}},
-    ),
-    "lora.alpha": ({"lora.rank": 4}, 3.0),
-    "lora.targets": ({"lora.rank": 4}, "q_proj"),
-    "sft.coef": ({"sft.data": "rows"}, 0.2),
-    "queue.on_stale": ({}, "train_late"),
-    "teacher.head": ({"estimator": "full"}, "other"),
-    "correct_reward_threshold": ({"teacher.feedback": "{prompt} {outcome}"}, 0.9),
-    "teacher.lag": ({"teacher": "policy", "teacher.lag": 2}, 3),
-    "teacher.ema": ({"teacher": "policy", "teacher.ema": 0.9}, 0.95),
-    "hint_bonus_coef": ({"teacher": "policy", "hint_bonus_coef": 0.1}, 0.2),
-    "teacher.samples_from": (
-        {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://a:1"},
-        "n@http://a:1",
-    ),
-}
+SAMPLES = {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://a:1"}
 
 
 def started(
@@ -169,27 +114,36 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
     assert [json.loads(line)["step"] for line in evaluations] == left
 
 
-@pytest.mark.parametrize("name", list(MUST_STAY))
-def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
-    trained(opd())
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({}, "lr", 0.5),
+        ({}, "teacher.model", "other"),
+        ({}, "fork_from", "other"),
+        ({}, "rollout_only", True),
+        ({}, "env", ToolUse()),
+        ({}, "columns", {"prompt": "question"}),
+        ({"loss": "ppo", "clip": (0.2, 0.28)}, "clip", (0.2, 0.3)),
+        ({"estimator": "full"}, "teacher.head", "other"),
+        ({"teacher": None, "teachers": {"a": {"model": "m"}}}, "teachers",
+         {"a": {"model": "m", "weight": 2.0}}),
+        (SAMPLES, "teacher.samples_from", "n@http://a:1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_run_is_refused_and_the_setting_named(
+    opd: NewOpd, given: dict[str, Any], name: str, value: object
+) -> None:
+    trained(opd(**given))
     with refuses(ConfigError, path_of(OpdConfig, name)):
-        RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
-
-
-@pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
-def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
-    beside, value = MUST_STAY_BESIDE[name]
-    trained(opd(**beside))
-    with refuses(ConfigError, path_of(OpdConfig, name)):
-        RunDirectory("opd", opd(**beside | {name: value})).check()
+        RunDirectory("opd", opd(**given | {name: value})).check()
 
 
 def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
+    assert flagged(OpdConfig, MAY_CHANGE_FLAG) == MAY_CHANGE
     trained(opd())
-    assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
-    assert RunDirectory("opd", opd(local=True)).check() is None
-    assert RunDirectory("opd", opd(dry_run=True)).check() is None
-    assert RunDirectory("opd", opd(keep="all")).check() is None
+    changes = {"steps": 7, "keep": "all", "device": "cpu", "policy.engines": 2, "compile": True}
+    assert RunDirectory("opd", opd(**changes)).check() is None
 
 
 def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
@@ -202,23 +156,9 @@ def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
 
 
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
-    beside, _ = MUST_STAY_BESIDE["teacher.samples_from"]
-    trained(opd(**beside))
-    moved = beside | {"teacher.samples_from": "m@https://b:2/v1"}
+    trained(opd(**SAMPLES))
+    moved = SAMPLES | {"teacher.samples_from": "m@https://b:2/v1"}
     assert RunDirectory("opd", opd(**moved)).check() is None
-
-
-def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
-    evaluation = {name for name in fields_of(OpdConfig) if name.startswith("eval.")}
-    must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
-    # liger may change, too, where it is installed; local where there is one learner worker; dry_run
-    # where nothing is rehearsed; teacher.gpus and learner.replicas where there are several teachers
-    # or workers.
-    others = {
-        *("out", "engine.kind", "liger", "local", "dry_run", "teacher.gpus", "learner.replicas"),
-    }
-    known = MAY_CHANGE.keys() | must_stay | evaluation | others
-    assert {path_of(OpdConfig, name) for name in known} == fields_of(OpdConfig).keys()
 
 
 def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
