@@ -251,7 +251,9 @@ class WorkerEnd:
         self._sampled: dict[int, Delivery] = {}  # of leased groups: those that are there
 
     async def lease(self, max_groups: int) -> list[Lease]:
-        """Up to `max_groups` groups to work on, at least one; none once the queue is closed.
+        """Up to `max_groups` groups to work on, and as many more as the worker delivers meanwhile.
+
+        At least one; none once the queue is closed.
 
         Waits for credit while every group is leased, since one may have to be leased again.
 

@@ -195,6 +195,10 @@ class Ledger:
             self._next += 1
         return ids
 
+    def leased_to(self, worker: str) -> int:
+        """Number of groups that the worker holds leases of."""
+        return sum(held.worker == worker for held in self._leased.values())
+
     @property
     def has_suspects(self) -> bool:
         """True if groups may be reserved for a worker without leases."""

@@ -158,12 +158,15 @@ class GroupQueueActor:
     async def lease(self, worker: str, max_groups: int, request: str, poll_s: float) -> LeaseAnswer:
         await self._expire()
         deaths = self._deaths[worker]  # a worker that dies during the call ends it
+        # What a worker delivers during the call leaves room for as many. Otherwise groups that
+        # credit arrives for together would start apart, and engines would compute more batches.
+        most = max_groups + self._ledger.leased_to(worker)
         leases = await _until(
             self._may_start,
             lambda: (
                 self._closed
                 or self._deaths[worker] > deaths
-                or self._ledger.lease(worker, max_groups, request)
+                or self._ledger.lease(worker, most - self._ledger.leased_to(worker), request)
             ),
             poll_s,
         )

@@ -123,6 +123,15 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert first.trajectories_G[0].segments[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
+def test_what_a_worker_delivers_while_it_waits_leaves_room_for_as_many(new_queue: NewQueue) -> None:
+    queue = new_queue()
+    leases = lease(queue, 4)
+    waiting = queue.actor.lease.remote("a", 1, "x", 60.0)
+    put(queue, *leases[:2])
+    queue.publish(1, queue.take(TrainedGroups()).after(TrainedGroups()))
+    assert ids(get(waiting).leases) == [4, 5]
+
+
 def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -> None:
     queue = new_queue()
     put(queue, *lease(queue, 9))
