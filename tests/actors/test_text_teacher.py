@@ -18,6 +18,7 @@ from actors.rollout.text_endpoint import (
     EndpointRefused,
     Patience,
     UselessAnswer,
+    in_a_line,
     text_endpoint,
 )
 from actors.rollout.text_teacher import TextTeacher
@@ -185,6 +186,12 @@ def test_an_address_that_is_none_is_refused_unseen(url: str) -> None:
     assert "secret" not in str(caught.value)
     with refuses(ConfigError, "samples_name"):
         address("http://h:1/v1", " ")
+
+
+def test_of_a_page_its_text_is_shown() -> None:
+    page = "<html><head><title>Oh</title></head><body><p>No&nbsp;GET here, key</p></body></html>"
+    said = in_a_line(ValueError(page), "key")
+    assert "GET here, ***" in said and "Oh" not in said and "<" not in said
 
 
 @pytest.fixture
