@@ -108,7 +108,7 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     for note in filter(None, (said, missing)):
         console.print(note, highlight=False)
     if not (config.cluster.local or config.only_plans):
-        require_library("ray", "a run without local=True", "ray[default]")
+        require_library("ray", "a run without local=True", "ray[default]", "cluster.local")
     check_early(config, elsewhere=gpus_elsewhere(config))
     check_cluster(config)
     out = Path(config.out).resolve()

@@ -16,15 +16,17 @@ def has_linear_attention_kernels() -> bool:
     return find_spec("fla") is not None
 
 
-def require_library(module: str, feature: str, install: str) -> None:
+def require_library(module: str, feature: str, install: str, field: str | None = None) -> None:
     """Raises ConfigError unless `module` is installed.
 
     Args:
-        feature: the setting that needs it.
+        feature: what needs it, for people.
         install: what pip installs it by.
+        field: the setting that asks for it, if it is known.
     """
     if find_spec(module) is None:
         raise ConfigError(
             f"{feature} needs the library {module}, which is not installed: "
-            f"pip install {shlex.quote(install)}"
+            f"pip install {shlex.quote(install)}",
+            field=field,
         )

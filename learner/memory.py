@@ -231,7 +231,8 @@ class WorkerMemory:
                 f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
                 f"of a GPU in an update, and {gib(room)} are there for them. Use more "
                 "learner.workers, fewer learner.replicas, an adapter (lora.rank), or a smaller "
-                "model"
+                "model",
+                field="learner.workers",
             )
 
 

@@ -138,5 +138,6 @@ def _ended(partial: Path) -> bool:
 
 def _unwritable(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"cannot write the trace {path}: {why}. Give a path on a disk with room for it"
+        f"cannot write the trace {path}: {why}. Give a path on a disk with room for it",
+        field="out",
     )

@@ -218,7 +218,7 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
     Raises:
         ConfigError: the client library is not installed, or the server does not start.
     """
-    require_library("mcp", "env=McpToolUse", "isotherm[mcp]")
+    require_library("mcp", "env=McpToolUse", "isotherm[mcp]", "env")
     try:
         return asyncio.run(_listed(server))
     except Exception as error:  # the client's are many

@@ -169,7 +169,8 @@ class ServerMemory:
                 f"{gib(self.weights)}, working memory {gib(self.working)}, and what is left holds "
                 f"{max(0, tokens)} tokens of cache ({self.token} bytes each), less than one "
                 f"context of {least}. Use --tp-size, a larger gpus_per_actor, fewer others on the "
-                "GPU, or --context-length and --max-total-tokens of your own in its server flags"
+                "GPU, or --context-length and --max-total-tokens of your own in its server flags",
+                field="cluster.gpus_per_actor",
             )
         return tokens
 

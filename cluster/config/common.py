@@ -274,7 +274,7 @@ class CommonConfig(
                 "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
             )
         if self.learner.liger:
-            require_library("liger_kernel", "liger=True", "liger-kernel")
+            require_library("liger_kernel", "liger=True", "liger-kernel", "learner.liger")
 
     def require_work_for_all(self, units: int, what: str) -> None:
         """Raises ConfigError if an optimizer step has less than one unit of work per worker.

@@ -71,7 +71,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
         problem, failed = first
         others = [play for play in plays if play.problem != problem]
         if not others or _first_failure(others, timeout_s) is not None:
-            raise ConfigError(f"{failed}. {_WAY_OUT}")
+            raise ConfigError(f"{failed}. {_WAY_OUT}", field="rollout.smoke_test")
         say(f"{failed}. Other problems are fine, so the run goes on")
     except NotTried as error:
         say(f"{plays[0].problem} is not tried before the run: {error}")
@@ -109,7 +109,8 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
         except TimeoutError:
             raise ConfigError(
                 f"does not end within {timeout_s:g} s (reward.timeout_s= and {START_S:g}): code "
-                f"{play.label}. {_WAY_OUT}"
+                f"{play.label}. {_WAY_OUT}",
+                field="reward.timeout_s",
             ) from None
         if wrong is not None:
             return play.problem, f"{wrong}, {play.label}"

@@ -291,7 +291,8 @@ class Placement:
                 raise ConfigError(
                     f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
                     "each, add nodes, wait until others have ended (ray list actors, ray list "
-                    "placement-groups), or raise the deadline"
+                    "placement-groups), or raise the deadline",
+                    field="cluster.start_deadline_s",
                 )
             news = line != said or waited - said_at >= _SAY_EVERY_S
             if news and waited >= _SAY_FROM_S:

@@ -393,4 +393,4 @@ KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
 def check_trackers(chosen: TrackingSettings) -> None:
     """Raises ConfigError for a tracker that is not installed; before anything starts."""
     for name in chosen.trackers:
-        require_library(name, f"track={name}", f"isotherm[{name}]")
+        require_library(name, f"track={name}", f"isotherm[{name}]", "tracking.track")

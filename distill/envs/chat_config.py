@@ -266,7 +266,8 @@ class ChatConfig(EnvConfig):
         if self.recall:
             tools.append(ReadBlock(Blocks(setting.tokenizer)))
         if tools:
-            require_library("jsonschema", f"env={type(self).__name__} with tools", "jsonschema")
+            what = f"env={type(self).__name__} with tools"
+            require_library("jsonschema", what, "jsonschema", "env")
         else:
             self._refuse_tool_settings()
         return ChatSetting(

@@ -310,7 +310,7 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
         if name == "unit_tests":
             require_sandbox()
         if name in _LIBRARIES:
-            require_library(*_LIBRARIES[name])
+            require_library(*_LIBRARIES[name], "reward.function")
         return _BUILT_IN[name]
     if (model := ModelReward.named(name)) is not None:
         return model

@@ -75,7 +75,7 @@ def load_condenser(
         ConfigError: an unknown name, something that cannot be imported or called, or no bm25s.
     """
     if name == "keywords":
-        require_library("bm25s", f"{setting}=keywords", "bm25s")
+        require_library("bm25s", f"{setting}=keywords", "bm25s", setting)
         return KeywordCondenser(tokenizer=tokenizer)
     function = resolve_function(setting, name, ["keywords"])
     return CheckedCondenser(name=name, function=function, tokenizer=tokenizer)

@@ -56,7 +56,7 @@ def require_tools(names: str) -> None:
 
 
 def _calculator() -> Tool:
-    require_library("simpleeval", "tools=calculator", "simpleeval")
+    require_library("simpleeval", "tools=calculator", "simpleeval", "env.tools")
     from distill.tools.calculator import Calculator
 
     return Calculator()

@@ -40,7 +40,7 @@ class Retrieval(Tool):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        require_library("bm25s", f"retrieval:{directory}", "bm25s")
+        require_library("bm25s", f"retrieval:{directory}", "bm25s", "env.tools")
         self._directory = str(directory)
         why = ""
         if not Path(directory).is_dir():

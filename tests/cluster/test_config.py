@@ -418,7 +418,7 @@ def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
 
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
-    with refuses(ConfigError, None, names="pip install liger-kernel"):
+    with refuses(ConfigError, "learner.liger", names="pip install liger-kernel"):
         make("sft", model="m", data="d", out="o", liger=True)
 
 

@@ -25,6 +25,7 @@ from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.leftovers import living_actors
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.e2e
 
@@ -185,7 +186,7 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
         ResourceDemand(name="learner", count=1, resources=ONE),
         ResourceDemand(name="policy", count=3, resources=ONE),
     )
-    with pytest.raises(ConfigError):
+    with refuses(ConfigError, "cluster.start_deadline_s"):
         reserve(mine, 2, said.append)
     assert said[-1].startswith("waiting for policy (3 x 1 CPU): the cluster has 8 CPU, 0 GPU on 1")
     assert said[-1].endswith("s of 2 s")

@@ -167,7 +167,7 @@ def test_a_reward_that_fails_is_named_with_file_line_and_problem(
 ) -> None:
     line = line_of(code, f"def {function}") + (2 if function == "prints_and_exits" else 1)
     config = opd(reward=f"{code.stem}:{function}")
-    with pytest.raises(ConfigError) as raised:
+    with refuses(ConfigError, "rollout.smoke_test") as raised:
         trial(config)
     message = str(raised.value)
     assert re.search(said.format(code=re.escape(str(code)), line=line), message), message

@@ -121,7 +121,7 @@ class TextArenaGame(Game):
 
 
 def _library() -> Any:
-    require_library("textarena", "env=TextArena", "isotherm[textarena]")
+    require_library("textarena", "env=TextArena", "isotherm[textarena]", "env")
     import textarena
 
     return textarena
