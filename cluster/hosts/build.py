@@ -33,7 +33,7 @@ from cluster.hosts.learners import (
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.engines import RunEngines, by_turns
-from cluster.placement.places import Places
+from cluster.placement.places import Places, place_of
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
@@ -186,8 +186,7 @@ class RolloutCast:
 
         if not config.rollout.cpus:
             return self._role(ROLLOUT, worker_title, create)
-        placed = partial(self.placement.ready, ROLLOUT)
-        return self._role(ROLLOUT, worker_title, create, placed=placed)
+        return self._role(ROLLOUT, worker_title, create, **self._place(ROLLOUT))
 
     @property
     def _models_to_ask(self) -> dict[str, str]:
@@ -214,12 +213,12 @@ class RolloutCast:
                 threads=config.cluster.threads,
             )
 
-        placed = partial(self.placement.ready, REWARD)
         return [
             self._role(
-                REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed, model=path
+                REWARD, lambda _: REWARD, create, heartbeat=health_call, model=path,
+                **self._place(REWARD),
             )
-        ]
+        ]  # fmt: skip
 
     def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
@@ -300,7 +299,7 @@ class RolloutCast:
             create,
             heartbeat=health_call,
             follow=follow,
-            placed=partial(self.placement.ready, role),
+            **self._place(role),
             gated=True,
             start_is=start_is,
             model=model,
@@ -325,6 +324,9 @@ class RolloutCast:
             start_deadline_s=self.config.cluster.start_deadline_of(model),
             **changes,
         )
+
+    def _place(self, role: str) -> dict[str, Any]:
+        return place_of(self.placement, role, self.config.cluster.no_progress_s)
 
     def _name(self, role: str, index: int, attempt: int) -> str:
         return self._name_of(f"{role}-{index}", attempt)

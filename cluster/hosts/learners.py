@@ -28,7 +28,7 @@ from cluster.hosts.learner_actor import (
     policy_losses,
     supervised_losses,
 )
-from cluster.placement.places import Places
+from cluster.placement.places import Places, place_of
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
 from cluster.run_files.replay_log import KeptGroupSource, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
@@ -212,8 +212,9 @@ def make_learners(
 def learner_spec(config: CommonConfig, places: Places) -> ActorSpec:
     """Spec of the learner's workers: if one is lost, all are."""
     read = 0 if config.only_keeps else _learner_bytes(config)
+    place = {} if config.only_keeps else place_of(places, LEARNER, config.cluster.no_progress_s)
     return ActorSpec(
-        placed=(lambda _: True) if config.only_keeps else partial(places.ready, LEARNER),
+        **place,
         name=LEARNER,
         title=(lambda _: KEEPER) if config.only_keeps else learner_title,
         create=None,

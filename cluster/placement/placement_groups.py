@@ -189,6 +189,10 @@ class Placement:
         alone = placed.bundle if placed.many == 1 else None
         return _is_placed(self._table(placed.group), alone)
 
+    def lacking(self, role: str, index: int) -> str:
+        """Resources that a member whose bundle has no node waits for, and those of the cluster."""
+        return f"{self._demands[role].each}: {_what_there_is()}"
+
     def _table(self, group: PlacementGroup) -> dict[str, Any]:
         """A group's table, at most a second old: a lost node's members all ask for the same one."""
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 
@@ -20,6 +21,10 @@ class Places(Protocol):
         """True if the member's place has a node."""
         ...
 
+    def lacking(self, role: str, index: int) -> str:
+        """Resources that a member whose place has no node waits for, and those that there are."""
+        ...
+
     def add(self, role: str) -> int:
         """One more member; returns its index."""
         ...
@@ -27,6 +32,18 @@ class Places(Protocol):
     def remove(self, role: str, index: int) -> None:
         """Frees an added member's place."""
         ...
+
+
+def place_of(places: Places, role: str, no_progress_s: float) -> dict[str, Any]:
+    """`placed` and `lacking` of a role's `ActorSpec`; `no_progress_s` is the run's deadline."""
+
+    def lacking(index: int) -> str:
+        return (
+            f"{places.lacking(role, index)}. The run fails once nothing has got on for "
+            f"{no_progress_s:g} s (no_progress_s)"
+        )
+
+    return {"placed": partial(places.ready, role), "lacking": lacking}
 
 
 class LocalPlaces:
@@ -40,6 +57,9 @@ class LocalPlaces:
 
     def ready(self, role: str, index: int) -> bool:
         return True
+
+    def lacking(self, role: str, index: int) -> str:
+        raise AssertionError(f"this process has room for {role} {index}")
 
     def add(self, role: str) -> int:
         raise AssertionError(f"a local run adds no {role}")

@@ -78,6 +78,7 @@ class ActorSpec:
             ended here. Its heartbeat says which process it is.
         last_words: what one that is being buried was at, for the message of its end.
         placed: whether there is a place for the one with this index on the cluster.
+        lacking: what the one with this index waits for if it has lost its place, and until when.
         start_deadline_s: longest from there to its first heartbeat.
         start_is: what its start does, and where its log is, for messages; "" says nothing.
     """
@@ -88,6 +89,7 @@ class ActorSpec:
     heartbeat: Callable[[Any], Any]
     follow: Callable[[int, int, Any], Mapping[Any, Any]] = lambda _index, _attempt, _handle: {}
     placed: Callable[[int], bool] = lambda _index: True
+    lacking: Callable[[int], str] = lambda _index: ""
     last_words: Callable[[], str] = lambda: ""
     gated: bool = False
     critical: bool = False
@@ -196,6 +198,8 @@ class Supervisor:
         member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
         self._members[member] = None
         self._watches[spec.name, index] = self.background.start(self._watch(member))
+        if attempt:
+            self.background.start(self._report_lost_place(member))
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
@@ -319,6 +323,15 @@ class Supervisor:
             else:
                 self._hear(member, said, asked)
             await asyncio.sleep(asked + _BEAT_S - time.monotonic())
+
+    async def _report_lost_place(self, member: Member) -> None:
+        """Say that an actor cannot start again, if its node is gone and no other has room."""
+        while member in self._members and member.state is State.STARTING:
+            if not member.spec.placed(member.index):
+                lacking = member.spec.lacking(member.index)
+                self.say(f"{member.name} has lost its node, and waits for {lacking}")
+                return
+            await asyncio.sleep(_BEAT_S)
 
     async def _answered(self, member: Member, beat: Any, limit_s: float) -> bool:
         """Wait for a heartbeat; False if it hangs. While Ray restarts the actor it does not."""

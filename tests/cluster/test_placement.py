@@ -335,12 +335,14 @@ lost = next(worker for worker in workers if worker.node_id == before[1])
 cluster.remove_node(lost, allow_graceful=False)
 eventually(lambda: not mine.ready("policy", 1))
 others = mine.ready("policy", 0)
+lacking = mine.lacking("policy", 1)
 new = cluster.add_node(num_cpus=1, resources={"work": 1}).node_id
 eventually(lambda: mine.ready("policy", 1))
 after = ray.get([member.node.remote() for member in members], timeout=120)
 ray.kill(members[1])
 again = ray.get(kind.options(**mine.options("policy", 1)).remote().node.remote(), timeout=120)
-print(json.dumps({"before": before, "after": after, "again": again, "new": new, "others": others}))
+print(json.dumps({"before": before, "after": after, "again": again, "new": new, "others": others,
+    "lacking": lacking}))
 mine.release()
 ray.shutdown()
 cluster.shutdown()
@@ -407,6 +409,7 @@ def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
     assert len(set(before)) == 2, "spread members are on one node"
     assert after[0] == before[0], "an untouched member moved"
     assert nodes["others"], "one bundle's loss is not the group's"
+    assert nodes["lacking"].startswith("1 CPU, 0.5 work: the cluster has 1 CPU, 0 GPU on 2 nodes")
     assert after[1] == nodes["new"]
     assert nodes["again"] == nodes["new"], "the same options are the same bundle"
 

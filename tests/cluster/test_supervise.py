@@ -57,10 +57,11 @@ class House:
     def __init__(self, *, max_restarts: int = 5, hang_after_s: float = 60, **role: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.buried: list[str] = []
+        self.said: list[str] = []
         self.made: list[tuple[int, int]] = []
         self.wrong = ""
         self.supervisor = Supervisor(
-            say=lambda _line: None,
+            say=self.said.append,
             record=lambda event, **fields: self.events.append((event, fields)),
             buried=lambda member, _why: self.buried.append(member.name),
             hang_after_s=hang_after_s,
@@ -264,9 +265,24 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
     end_of_wait = time.monotonic() + 2
     house.until(lambda: time.monotonic() > end_of_wait)
     assert len(house.supervisor.members("helper", State.STARTING)) == 1
-    assert not asked and house.buried == []
+    assert not asked and house.buried == [] and house.said == []
     there = True
     house.until(lambda: bool(asked))
+
+
+def test_an_actor_that_has_lost_its_node_says_what_it_waits_for(
+    new_house: Callable[..., House],
+) -> None:
+    there = True
+    house = new_house(placed=lambda _index: there, lacking=lambda index: f"{index + 1} GPU")
+    house.started(0)
+    there = False
+    os.kill(house.pid(), signal.SIGKILL)
+    waits = "helper 0 has lost its node, and waits for 1 GPU"
+    house.until(lambda: waits in house.said)
+    there = True
+    house.until(lambda: house.serving(0))
+    assert house.said.count(waits) == 1
 
 
 @pytest.mark.slow
