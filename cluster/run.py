@@ -15,30 +15,32 @@
   a step's groups           deliveries                      Watchdog: nobody makes progress
   the learner's step        load, train, push               no_progress_s without progress of it
   an evaluation             its responses                   no_progress_s, after five tries
-  a checkpoint              the learner, its writer         no_progress_s; 600 s where the run ends
+  a checkpoint              the learner, its writer         no_progress_s; 600 s after failures
   a full disk               room on it                      1,800 s, then the run fails
   last canaries             answers of scorers              30 s after a signal
 
 While it waits, the driver looks for signals twice a second, and coroutines advance (`Background`):
 heartbeats and restarts of each actor (`Supervisor`), announcements to workers, statuses of workers
 and of the queue (`Fleet`), canaries, engines that join, the evaluation beside training.
-A lost learner concerns `train` alone: see `recover`.
+A learner that is lost, or whose work fails, goes back to a checkpoint wherever the run needs it
+(`_repeated`, `recover`); `Driver.answer_of_learner` tells its errors from those of engines.
 
 sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost
+from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFailed
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import SupervisedConfig
-from cluster.handles import calls, errors
 from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import RunContext
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from cluster.recipes.validation import NoEvaluations
     from cluster.runtime.learner_alone import LearnerAlone
 
+Value = TypeVar("Value")
 # Longest that a step which had begun may still take when a signal ends the run, seconds.
 _STEP_S = 600.0
 
@@ -117,34 +120,47 @@ class Run:
     def start(self) -> None:
         """Start every actor; prove that all score alike, before the first sample is taken."""
         self.actors.start(self.context.resume_from)
+        self._repeated(self._prove)
+        self.actors.work()  # the rollout workers begin
+
+    def _prove(self) -> None:
         self.actors.compare_all(self.context.resume_from)  # exit code 3
         self.evaluations.before_steps()
-        self.actors.work()  # the rollout workers begin
 
     def train(self) -> Checkpoint:
         """Steps until the last one, whatever becomes of the learner; returns the checkpoint."""
         try:
-            while True:
-                try:
-                    while self.step < self.steps:
-                        self.one_step()
-                    return self.checkpoints.last()
-                except LearnerLost as lost:
-                    self.recover(lost)
+            return self._repeated(self._steps)
+        except Exception:
+            self.checkpoints.rescue()  # one that is being written is worth its end
+            raise
+
+    def _steps(self) -> Checkpoint:
+        try:
+            while self.step < self.steps:
+                self.one_step()
+            return self.checkpoints.last()
         except Interrupted:
             self.end_step()
             self.checkpoints.at_once()
             raise
-        except Exception:
-            self.checkpoints.rescue()  # one that is being written is worth its end
-            raise
+
+    def _repeated(self, work: Callable[[], Value]) -> Value:
+        """Value of work that needs the learner; it is done again after each recovery."""
+        while True:
+            try:
+                return work()
+            except LearnerLost as lost:
+                if self.context.signals.received is not None:  # no time for another learner
+                    raise
+                self.recover(lost)
 
     def one_step(self) -> None:
         """Wait for groups -> take, load, train, push -> evaluate -> record -> checkpoint."""
         self.evaluations.collect()
         waited_s = self.actors.wait_for_groups()
         self._begun = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
-        metrics = self.actors.driver.ask_learner("the learner's step", self._begun, repeatable=True)
+        metrics = self.actors.driver.ask_learner("the learner's step", self._begun)
         self.trained(metrics)
         self.checkpoints.after_step(self.step)  # copied, and written beside the next steps
 
@@ -172,7 +188,7 @@ class Run:
                     raise lost
                 self._failed_after = self.step
             self._begun = None
-            self.checkpoints.forget()
+            self.checkpoints.let_go(lost)
             try:
                 self.step = self.actors.recover(lost)
             except LearnerLost as again:
@@ -183,20 +199,33 @@ class Run:
             return
 
     def end_step(self) -> None:
-        """After a signal: a step that had begun ends, and counts; or it found no groups."""
+        """After a signal: a step that had begun ends, and counts; or it found no groups.
+
+        Raises RunFailed if it failed: the learner's weights may be those of half a step.
+        """
         self.actors.end_waits()
         if self._begun is None:
             return
         try:
-            metrics = calls.get(self._begun, timeout=_STEP_S)
-        except (QueueClosed, errors.RayActorError):
-            return
+            metrics = self.actors.driver.value(
+                "the learner's step", self._begun, timeout=_STEP_S, lost=LearnerLost
+            )
+        except RunFailed as failed:
+            if isinstance(failed.__cause__, QueueClosed):
+                return
+            raise
         self.trained(metrics)
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """After the last step: the last proofs, evaluations, and the files of a finished run."""
-        self.actors.settle()  # the proof of the last push
+        checkpoint = self._repeated(partial(self._evaluated, checkpoint))
         self.context.set_aside(self.actors.set_aside(checkpoint))
-        self.evaluations.after_steps(checkpoint.step)
         self.context.certify(self.actors.certificate())
         self.context.complete(checkpoint)  # final/, summary.json
+
+    def _evaluated(self, checkpoint: Checkpoint) -> Checkpoint:
+        if self.step < self.steps:  # that checkpoint was damaged when the learner needed it
+            checkpoint = self._steps()
+        self.actors.settle()  # the proof of the last push
+        self.evaluations.after_steps(checkpoint.step)
+        return checkpoint

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from cluster.base.outcomes import RunFailed
+from cluster.base.outcomes import LearnerFailed, LearnerLost, RunFailed
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
@@ -102,23 +102,25 @@ class Checkpoints:
                 return
 
     def rescue(self) -> None:
-        """The run fails: the checkpoint that is being written is worth its end all the same."""
+        """The run or the learner fails: a checkpoint that is being written is worth its end."""
         try:
             self._finish()
         except (RunFailed, IsothermError) as error:
             step, self._writing = self._writing, None
-            why = f"the checkpoint of step {step} was being written when the run failed: {error}"
+            why = f"the checkpoint of step {step} was being written at a failure: {error}"
             self._context.unsaved(CheckpointError(why), again=False)
 
-    def forget(self) -> None:
-        """The learner is gone, and what it was writing."""
+    def let_go(self, lost: LearnerLost) -> None:
+        """The learner is about to be replaced. One that lives writes what it is writing first."""
+        if isinstance(lost, LearnerFailed):
+            self.rescue()
         self._writing = None
         self._seconds.clear()
 
     def _begin(self, step: int) -> None:
-        self._writing = step
         self._actors.ask_learner_canaries(step)
         self._context.best.saving(step)
+        self._writing = step
         begun = self._ask(self._actors.learner.begin_save.remote())
         if isinstance(begun, Checkpoint):  # no copy: it is written
             self._written(begun)
@@ -145,7 +147,7 @@ class Checkpoints:
         """The learner's answer; None if it could not write."""
         began = time.monotonic()
         try:
-            return self._driver.ask_learner("saving a checkpoint", reference, repeatable=True)
+            return self._driver.ask_learner("saving a checkpoint", reference)
         except CheckpointError as error:
             self._writing = None
             now = time.monotonic()

@@ -134,6 +134,8 @@ class Evaluations(NoEvaluations):
         first_step = self._context.first_step
         lines = self._context.directory.read_metrics() if first_step else []
         for name, role in served_teachers(self._config).items():
+            if f"eval {role}" in self._context.summary:  # before the learner was lost
+                continue
             family = f"eval/teacher={name}/" if name else "eval/teacher/"
             if known := _of_family(lines, family):
                 self._context.summary[f"eval {role}"] = known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cluster.base.outcomes import LearnerLost
 from cluster.config.supervised import SupervisedConfig
 from cluster.recipes.context import RunContext
 from cluster.runtime.learner_alone import LearnerAlone
@@ -46,7 +45,7 @@ class Validation(NoEvaluations):
 
     def before_steps(self) -> None:
         if self._context.first_step == 0:
-            self._validate_apart("before", step=0)
+            self._context.record_evaluation(self._validate("before"), 0)
         else:
             self._context.recall_before("validation")
 
@@ -56,18 +55,7 @@ class Validation(NoEvaluations):
         return self._validate(f"step {step}") if due else {}
 
     def after_steps(self, step: int) -> None:
-        self._validate_apart("after", step=step)
-
-    def _validate_apart(self, when: str, step: int) -> None:
-        """An evaluation of the held-out rows that no step's line has."""
-        while True:
-            try:
-                metrics = self._validate(when)
-            except LearnerLost as lost:
-                self._context.rewound(self._actors.recover(lost))
-            else:
-                self._context.record_evaluation(metrics, step)
-                return
+        self._context.record_evaluation(self._validate("after"), step)
 
     def _validate(self, when: str) -> dict[str, float]:
         context = self._context

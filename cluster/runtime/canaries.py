@@ -112,7 +112,8 @@ class Canaries:
         Raises:
             EngineError, RunFailed: an engine did not answer.
         """
-        scorers = [m for m in members if m.spec.name in self._scorers]
+        known = {watched.member for watched in self._numbers}
+        scorers = [m for m in members if m.spec.name in self._scorers and m not in known]
         if not self._every or not scorers:
             return {}
         engines = self._driver.run("the first canaries", self._engines.introduce(scorers))

@@ -165,25 +165,29 @@ class Driver:
             lost = LearnerFailed(str(failed)) if isinstance(failed, CallFailed) else failed
             raise lost from error
 
-    def ask_learner(self, what: str, reference: Any, *, repeatable: bool = False) -> Any:
+    def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner, which may take any time while it makes progress.
 
-        Raises as `call` does, and LearnerLost if the learner dies or hangs.
-
-        Args:
-            repeatable: such work can be done again from a checkpoint: an error of the learner's
-                own raises LearnerFailed in place of CallFailed.
+        Raises: as `answer_of_learner`.
         """
-        return self.wait_for(self._of_learner(what, reference, repeatable))
+        return self.wait_for(self.answer_of_learner(what, reference))
 
-    async def _of_learner(self, what: str, reference: Any, repeatable: bool) -> Any:
+    async def answer_of_learner(self, what: str, reference: Any) -> Any:
+        """`ask_learner` for coroutines; the rule for the errors of every call of the learner.
+
+        Raises:
+            LearnerLost: a worker of it died or hangs. Its work is done again from a checkpoint.
+            LearnerFailed: the same after an error of its own that no setting mends.
+            CallFailed: no engine did its part (EngineError). None would for another learner either.
+            Otherwise as `call`.
+        """
         try:
             return await self.answer(what, reference, LEARNER, LearnerLost)
         except CallFailed as failed:
             assert failed.__cause__ is not None
-            if repeatable and not isinstance(root_cause(failed.__cause__), EngineError):
-                raise LearnerFailed(str(failed)) from failed
-            raise
+            if isinstance(root_cause(failed.__cause__), EngineError):
+                raise
+            raise LearnerFailed(str(failed)) from failed
 
     def call(self, what: str, reference: Any) -> Any:
         """The value of an actor call.

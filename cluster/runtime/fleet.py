@@ -216,7 +216,8 @@ class Fleet(LearnerAlone):
         self.canaries.join_reward_model()
 
     def _push_first(self) -> None:
-        way = self.driver.call("publishing the first weights", self.learner.publish.remote())
+        pushed = self.learner.publish.remote()
+        way = self.driver.ask_learner("publishing the first weights", pushed)
         self._say(f"weights: {way}")
 
     def _create(self, roles: Sequence[str]) -> None:
@@ -410,7 +411,7 @@ class Fleet(LearnerAlone):
     def _begin_joining(self) -> None:
         # Sleeping engines leave their memory to the learner, so none may load during a step. Steps
         # that only keep groups are short: engines need not join during them.
-        if not (self._config.engines_sleep or self._config.only_keeps):
+        if self._working and not (self._config.engines_sleep or self._config.only_keeps):
             self.admission.begin_joining()
 
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:

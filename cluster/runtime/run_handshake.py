@@ -104,15 +104,19 @@ class RunHandshake:
         Args:
             reference: a policy engine that scores in place of the learner.
         """
-        learner = actors.learner
+        learner, of_learner = actors.learner, actors.driver.answer_of_learner
 
         async def logprobs(rows_D: Any) -> Any:
-            return await learner.logprobs.remote(rows_D)
+            return await of_learner("scoring by the learner", learner.logprobs.remote(rows_D))
 
         learner_logprobs = None if self._config.only_keeps else logprobs
         if self._config.only_keeps and reference is None:  # a proven engine replaces it
             proven = actors.pool(POLICY).each()
             reference = next((proven[name] for name in proven if name not in policies), None)
+
+        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
+            asked = learner.teacher_logprobs.remote(teacher, rows_D)
+            return await of_learner("scoring by the learner's teacher", asked)
 
         copies: dict[str, Copy] = {}
         teachers: dict[str, Any] = dict(scorers)
@@ -120,7 +124,7 @@ class RunHandshake:
         follows = self._config.teacher_rule is not None
         for name, role in served_teachers(self._config).items():
             engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
-            by_learner = partial(learner.teacher_logprobs.remote, name)
+            by_learner = partial(copied_logprobs, name)
             if name in self._config.copied_teachers or follows:
                 for engine in engines if follows else engines[:1]:
                     copies[engine] = Copy(f"the learner's copy of {engine}", by_learner)

@@ -130,7 +130,7 @@ def test_an_error_of_the_learner_s_own_is_not_that_of_an_engine() -> None:
 
         actor = LocalActor(SimpleNamespace, step=step)
         with pytest.raises(RunFailed) as raised:
-            driver(supervisor, 60).ask_learner("a step", actor.step.remote(), repeatable=True)
+            driver(supervisor, 60).ask_learner("a step", actor.step.remote())
         actor.end()
         return raised.type
 

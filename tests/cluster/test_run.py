@@ -18,7 +18,7 @@ import cluster.recipes.checkpoints
 from cluster.base.background import Background
 from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
-from cluster.recipes.validation import NoEvaluations
+from cluster.recipes.validation import NoEvaluations, Validation
 from cluster.run import Run
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.learner_alone import LearnerAlone
@@ -30,14 +30,26 @@ from learner.checkpoint_writer import Written
 class Writing:
     """A learner: a checkpoint that is begun is complete after so many further steps, or fails.
 
-    Its third step fails by each error in `broken`.
+    Its third step fails by each error in `broken`, its evaluations by each in `unjudged`.
     """
 
     def __init__(
-        self, told: list[str], takes: int, fails: set[int], broken: list[str] | None = None
+        self,
+        told: list[str],
+        takes: int,
+        fails: set[int],
+        broken: list[str] | None = None,
+        unjudged: list[str] | None = None,
     ) -> None:
         self._told, self._takes, self._fails, self._broken = told, takes, fails, broken
+        self._unjudged = unjudged
         self._step = self._begun = 0
+
+    def evaluate(self) -> dict[str, float]:
+        if self._unjudged:
+            raise OSError(self._unjudged.pop())
+        self._told.append("evaluated")
+        return {"time/validation": 1.0}
 
     def step(self, _waited_s: float) -> dict[str, float]:
         if self._step == 2 and self._broken:
@@ -105,17 +117,28 @@ class Actors(LearnerAlone):
     def end_waits(self) -> None:
         self._told.append("end")
 
+    def start(self, resume_from: Checkpoint | None) -> None:
+        self._told.append("started")
+
+    def close(self) -> None:
+        self._told.append("closed")
+
 
 class Scene:
     """A run over such a learner; what happened in it, in order."""
 
     def __init__(
-        self, takes: int = 2, fails: set[int] | None = None, broken: list[str] | None = None
+        self,
+        takes: int = 2,
+        fails: set[int] | None = None,
+        broken: list[str] | None = None,
+        unjudged: list[str] | None = None,
     ) -> None:
         self.told: list[str] = []
         self.metrics: list[dict[str, float]] = []
         self.actors = Actors(
-            self.told, lambda: LocalActor(Writing, self.told, takes, fails or set(), broken)
+            self.told,
+            lambda: LocalActor(Writing, self.told, takes, fails or set(), broken, unjudged),
         )
 
     def record(self, metrics: dict[str, float]) -> None:
@@ -127,18 +150,30 @@ class Scene:
         self.told.append(f"{error}, {'again' if again else 'at last'}")
 
     def train(self, steps: int = 6, every: int = 2) -> Checkpoint:
-        def nothing(*_given: Any) -> None:
+        return Run(self._context(steps, every), self.actors, NoEvaluations()).train()
+
+    def to_the_end(self, evaluations: type[Validation] = Validation) -> None:
+        """All of a run of three steps, whose learner is evaluated before and after them."""
+        context = self._context(steps=3, every=2)
+        Run(context, self.actors, evaluations(context.config, context, self.actors)).to_the_end()
+
+    def _context(self, steps: int, every: int) -> Any:
+        def nothing(*_given: Any, **_fields: Any) -> None:
             pass
 
         config = SimpleNamespace(
-            steps=steps, only_keeps=False, checkpoint=SimpleNamespace(every=every)
-        )
-        context: Any = SimpleNamespace(
-            config=config, first_step=0, signals=SimpleNamespace(received=None),
+            steps=steps, only_keeps=False, checkpoint=SimpleNamespace(every=every),
+            eval=SimpleNamespace(every=0),
+        )  # fmt: skip
+        return SimpleNamespace(
+            config=config, first_step=0, signals=SimpleNamespace(received=None), summary={},
             best=SimpleNamespace(due=False, saving=nothing), record=self.record,
             unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
+            resume_from=None, directory=SimpleNamespace(append_event=nothing),
+            progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
+            record_evaluation=lambda _metrics, step: self.told.append(f"recorded {step}"),
+            complete=lambda checkpoint: self.told.append(f"complete {checkpoint.step}"),
         )  # fmt: skip
-        return Run(context, self.actors, NoEvaluations()).train()
 
 
 def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
@@ -246,14 +281,18 @@ def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said:
 class Stuck(Writing):
     """A learner whose fourth step waits for a worker that has failed; its writer does not."""
 
-    def __init__(self, told: list[str], waits: threading.Event, over: threading.Event) -> None:
+    def __init__(
+        self, told: list[str], waits: threading.Event, over: threading.Event, fails: bool = False
+    ) -> None:
         super().__init__(told, takes=9, fails=set())
-        self._waits, self._over = waits, over
+        self._waits, self._over, self._half_done = waits, over, fails
 
     def step(self, _waited_s: float) -> dict[str, float]:
         if self._step == 3:
             self._waits.set()
             self._over.wait()
+            if self._half_done:
+                raise OSError("a broken disk")
         return super().step(_waited_s)
 
 
@@ -273,17 +312,60 @@ def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck() -> Non
     run.actors.driver.background.close()
 
 
+def test_a_signal_during_a_step_that_fails_saves_no_half_of_it() -> None:
+    run, waits, over = Scene(), threading.Event(), threading.Event()
+    run.actors.leader = LocalActor(Stuck, run.told, waits, over, True)
+
+    async def signalled() -> None:
+        await asyncio.to_thread(waits.wait)
+        over.set()
+        raise Interrupted(signal.SIGTERM)
+
+    run.actors.driver.background.start(signalled())
+    with pytest.raises(RunFailed):
+        run.train()
+    assert run.told[-3:] == ["end", "waited for 2", "saved 2"]
+    run.actors.driver.background.close()
+
+
 def test_a_step_whose_work_fails_is_done_again_from_a_checkpoint_and_once() -> None:
+    """From the one that the learner, which lives, is writing meanwhile."""
     run = Scene(broken=["a broken disk"])
     assert run.train(steps=3).step == 3
     assert run.told == [
-        *("step 1", "step 2", "saving 2", "recovered"),
+        *("step 1", "step 2", "saving 2", "waited for 2", "saved 2", "recovered"),
         *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
     ]
     run = Scene(broken=["a broken disk", "a broken disk"])
     with pytest.raises(LearnerFailed):
         run.train(steps=3)
     assert run.told.count("recovered") == 1
+
+
+def test_an_evaluation_by_the_learner_that_fails_is_done_again_and_once() -> None:
+    run = Scene(unjudged=["a broken disk"])
+    run.to_the_end()
+    assert run.told[:4] == ["started", "recovered", "evaluated", "recorded 0"]
+    assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
+    run = Scene(unjudged=["a broken disk", "a broken disk"])
+    with pytest.raises(LearnerFailed):
+        run.to_the_end()
+    assert run.told == ["started", "recovered", "closed"]
+
+
+def test_a_learner_that_is_lost_after_the_last_step_is_brought_back_to_be_evaluated() -> None:
+    """Its checkpoint is damaged, say: the steps after the one that it goes back to come again."""
+    run, losses = Scene(), ["it died"]
+
+    class LosesItself(Validation):
+        def after_steps(self, step: int) -> None:
+            if losses:
+                raise LearnerLost(losses.pop())
+            super().after_steps(step)
+
+    run.to_the_end(LosesItself)
+    assert run.told.count("step 3") == 2
+    assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
 
 
 def test_a_lost_learner_takes_its_copy_with_it() -> None:

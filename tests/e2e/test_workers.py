@@ -19,6 +19,7 @@ from cluster.train import main
 from learner.config import LoraSettings
 from learner.lora import adapter_tensors, add_lora, save_adapter
 from tests.conftest import TinyPair
+from tests.e2e.broken_worker import BREAKS, BROKEN
 from tests.e2e.harness import (
     DEADLINE_S,
     distil,
@@ -172,6 +173,35 @@ def test_a_worker_that_fails_while_others_wait_for_it_takes_all_back(
     [death] = events(out, "death")
     assert f"worker {rank} has a broken disk" in death["why"]
     assert [step["step"] for step in metrics(out)] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_whatever_work_of_the_learner_fails_takes_it_back_to_the_checkpoint(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the handshake, in a push, in a canary, while a checkpoint is copied."""
+    out, broken = tmp_path / "run", tmp_path / "broken"
+    broken.mkdir()
+    monkeypatch.setenv(BROKEN, str(broken))
+    calls = ["logprobs", "first_non_finite", "canary", "copy_moments"]
+    (broken / calls[0]).touch()
+    arguments = opd_arguments(
+        tiny_pair, out, steps=40, eval_size=1, estimator="full", loss=BREAKS, verify_every=3
+    )
+    process = start("cluster.train", "recipe=opd", *arguments)
+    for i, call in enumerate(calls[1:], 1):
+        wait_until(
+            lambda i=i: len(events(out, "restart")) == i and len(metrics(out)) >= 4 * i, process
+        )
+        (broken / call).touch()
+    code, output = finish(process)
+    assert code == 0, output
+    assert [event["who"] for event in events(out, "restart")] == ["learner"] * len(calls)
+    for call, death in zip(calls, events(out, "death"), strict=True):
+        assert f"{call} has a broken disk" in death["why"]
+    assert [step["step"] for step in metrics(out)] == list(range(1, 41))
+    assert trained_groups(out) == list(range(160))
+    assert audit(out / "ledger.jsonl").problems == []
 
 
 @pytest.mark.slow
