@@ -218,8 +218,9 @@ class _Broadcasting(Sending):
                 flat = self._flat(following)
 
     def _flat(self, bucket: Sequence[TensorLayout]) -> Tensor:
-        tensors = self._weights.gather(names_of(bucket)).values()
-        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        with self._own_work():
+            tensors = self._weights.gather(names_of(bucket)).values()
+            return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
     def _all_ready(self) -> bool:
         """Waits for every engine's word; False if the push is given up meanwhile."""

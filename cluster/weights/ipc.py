@@ -128,7 +128,8 @@ class _Lending(Sending):
         except Exception as error:  # of the learner's workers: torch raises its own, of many kinds
             self.problem = f"the learner could not lend its weights: {first_line(error)}"
         try:
-            self._weights.take_back()
+            with self._own_work():
+                self._weights.take_back()
         except Exception as error:
             self.problem = self.problem or f"the learner's memory is not free again: {error}"
         if self.problem:
@@ -138,7 +139,8 @@ class _Lending(Sending):
         """Lend a bucket to all engines that are left, and wait for them."""
         self._require_wanted()
         readers = Counter(lender for name in self._engines for lender in self._sources[name])
-        lent = self._weights.lend(names_of(bucket), [readers[i] for i in range(self._workers)])
+        with self._own_work():
+            lent = self._weights.lend(names_of(bucket), [readers[i] for i in range(self._workers)])
         unused = [iter(handles) for handles in lent]
         pending = {
             name: engine.load_bucket.remote(

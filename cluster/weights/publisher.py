@@ -17,9 +17,11 @@ the copies are made: the rest, from the acknowledgements on, is done by a thread
 at once, so that the next step may be taken. One push is in progress at a time: every other request
 waits for it first. The learner's side of the check is computed before the learner continues.
 
-A push that fails leaves an engine at its old weights, or requires that it is restarted; it always
-ends generation's pause. An engine that fails twice is terminated before any slot is freed; its
-owner restarts it (cluster/supervision/supervise.py). An acknowledgement is not a proof: check.py.
+An error of the learner's own work (gathering, lending) is raised as it is, and no engine is ended
+for it. A push that fails leaves an engine at its old weights, or requires that it is restarted; it
+always ends generation's pause. An engine that fails twice is terminated before any slot is freed;
+its owner restarts it (cluster/supervision/supervise.py). An acknowledgement is not a proof:
+check.py.
 The transports: transports.py.
 """
 
@@ -103,7 +105,10 @@ class Attempt:
         return not self.failures and all(transport.copies for transport, _ in self.started)
 
     def answers(self) -> Answers:
-        """Wait for every engine, then finish or abort the push on each transport."""
+        """Wait for every engine, then finish or abort the push on each transport.
+
+        Raises: an error of the learner's own, of which no engine is at fault.
+        """
         total = Answers(failures=dict(self.failures), lost=set(self.lost))
         for transport, pending in self.started:
             answers = collect(pending, self.timeout_s, transport, waiting=self.waiting)
@@ -121,6 +126,9 @@ class Attempt:
             total.failures |= answers.failures
             total.lost |= answers.lost
             total.problem = total.problem or answers.problem
+            total.error = total.error or answers.error
+        if total.error is not None:
+            raise total.error
         return total
 
     def load_copies(self, transports: Sequence[Transport]) -> Answers | None:

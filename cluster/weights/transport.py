@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -82,13 +83,15 @@ class Sending(ABC):
 
     Attributes:
         sent: number of buckets that every engine has received.
-        problem: reason why this side failed, if it did.
+        problem: reason why this side failed, if it did; engines may be the cause.
+        error: an error of the learner's own work, with which engines have nothing to do.
     """
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is the longest wait of `join`."""
         self.sent = 0
         self.problem: str | None = None
+        self.error: Exception | None = None
         self._timeout_s = timeout_s
         self._given_up = threading.Event()
         # A daemon: a learner that gave up ends although an engine keeps this thread waiting.
@@ -100,6 +103,14 @@ class Sending(ABC):
 
     def start(self) -> None:
         self._thread.start()
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
 
     def give_up(self) -> None:
         """Send nothing more, and keep no engine waiting."""
@@ -163,6 +174,11 @@ class Transport(ABC):
         return None if self._sending is None else self._sending.problem
 
     @property
+    def error(self) -> Exception | None:
+        """See `Sending`; ask before the push is ended."""
+        return None if self._sending is None else self._sending.error
+
+    @property
     def sent(self) -> int:
         """Counter that increases while this side sends; 0 where engines fetch by themselves."""
         return 0 if self._sending is None else self._sending.sent
@@ -176,13 +192,14 @@ class Transport(ABC):
         """End a push that every engine has acknowledged.
 
         Raises:
-            EngineError: this side failed.
+            EngineError: this side failed. Otherwise the learner's own error.
         """
         if self._sending is not None:
             self._sending.join()
         if problem := self.problem():
+            error = self.error
             self.abort()
-            raise EngineError(problem)
+            raise error or EngineError(problem)
 
     def abort(self) -> None:
         """End a push that failed."""
@@ -208,13 +225,14 @@ class Answers:
     """Values by engine, failures by engine, and a problem on the caller's side.
 
     `lost` names the failed engines that must be restarted: their actor or server is gone, or is
-    stuck in a collective.
+    stuck in a collective. `error` is one of the learner's own, which failed all of them.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     problem: str | None = None
+    error: Exception | None = None
 
     def complaint(self) -> str:
         """One line that lists every failure and the problem on the caller's side."""
@@ -282,6 +300,7 @@ def collect(
                     answers.lost.add(name)
         if transport:
             answers.problem = answers.problem or transport.problem()
+            answers.error = answers.error or transport.error
         failed = bool(answers.failures or answers.problem)
         if transport and transport.linked and failed and stuck_since is None:
             stuck_since = next(iter(answers.failures), "the learner")

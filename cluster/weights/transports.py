@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cluster.config.pools import check_served
 from cluster.handles import calls
@@ -91,7 +92,7 @@ class DiskTransport(Transport):
                 partial.mkdir(parents=True)
                 load_config(self._model).save_pretrained(partial)
                 save_weights(partial, weights)
-        except Exception as error:  # OSError; safetensors has its own
+        except (OSError, SafetensorError) as error:  # others are the learner's own
             raise EngineError(
                 f"cannot write weights version {version} to {final}: {error}. Free some space, or "
                 "use weights=auto; the engines go on with the weights they had"

@@ -250,7 +250,7 @@ class Broken(LendableWeights):
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
         if not self._left:
-            raise RuntimeError("CUDA out of memory\nwith much to say of it")
+            raise FloatingPointError
         self._left -= 1
         return super().lend(names, readers)
 
@@ -259,16 +259,15 @@ class Broken(LendableWeights):
         super().take_back()
 
 
-@pytest.mark.parametrize(
-    "buckets, left", [(0, "goes on with the weights it had"), (7, "parts of two versions")]
-)
-def test_a_learner_that_cannot_lend_tells_its_engines(owned, buckets: int, left: str) -> None:
+@pytest.mark.parametrize("buckets", [0, 7])
+def test_a_learner_that_cannot_lend_tells_its_engines(owned, buckets: int) -> None:
+    """Its error is raised as it is: a server that holds parts of two versions is not at fault."""
     server = WeightsServer(model(0.0))
     engines = owned(server)
     transport, weights = lent_to(engines), Broken(model(1.0), buckets)
-    answers = push(transport, weights, 1)
-    assert answers.problem == "the learner could not lend its weights: CUDA out of memory"
-    assert left in answers.failures["e0"] and weights.taken_back == 1
+    with pytest.raises(FloatingPointError):
+        push(transport, weights, 1)
+    assert weights.taken_back == 1
     assert (calls.get(engines["e0"].torn.remote()) is None) == (buckets == 0)
     assert len(server.bodies("/update_weights_from_tensor")) == buckets
     assert [path for path, _ in server.orders][-1] == "/continue_generation"

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -529,9 +529,16 @@ def test_weights_that_are_not_finite_are_not_sent(engines, learner: Learner) -> 
     assert versions(only) == [0]
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "choice, how",
+    [
+        ("disk", "dies"),
+        ("shared_memory", "refuses"),
+        pytest.param("disk", "hangs", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_freed(
-    ray_engines, learner: Learner, tmp_path: Path, how: str
+    ray_engines, learner: Learner, tmp_path: Path, choice: str, how: str
 ) -> None:
     queue, troubled = Queue(), actor(Troubled, how)
     healthy = ray_engines(EmbeddedEngine)
@@ -539,7 +546,7 @@ def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_free
     timeout_s = 1.0 if how == "hangs" else TIMEOUT_S
     both = healthy | {"policy engine 1": troubled}
     publish = publisher(
-        both, learner, queue, choice="disk", directory=str(tmp_path), timeout_s=timeout_s
+        both, learner, queue, choice=choice, directory=str(tmp_path), timeout_s=timeout_s
     )
     metrics = sent(publish, learner.weights(), 1)
     assert versions(healthy) == [1] and metrics["push/engines"] == 1
@@ -550,6 +557,37 @@ def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_free
     assert sent(publish, learner.weights(), 2)["push/engines"] == 1
     assert versions(healthy) == [2]
     publish.settle()
+
+
+class Ungathered:
+    """Weights of which a learner worker gathers so many portions, and then no more."""
+
+    def __init__(self, weights: Weights, portions: int) -> None:
+        self.layouts, self.first_non_finite = weights.layouts, weights.first_non_finite
+        self._gather, self._left = weights.gather, portions
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        if not self._left:
+            raise FloatingPointError
+        self._left -= 1
+        return dict(self._gather(names))
+
+
+@pytest.mark.parametrize("choice, portions", [("shared_memory", 0), ("disk", 0), ("group", 2)])
+def test_an_error_of_the_learner_s_own_is_raised_as_it_is_and_ends_no_engine(
+    ray_engines, learner: Learner, tmp_path: Path, choice: str, portions: int
+) -> None:
+    pair, queue = ray_engines(EmbeddedEngine, EmbeddedEngine), Queue()
+    publish = publisher(
+        pair, learner, queue, choice=choice, directory=str(tmp_path), bucket_bytes=BUCKET_BYTES
+    )
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    with pytest.raises(FloatingPointError):
+        sent(publish, Ungathered(learner.weights(), portions), 1)
+    assert versions(pair) == [0, 0] and queue.published == [(0, 0)]
+    assert sent(publish, learner.weights(), 2)["push/engines"] == 2
+    assert versions(pair) == [2, 2]
 
 
 class Linked(SharedMemoryTransport):
