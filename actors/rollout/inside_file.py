@@ -15,7 +15,7 @@ import numpy as np
 
 
 class InsideFile:
-    """The writer's end: seconds since 1970 at which each problem entered; 0 where it is not."""
+    """The writer's end: when each problem entered, by `time.monotonic`; 0 where it is not."""
 
     def __init__(self, path: str | Path, num_problems: int) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ class InsideFile:
     async def entered(self, problem: int) -> AsyncIterator[None]:
         """Around such code; several of a problem's episodes may be in it."""
         if not self._episodes_P[problem]:
-            self._since_P[problem] = time.time()
+            self._since_P[problem] = time.monotonic()
         self._episodes_P[problem] += 1
         try:
             yield

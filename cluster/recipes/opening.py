@@ -62,7 +62,7 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
     config, directory, resume_from = plan.config, plan.directory, plan.resume_from
     receiver = receiver_of(config.tracking.notify)
     observer = present_observer()
-    started = time.time()
+    started = time.monotonic()
     with connected(config), observer.signals.installed():
         directory.start(resume_from, plan.fork and plan.fork.to_json())
         if resume_from:
@@ -123,7 +123,7 @@ def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
             context.summary = {
                 "status": "interrupted" if interrupted else "failed",
                 "reason": f"{type(error).__name__}: {error}",
-                "seconds": time.time() - started,
+                "seconds": time.monotonic() - started,
                 **context.summary,
             }
             try:

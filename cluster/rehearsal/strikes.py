@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util import list_named_actors
@@ -20,7 +21,8 @@ _STEPS_AFTER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A death, and the seconds until another served in its place; None: none did in time."""
+    """A death, and the seconds until another served in its place, since it was noticed; None:
+    none did in time."""
 
     who: str
     seconds: float | None
@@ -41,7 +43,7 @@ class Strikes:
         self._waiting, self._events, self._signals = list(kinds), events, signals
         self._give_up_at = time.monotonic() + deadline_s
         self._victim: str | None = None
-        self._struck_at = 0.0
+        self._known = 0  # restarts of the victim's kind before
         self._steps_after = 0
 
     def line(self, metrics: Mapping[str, float]) -> None:
@@ -68,16 +70,18 @@ class Strikes:
         if not living:
             self.recoveries.append(Recovery(who=kind, seconds=None))
             return
-        self._victim, self._struck_at = kind, time.time()
+        self._victim, self._known = kind, len(self._restarts(kind))
         ray.kill(ray.get_actor(living[0]), no_restart=False)
 
     def _returned(self) -> float | None:
-        """Seconds from the strike until its victim served again, if it does."""
-        for event in read_lines(self._events, {"t", "event"}):
-            back = event["event"] == "restart" and event["t"] >= self._struck_at
-            if back and str(event["who"]).startswith(self._victim or ""):
-                return event["t"] - self._struck_at
-        return None
+        """Seconds from the notice of the victim's death until it served again, if it does."""
+        assert self._victim is not None
+        new = self._restarts(self._victim)[self._known :]
+        return new[0]["seconds"] if new else None
+
+    def _restarts(self, kind: str) -> list[dict[str, Any]]:
+        restarts = (e for e in read_lines(self._events, {"event"}) if e["event"] == "restart")
+        return [event for event in restarts if str(event["who"]).startswith(kind)]
 
     def _give_up(self) -> None:
         left = ([] if self._victim is None else [self._victim]) + self._waiting

@@ -117,6 +117,20 @@ def test_between_two_attempts_nothing_is_drawn_as_alive(tmp_path: Path) -> None:
     assert lines(found)["policy"] == ([10, 31, 140, 150], [2, 0, 1, 1])
 
 
+def test_a_clock_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
+    """Or that of another host, on which the run went on."""
+    events = [
+        {"t": 0, "event": "begin", "step": 0},
+        {"t": 30, "event": "step", "step": 1, "tokens_per_s": 5.0},
+        {"t": -3600, "event": "death", "who": "rollout-1", "why": "killed"},
+        {"t": -3590, "event": "step", "step": 2, "tokens_per_s": 6.0},
+    ]
+    found = drawn(tmp_path, events)
+    assert found["seconds"] == 40
+    assert marks(found)["deaths"] == [(30, 0, "rollout-1", "killed")]
+    assert lines(found)["trained"] == ([30, 40], [5.0, 6.0])
+
+
 def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> None:
     found = drawn(tmp_path, metrics=METRICS)
     assert lines(found) == {

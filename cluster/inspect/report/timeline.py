@@ -12,6 +12,7 @@ among the events, the steps of metrics.jsonl stand one after the other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ _GROUPS = {
 
 def timeline(run: RunFiles) -> dict[str, Any] | None:
     """Lanes and charts over the seconds since the run's first event; None without anything."""
-    rows = sorted(_with_metrics(run.events, run.steps), key=lambda row: row["t"])
+    events = list(_in_order(run.events))
+    rows = sorted(_with_metrics(events, run.steps), key=lambda row: row["t"])
     if not rows:
         return None
     start = rows[0]["t"]
@@ -62,6 +64,16 @@ def timeline(run: RunFiles) -> dict[str, Any] | None:
         "charts": list(_charts(rows, seconds)),
     }
     return found if found["lanes"] or found["charts"] else None
+
+
+def _in_order(events: Sequence[Row]) -> Iterator[Row]:
+    """The events, of which none is earlier than the one before: where the clock was set back, or is
+    that of another host, it goes on from there."""
+    shift, last = 0.0, -math.inf
+    for event in events:
+        shift = max(shift, last - event["t"])
+        last = event["t"] + shift
+        yield {**event, "t": last}
 
 
 def _with_stops(rows: Sequence[Row]) -> Iterator[Row]:
