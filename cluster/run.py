@@ -167,7 +167,7 @@ class Run:
     def trained(self, metrics: dict[str, float]) -> None:
         """A step is trained, and its weights are with the engines or on their way."""
         self.step, self._begun = int(metrics["step"]), None
-        metrics = metrics | self.checkpoints.times()
+        metrics = metrics | self.checkpoints.times() | self.actors.turns()
         self.context.trained(metrics)
         try:
             if self.context.signals.received is None:  # else the checkpoint comes first

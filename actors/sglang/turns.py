@@ -10,6 +10,8 @@ SGLang copies the weights to main memory when they leave the GPUs, and back. A s
 other weights, or with none, would answer as if nothing had happened: so the same rows are scored
 after every awakening, before any call that has waited. Answers that differ are the engine's end.
 
+What changes of turns take is counted (`turns`).
+
 A change of turns costs seconds, so an engine that has the turn keeps it for as long as a change
 takes after its last call. Calls without such a pause keep it for longer, samples above all: a step
 has so many of them, and until the last has ended they keep the batch full.
@@ -20,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from actors.sglang.hosted import HostedSglangEngine
@@ -58,6 +61,7 @@ class TurnTakingEngine(HostedSglangEngine):
         self._turns: asyncio.Task[None] | None = None
         self._sleeping = asyncio.Lock()  # held from falling asleep until it has woken
         self._change_s = 0.0  # what falling asleep and waking took last
+        self._spent: defaultdict[str, float] = defaultdict(float)  # since the last call of `turns`
 
     async def health(self) -> int:
         """See `Engine.health`.
@@ -71,6 +75,12 @@ class TurnTakingEngine(HostedSglangEngine):
     async def queue_length(self) -> int:
         """See `Engine.queue_length`; of an engine that sleeps, as if it were longer."""
         return await super().queue_length() + _ASLEEP_QUEUE * self._session().asleep
+
+    async def turns(self) -> dict[str, float]:
+        """Metrics `turns/*` of what this engine did since the last call."""
+        spent = {"turns/changes": 0.0, "turns/seconds": 0.0, "turns/proof": 0.0} | self._spent
+        self._spent.clear()
+        return spent
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         """See `Engine.load_weights`."""
@@ -117,18 +127,28 @@ class TurnTakingEngine(HostedSglangEngine):
             await self._until_wanted(turn)
             async with self._sleeping:
                 if self._canary is None or self._canary[0] != session.version:
-                    self._canary = session.version, await self._answers()
+                    with self._spending("turns/seconds"), self._spending("turns/proof"):
+                        self._canary = session.version, await self._answers()
                 began = time.monotonic()
-                await session.sleep(whole=True)
+                with self._spending("turns/seconds"):
+                    await session.sleep(whole=True)
                 turn.give()
                 slept_s = time.monotonic() - began
                 await session.waiters.begun()
                 await turn.taken()
                 began = time.monotonic()
-                await session.wake(self._prove)
+                with self._spending("turns/seconds"):
+                    await session.wake(self._prove)
                 woke_s = time.monotonic() - began
+                self._spent["turns/changes"] += 1
             self._change_s = slept_s + woke_s
             logger.info("%s woke in %.1f s, %.1f s after its turn", self._model, woke_s, slept_s)
+
+    @contextmanager
+    def _spending(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._spent[name] += time.monotonic() - began
 
     async def _until_wanted(self, turn: GpuTurn) -> None:
         """Wait until another server waits for the turn, and this one has had its own."""
@@ -156,7 +176,9 @@ class TurnTakingEngine(HostedSglangEngine):
         """Raises EngineLost if the model answers otherwise than before it slept."""
         assert self._canary is not None
         _, first = self._canary
-        verdict = first.judge(first.rows.answer(await self._score(first.rows.requests, Use())))
+        with self._spending("turns/proof"):
+            scores = await self._score(first.rows.requests, Use())
+        verdict = first.judge(first.rows.answer(scores))
         if not verdict.good:
             raise EngineLost(
                 f"{self._model} woke up other than it fell asleep, by its answers to the same "

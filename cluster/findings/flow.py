@@ -9,6 +9,8 @@ from cluster.findings.training import PATIENCE
 
 # Shares of a step that the learner waits: starved; and waiting for what the bound asks for.
 _STARVED, _WAITS = 0.8, 0.3
+# Share of a step in which engines that share GPUs only change turns.
+_CHANGES = 0.3
 # Teachers' work, in engines that would do nothing else.
 _IDLE = 0.5
 
@@ -70,6 +72,26 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
         "one busy, at most",
         remedy="teacher.engines=1 would do; use what is freed for policy.engines",
         settings=("teacher.engines", "policy.engines"),
+    )
+
+
+def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
+    """GPUs that engines share by turns spend much of the time on the changes."""
+    spent, step = history.of("turns/seconds", PATIENCE), history.of("time/step", PATIENCE)
+    changes = history.of("turns/changes")
+    if spent is None or step is None or changes is None:
+        return None
+    share = spent.now / max(step.now, 1e-9)
+    if share < _CHANGES:
+        return None
+    return Finding(
+        name="turns_take_long",
+        step=history.step,
+        text=f"engines that share GPUs change turns {changes.now:.1f} times a step, which takes "
+        f"{share:.0%} of the time (turns/seconds)",
+        remedy="longer turns cost no more: raise groups_in_flight or prompts_per_step; or give the "
+        "teachers GPUs of their own (teacher.gpus=own)",
+        settings=("groups_in_flight", "prompts_per_step", "teacher.gpus"),
     )
 
 

@@ -10,7 +10,12 @@ import numpy as np
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Evidence, Finding
-from cluster.findings.flow import learner_starves, staleness_at_its_bound, teachers_idle
+from cluster.findings.flow import (
+    learner_starves,
+    staleness_at_its_bound,
+    teachers_idle,
+    turns_take_long,
+)
 from cluster.findings.history import History
 from cluster.findings.responses import (
     eos_vanishes,
@@ -101,6 +106,7 @@ DETECTORS = (
     Detector(staleness_at_its_bound),
     Detector(learner_starves),
     Detector(teachers_idle),
+    Detector(turns_take_long),
 )
 
 

@@ -419,6 +419,23 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/teacher", "s", "scoring of a group after its sampling, mean"),
         Metric("time/teacher_rollout", "s", "sampling of a group by the teacher, mean"),
     ),
+    "Turns on GPUs that engines share": (
+        Metric(
+            "turns/changes",
+            "changes",
+            "times that an engine woke since the step before (`teacher.gpus=`); of several sets of "
+            "GPUs, this and the others are of the one whose changes took longest",
+        ),
+        Metric(
+            "turns/seconds",
+            "s",
+            "these changes: memory and weights released and taken back, and proofs; without the "
+            "wait for calls of the engine that has the turn",
+        ),
+        Metric(
+            "turns/proof", "s", "part of `turns/seconds`: scoring the rows that prove the weights"
+        ),
+    ),
 }
 
 # What shows at a glance how a run goes: exported to Prometheus, and in the summaries of trackers.

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from cluster.placement.roles import (
     ROLLOUT,
     following_role,
     pool_bounds,
+    turn_roles,
     worker_title,
 )
 from cluster.queue.group_queue import GroupQueue
@@ -63,6 +65,8 @@ _CLOSE_S = 5.0
 _LAST_CANARIES_S = 30.0
 # Between two looks for changes of who serves, and between two statuses of the queue.
 _CHANGES_S, _STATUS_S = 0.25, 1.0
+# Longest wait for what turns took; engines that are alive answer at once.
+_TURNS_S = 5.0
 # Prompt groups that may be set aside; one more ends the run.
 _MAX_SET_ASIDE = 100
 
@@ -424,6 +428,23 @@ class Fleet(LearnerAlone):
             self._announce()
         step = checkpoint.step if checkpoint else 0
         self._say(f"the {self._learner_spec.title(0)} is back at step {step}")
+
+    def turns(self) -> dict[str, float]:
+        roles = turn_roles(self._config)
+        if len(roles) < 2:
+            return {}
+        states = State.READY, State.SERVING, State.DRAINING
+        members = [
+            m for role in roles if role != LEARNER for m in self.supervisor.members(role, *states)
+        ]
+        asked = {member.handle.turns.remote(): member.index for member in members}
+        answered, _ = calls.wait(list(asked), num_returns=len(asked), timeout=_TURNS_S)
+        by_set: defaultdict[int, Counter[str]] = defaultdict(Counter)  # of the same GPUs
+        for answer in answered:
+            with suppress(errors.RayError):  # it has died
+                by_set[asked[answer]].update(calls.get(answer))
+        longest = max(by_set.values(), key=lambda spent: spent["turns/seconds"], default=Counter())
+        return {name: float(value) for name, value in longest.items()}
 
     def ask_canaries(self, step: int) -> None:
         if step == self._config.steps:

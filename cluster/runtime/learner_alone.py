@@ -168,6 +168,10 @@ class LearnerAlone:
         """
         return 0.0
 
+    def turns(self) -> dict[str, float]:
+        """Metrics `turns/*` since the last call; empty where no engines take turns on GPUs."""
+        return {}
+
     def end_waits(self) -> None:
         """End what the learner waits for."""
 

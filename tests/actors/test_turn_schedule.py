@@ -142,6 +142,11 @@ async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> lis
     return made
 
 
+async def spent(engines: list[TurnTakingEngine]) -> Counter[str]:
+    """What the engines' turns took since the last call."""
+    return sum([Counter(await engine.turns()) for engine in engines], Counter[str]())
+
+
 ROW = ScoreRequest(tokens_T=np.arange(3, 11, dtype=np.int32), start=1, temperatures=(0.7,))
 ASK = GenerateRequest(
     prompt_tokens_T=np.arange(3, 11, dtype=np.int32),
@@ -210,8 +215,13 @@ def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
     engines = loop.run_until_complete(engines_on(gpus, 2, tiny_pair, tmp_path))
     loop.run_until_complete(all_of_it())  # a first change tells what one costs
     before = gpus.changes
+    loop.run_until_complete(spent(engines))
     waited = loop.run_until_complete(all_of_it())
-    assert gpus.changes - before == 2 * steps
+    told, changes = loop.run_until_complete(spent(engines)), 2 * steps
+    assert gpus.changes - before == told["turns/changes"] == changes
+    assert told["turns/proof"] == pytest.approx(changes * SCORE_S)
+    assert told["turns/seconds"] == pytest.approx(changes * (RELEASE_S + RESUME_S + SCORE_S))
+    assert not loop.run_until_complete(spent(engines)).total()
     assert waited < 3 * (RELEASE_S + RESUME_S), "a teacher without calls kept its turn"
 
 

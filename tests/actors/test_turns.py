@@ -166,6 +166,10 @@ def test_engines_on_the_same_gpus_score_by_turns_what_they_score_alone(
             for wave in range(3):
                 numbers = range(8 * wave, 8 * wave + 8)
                 found += await asyncio.gather(*map(client, numbers))
+            for engine in engines:
+                told = await engine.turns()
+                assert told["turns/changes"] >= 1
+                assert 0 < told["turns/proof"] < told["turns/seconds"]
             return found
 
     found = asyncio.run(asyncio.wait_for(by_turns(), DEADLINE_S))

@@ -122,6 +122,7 @@ FAILURES: Mapping[str, dict[str, Curve]] = {
     },
     "learner_starves": {"time__wait": late(3, 9.3)},
     "teachers_idle": {"time__teacher": lambda _: 0.02},
+    "turns_take_long": {"turns__seconds": late(1.0, 5.0), "turns__changes": lambda _: 4.0},
 }  # fmt: skip
 
 

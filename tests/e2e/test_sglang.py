@@ -276,6 +276,8 @@ def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
     assert all(step["opd/reverse_kl"] > 0.1 for step in steps)
     assert all(step["train/logprob_gap"] < 1e-3 for step in steps), "an awakening's weights"
     assert {step["push/proven"] for step in steps if "push/proven" in step} == {1.0}
+    assert sum(step["turns/changes"] for step in steps) > len(steps)
+    assert all(0 <= step["turns/proof"] <= step["turns/seconds"] for step in steps)
     assert audit(out / "ledger.jsonl").problems == []
 
 
