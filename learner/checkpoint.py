@@ -127,7 +127,10 @@ class CheckpointStore:
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             raise CheckpointError(self._explain(final, error)) from error
         for old in self._superseded():
-            shutil.rmtree(old.path)
+            try:
+                shutil.rmtree(old.path)
+            except OSError as error:
+                logger.warning("checkpoint %s stays, it cannot be removed: %s", old.path, error)
         made = Checkpoint(path=final, step=step, delivery=delivery, seal=manifest["seal"])
         self._intact.append(made)
         return made
@@ -164,7 +167,8 @@ class CheckpointStore:
 
     def release(self) -> None:
         """Leaves the checkpoint that was held to the rules of all."""
-        (self.root / _HELD).unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that may only be read: one checkpoint more stays
+            (self.root / _HELD).unlink(missing_ok=True)
 
     def _held(self) -> int | None:
         return self._marked(_HELD)

@@ -236,7 +236,6 @@ class Learner(ShardedModel):
         return [row for mine in self.on_each("made_rows", rows) for row in mine]
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
-        self._dump_dir.mkdir(parents=True, exist_ok=True)
         path = self._dump_dir / "non_finite_rows.npz"
         arrays = {}
         for i, row in enumerate(rows):
@@ -244,8 +243,13 @@ class Learner(ShardedModel):
                 arrays[f"row{i}/{name}"] = getattr(row, name)
             arrays[f"row{i}/temperature"] = np.array(row.temperature)
             arrays[f"row{i}/source"] = np.array(row.source)
-        np.savez(path, **arrays)
+        try:
+            self._dump_dir.mkdir(parents=True, exist_ok=True)
+            np.savez(path, **arrays)
+        except OSError as error:
+            where = f"cannot be written to {path}: {error}"
+        else:
+            where = f"are in {path} (numpy.load)"
         return NonFiniteError(
-            f"{what}; training stops before the weights are touched. The {len(rows)} rows are in "
-            f"{path} (numpy.load)"
+            f"{what}; training stops before the weights are touched. The {len(rows)} rows {where}"
         )

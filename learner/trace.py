@@ -12,6 +12,7 @@ CUDA, its kernels, below spans of the same labels.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distill.errors import ConfigError
+logger = logging.getLogger(__name__)
 
 # Whether a trace is on. It is of the whole process, as PyTorch's profiler is.
 _tracing = False
@@ -68,10 +69,8 @@ def traced(path: Path | None) -> Iterator[None]:
     """Writes a Chrome trace of the block to `path` (JSON), whole or not at all; None: no trace.
 
     A block that raises leaves no file. One trace at a time, of the thread that asked for it (and
-    of autograd's). It takes memory for each operator called: one step's, not a run's.
-
-    Raises:
-        ConfigError: it cannot be written, at the start where that is known by then.
+    of autograd's). It takes memory for each operator called: one step's, not a run's. A trace that
+    cannot be written is reported in the log; the block runs all the same.
     """
     global _tracing
     if path is None:
@@ -83,7 +82,9 @@ def traced(path: Path | None) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
     except OSError as error:
-        raise _unwritable(path, str(error)) from error
+        _report(path, str(error))
+        yield
+        return
     _tracing = True
     try:
         with profile(activities=_activities()) as profiler:
@@ -120,13 +121,15 @@ def _write(profiler: profile, partial: Path, path: Path) -> None:
     try:
         profiler.export_chrome_trace(str(partial))
         # PyTorch reports a disk that is full to its log alone.
-        if not _ended(partial):
-            raise _unwritable(path, "it was cut short")
-        partial.replace(path)
+        if _ended(partial):
+            partial.replace(path)
+        else:
+            _report(path, "it was cut short")
     except (OSError, RuntimeError) as error:
-        raise _unwritable(path, str(error)) from error
+        _report(path, str(error))
     finally:
-        partial.unlink(missing_ok=True)
+        for left in path.parent.glob(f"{partial.name}*"):  # PyTorch's own file, too
+            left.unlink(missing_ok=True)
 
 
 def _ended(partial: Path) -> bool:
@@ -136,8 +139,5 @@ def _ended(partial: Path) -> bool:
         return file.read().rstrip().endswith(b"}")
 
 
-def _unwritable(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot write the trace {path}: {why}. Give a path on a disk with room for it",
-        field="out",
-    )
+def _report(path: Path, why: str) -> None:
+    logger.warning("cannot write the trace %s: %s", path, why)

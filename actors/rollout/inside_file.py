@@ -19,7 +19,8 @@ class InsideFile:
 
     def __init__(self, path: str | Path, num_problems: int) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._since_P = np.memmap(path, np.float64, "w+", shape=(max(1, num_problems),))
+        np.zeros(max(1, num_problems)).tofile(path)  # no holes: a full disk shows here, not later
+        self._since_P = np.memmap(path, np.float64, "r+")
         self._episodes_P = [0] * num_problems
 
     @asynccontextmanager

@@ -25,6 +25,7 @@ from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.fleet import Fleet
+from distill.errors import CheckpointError
 from distill.rewards.model_reward import REWARD_MODEL
 
 # Problems of an evaluation whose responses are kept with keep=sample.
@@ -176,7 +177,13 @@ class Evaluations(NoEvaluations):
                 )
             return
         if self._config.checkpoint.keep_best is not None:
-            self._context.directory.store.hold(step)
+            try:
+                self._context.directory.store.hold(step)
+            except CheckpointError as error:  # a full disk
+                self._context.progress.note(
+                    f"WARNING: the checkpoint of step {step}, which is evaluated, may be dropped "
+                    f"meanwhile: {error}"
+                )
         version, self._pinned = pinned
         self._running = self._beside(
             self._measured(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError, ConfigError
 from learner.checkpoint import Best, CheckpointStore
+
+logger = logging.getLogger(__name__)
 
 # Metrics for which smaller is better: divergences and losses.
 _SMALLER = re.compile(r"(^|[/_])(kl|nll|loss)($|[/_])")
@@ -20,6 +23,7 @@ class BestCheckpoint:
     def __init__(self, store: CheckpointStore, metric: str | None) -> None:
         self._store, self._metric = store, metric
         self._found: Best | None = None  # whose checkpoint is not saved yet
+        self._unmarked: Best | None = None  # whose checkpoint is saved; the disk took no mark
         self._writing: int | None = None
 
     @property
@@ -35,6 +39,7 @@ class BestCheckpoint:
         """
         if self.due:
             self.pass_over()
+        self._mark()
         step = int(metrics["step"])
         if self._metric is None or not any(name in metrics for name in _EVALUATIONS):
             return
@@ -46,7 +51,7 @@ class BestCheckpoint:
                 field="checkpoint.keep_best",
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
-        best = self._found or self._store.best()
+        best = self._found or self._unmarked or self._store.best()
         if step and (best is None or best.metric != found.metric or self._better(found, best)):
             self._found = found
             self.saved({each.step for each in self._store.complete()})
@@ -62,8 +67,8 @@ class BestCheckpoint:
     def saved(self, steps: set[int]) -> None:
         """Record that checkpoints of these steps exist."""
         if self._found is not None and self._found.step in steps:
-            self._store.mark_best(self._found)
-            self._found = None
+            self._unmarked, self._found = self._found, None
+            self._mark()
         if self._writing in steps:
             self._writing = None
 
@@ -72,6 +77,17 @@ class BestCheckpoint:
         if self._found is not None and not self.due:
             self.pass_over()
         self._writing = None
+
+    def _mark(self) -> None:
+        """Mark the best checkpoint in the store; on a full disk at a later line of metrics."""
+        if self._unmarked is None:
+            return
+        try:
+            self._store.mark_best(self._unmarked)
+        except CheckpointError as error:
+            logger.warning("step %d is not marked as the best yet: %s", self._unmarked.step, error)
+        else:
+            self._unmarked = None
 
     def _better(self, one: Best, other: Best) -> bool:
         if _SMALLER.search(one.metric):

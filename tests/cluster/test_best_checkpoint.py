@@ -12,6 +12,7 @@ from cluster.run_files.best_checkpoint import BestCheckpoint
 from distill.errors import CheckpointError, ConfigError
 from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
+from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
 
 
@@ -186,3 +187,16 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
     for step in ("6", "new"):
         with pytest.raises(CheckpointError):
             trained_model(f"{run}:{step}")
+
+
+def test_a_mark_that_a_full_disk_does_not_take_is_made_later(store: CheckpointStore) -> None:
+    watch = BestCheckpoint(store, "eval/accuracy")
+    watch.see({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.5})
+    save(store, 2)
+    with files_of_at_most(0):
+        watch.saved({2})
+        watch.see({"step": 3, "train/loss": 1.0})
+    assert store.best() is None and not watch.due
+    watch.see({"step": 4, "time/eval": 1.0, "eval/accuracy": 0.4})
+    best = store.best()
+    assert best is not None and best.step == 2 and not watch.due
