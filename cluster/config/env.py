@@ -129,7 +129,7 @@ class EnvSettings:
         if self.reward.function is not None and not self.env.judges:
             raise ConfigError(
                 f"reward={self.reward.function} changes nothing: env={type(self.env).__name__} has "
-                "rewards of its own",
+                "rewards of its own; leave it out",
                 field="reward.function",
             )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
