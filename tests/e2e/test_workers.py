@@ -179,7 +179,7 @@ def test_a_worker_that_fails_while_others_wait_for_it_takes_all_back(
 def test_whatever_work_of_the_learner_fails_takes_it_back_to_the_checkpoint(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the handshake, in a push, in a canary, while a checkpoint is copied."""
+    """Its scores, a push, a canary, the copy for a checkpoint."""
     out, broken = tmp_path / "run", tmp_path / "broken"
     broken.mkdir()
     monkeypatch.setenv(BROKEN, str(broken))
