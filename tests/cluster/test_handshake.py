@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -446,8 +446,14 @@ class Shaken:
             logprobs=parties.learner_logprobs,
             teacher_logprobs=lambda name, rows_D: copy and copy(rows_D),
         )
+
+        async def answer(_what: str, call: Awaitable[Any]) -> Any:
+            return await call
+
         self._parties: Any = SimpleNamespace(
-            driver=SimpleNamespace(run=lambda what, coroutine: asyncio.run(coroutine)),
+            driver=SimpleNamespace(
+                run=lambda what, coroutine: asyncio.run(coroutine), answer_of_learner=answer
+            ),
             pool=pools.__getitem__, learner=Handle(learner),
         )  # fmt: skip
         self.printed = io.StringIO()

@@ -16,6 +16,7 @@ from tests.e2e.harness import REPOSITORY, metrics, opd_arguments
 # Runs a script, and sends Ctrl-C when a module is looked for.
 _INTERRUPTED = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs in the background
 class Interrupt:
     def find_spec(name, *_):
         if name == module:
