@@ -184,7 +184,8 @@ class Rollouts:
                 row.place
                 for rows_B, counted in batches
                 for row in rows_B
-                if counted and (row.place.segment > 0 or not row.ends_sequence)  # it has others
+                # Its sequence has other rows.
+                if counted and (row.place.segment > 0 or not row.ends_sequence)
             ]
             for batches in part.dealt
         ]

@@ -21,8 +21,10 @@ _STEPS_AFTER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A death, and the seconds until another served in its place, since it was noticed; None:
-    none did in time."""
+    """A death, and the seconds from its notice until another served in its place.
+
+    `seconds` is None if none did in time.
+    """
 
     who: str
     seconds: float | None

@@ -69,12 +69,12 @@ def claimed_directory(
     require_own()
     with locked(path, say, OTHER_JOB_S):
         require_own()  # the other process may have been a run
+        marker.touch()  # first: whoever is killed while it empties the directory may try again
         for each in () if keep else path.iterdir():
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each)
-            elif each.name != LOCK:
+            elif each.name not in (LOCK, marker.name):
                 each.unlink()
-        marker.touch()
         yield path
 
 

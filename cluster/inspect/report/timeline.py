@@ -67,8 +67,10 @@ def timeline(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _in_order(events: Sequence[Row]) -> Iterator[Row]:
-    """The events, of which none is earlier than the one before: where the clock was set back, or is
-    that of another host, it goes on from there."""
+    """The events with times that never go back.
+
+    Where a clock was set back, or that of the next host is behind, they go on from the last one.
+    """
     shift, last = 0.0, -math.inf
     for event in events:
         shift = max(shift, last - event["t"])
