@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from tests.agents import CALCULATE
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
+from tests.waiting import until
 
 TOKENIZER = chat_tokenizer()
 
@@ -230,18 +230,12 @@ os.rename("pids.new", "pids")
 
 def pids(folder: Path) -> list[int]:
     """The agent and its child, once they are noted."""
-    deadline = time.monotonic() + 60
-    while not (folder / "pids").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until((folder / "pids").exists)
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
 def end(processes: list[int]) -> None:
-    deadline = time.monotonic() + 30
-    while any(map(runs, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(map(runs, processes)))
 
 
 def runs(process: int) -> bool:
@@ -275,6 +269,7 @@ def test_an_agent_s_children_end_with_it(folder: Path, ends: str) -> None:
 WORKER = """
 import asyncio, sys
 from actors.envs.agent_process import AgentProgram
+from tests.waiting import until
 
 program = AgentProgram(command=sys.argv[1], directory=".", time_s=600, memory_mb=4096)
 print(asyncio.run(program.run({}, {})), flush=True)

@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
 from tests.leftovers import gone
 from tests.refusals import refuses
+from tests.waiting import until
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
@@ -184,10 +184,7 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
             [part] = [child for child in family if "detokenizer" in " ".join(child.cmdline())]
             directory = private_directory_of([psutil.Process(server.pid), *family])
             part.kill()
-            deadline = time.monotonic() + 120
-            while server.running:
-                assert time.monotonic() < deadline, "the server lives on without its detokenizer"
-                time.sleep(0.2)
+            until(lambda: not server.running, failing="it lives on without its detokenizer")
             assert "its detokenizer was killed" in server.obituary()
             assert str(log) in server.obituary() and "before this one" not in server.obituary()
             assert "coredumps before exiting" not in log.read_text(), "it waited for diagnostics"
@@ -272,7 +269,9 @@ def test_a_server_that_takes_too_long_is_ended(
     server = SglangServer(
         flags(tiny_pair.student), environment=CPU, log_path=tmp_path / "s.log", start_deadline_s=0.5
     )
-    inherits = psutil.Process(server.pid).environ()
+    process = psutil.Process(server.pid)
+    until(process.environ)  # empty for a moment: Popen returns in the middle of the exec
+    inherits = process.environ()
     assert inherits["PATH"] == os.environ["PATH"] and inherits.items() >= CPU.items()
     assert not exported.keys() & inherits.keys(), "variables that break a server"
     with pytest.raises(EngineError):

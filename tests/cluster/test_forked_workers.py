@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import ray
 
 from cluster.placement import fork_server
 from cluster.placement.forked_workers import SETTING
+from tests.waiting import until
 
 TELL = """
 import json, os, random, signal, sys, tempfile
@@ -37,6 +37,7 @@ exec(sys.argv[1])
 START = """
 import os, sys
 from cluster.placement import forked_workers
+from tests.waiting import until
 forked_workers.no_gpu_here = lambda: True
 parent = forked_workers.parent_of_workers()
 parent.start()
@@ -131,10 +132,3 @@ def test_workers_of_a_ray_that_is_started_here_are_forks(ray_cluster: None) -> N
     process.suspend()
     ray.kill(actor)
     until(lambda: not process.is_running())
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

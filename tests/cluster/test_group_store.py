@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.queues import queue_here, queue_on_ray
 from tests.samples import group, packed
 from tests.simulated_run import SimulatedRun
 from tests.simulation import simulated_time
+from tests.waiting import until
 
 # Only against hangs.
 DEADLINE_S = 120.0
@@ -132,10 +132,7 @@ def kept_ids(journal: Path) -> set[int]:
 
 
 def wait_until_kept(journal: Path, count: int) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while len(kept_ids(journal)) < count:
-        assert time.monotonic() < until, f"groups {kept_ids(journal)} of {count} are on disk"
-        time.sleep(0.05)
+    until(lambda: len(kept_ids(journal)) >= count, failing=f"not {count} groups are on disk")
 
 
 @pytest.mark.parametrize("make", [group, long_group], ids=["in the call", "in the object store"])
@@ -228,11 +225,7 @@ def test_a_disk_that_takes_nothing_costs_no_more_than_before(
     (tmp_path / "groups").write_text("in the way")
     queue = new_queue(on_ray=True)
     deliver(queue, 4)
-    until = time.monotonic() + DEADLINE_S
-    while not (said := get(queue.status()).unkept):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    assert "groups" in said
+    until(lambda: "groups" in get(queue.status()).unkept)
     assert queue.take(TrainedGroups()).group_ids == [0, 1]
     kill_queue(queue)
     assert get(queue.status()).pending == [0, 1, 2, 3]

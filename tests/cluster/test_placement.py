@@ -26,6 +26,7 @@ from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.leftovers import living_actors
 from tests.refusals import refuses
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -52,13 +53,6 @@ def reserve(
 
 def start(placement: Placement, role: str, index: int, **options: Any) -> Any:
     return ray.remote(Member).options(**placement.options(role, index), **options).remote()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.05)
 
 
 _heads: list[LocalHead] = []
@@ -93,7 +87,7 @@ def test_members_start_in_the_bundles_that_were_reserved() -> None:
         ResourceDemand(name="worker", count=3, resources={"CPU": 0}),
     )
     reserve(mine)
-    eventually(lambda: free_cpus() == 4)  # Ray tells it a moment later
+    until(lambda: free_cpus() == 4)  # Ray tells it a moment later
     policies = [start(mine, "policy", i) for i in range(2)]
     groups = ray.get([actor.group.remote() for actor in policies])
     assert groups[0] and groups[0] == groups[1]
@@ -103,7 +97,7 @@ def test_members_start_in_the_bundles_that_were_reserved() -> None:
     assert free_cpus() == 4, "a member took what was not its bundle's"
     mine.release()
     mine.release()
-    eventually(lambda: free_cpus() == 8)
+    until(lambda: free_cpus() == 8)
 
 
 def test_a_member_with_a_span_shares_the_bundles_of_as_many_others() -> None:
@@ -190,7 +184,7 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
         reserve(mine, 2, said.append)
     assert said[-1].startswith("waiting for policy (3 x 1 CPU): the cluster has 8 CPU, 0 GPU on 1")
     assert said[-1].endswith("s of 2 s")
-    eventually(lambda: free_cpus() == 2)  # the learner's bundle is free again
+    until(lambda: free_cpus() == 2)  # the learner's bundle is free again
     polls = iter([others.release])
     reserve(mine, poll=lambda: next(polls, lambda: None)())
     mine.release()
@@ -209,10 +203,10 @@ def test_two_runs_that_each_hold_what_the_other_waits_for_start_one_after_the_ot
     runs = run("first", 3, 4), run("second", 3, 3)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(reserve, runs[0])
-        eventually(lambda: holds("first"))  # 3 of 8 CPUs, as the third run; it lacks 4
+        until(lambda: holds("first"))  # 3 of 8 CPUs, as the third run; it lacks 4
         others[0].release()
         second = threads.submit(reserve, runs[1])
-        eventually(lambda: holds("second"))  # 3 CPUs; it lacks 3
+        until(lambda: holds("second"))  # 3 CPUs; it lacks 3
         others[1].release()
         wait([first, second], return_when=FIRST_COMPLETED)
         assert first.done() != second.done()
@@ -239,7 +233,7 @@ def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
     with pytest.raises(KeyboardInterrupt):
         reserve(placement(ResourceDemand(name="policy", count=3, resources=ONE)), poll=interrupt)
     others.release()
-    eventually(lambda: free_cpus() == 8)
+    until(lambda: free_cpus() == 8)
     time.sleep(1)
     assert free_cpus() == 8, "what was given up was reserved after all"
 
@@ -263,12 +257,12 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     mine = placement(ResourceDemand(name="policy", count=1, resources=ONE))
     reserve(mine)
     assert mine.add("policy") == 1
-    eventually(lambda: mine.ready("policy", 1))
+    until(lambda: mine.ready("policy", 1))
     added = start(mine, "policy", 1)
     assert ray.get(added.group.remote())
-    eventually(lambda: free_cpus() == 6)
+    until(lambda: free_cpus() == 6)
     mine.remove("policy", 1)
-    eventually(lambda: free_cpus() == 7)
+    until(lambda: free_cpus() == 7)
     mine.release()
 
 
@@ -314,7 +308,7 @@ import json, ray
 from ray.cluster_utils import Cluster
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
-from tests.cluster.test_placement import eventually
+from tests.waiting import until
 class Member:
     def node(self):
         return ray.get_runtime_context().get_node_id()
@@ -333,11 +327,11 @@ members = [kind.options(**mine.options("policy", i), **forever).remote() for i i
 before = ray.get([member.node.remote() for member in members])
 lost = next(worker for worker in workers if worker.node_id == before[1])
 cluster.remove_node(lost, allow_graceful=False)
-eventually(lambda: not mine.ready("policy", 1))
+until(lambda: not mine.ready("policy", 1))
 others = mine.ready("policy", 0)
 lacking = mine.lacking("policy", 1)
 new = cluster.add_node(num_cpus=1, resources={"work": 1}).node_id
-eventually(lambda: mine.ready("policy", 1))
+until(lambda: mine.ready("policy", 1))
 after = ray.get([member.node.remote() for member in members], timeout=120)
 ray.kill(members[1])
 again = ray.get(kind.options(**mine.options("policy", 1)).remote().node.remote(), timeout=120)
@@ -356,6 +350,7 @@ from cluster.hosts.actors import early_on_all_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.gpu_seer import Seer
+from tests.waiting import until
 ray.init(address="local", num_cpus=12, num_gpus=6, include_dashboard=False)
 half = {"CPU": 1, "GPU": 0.5}
 mine = Placement(

@@ -57,6 +57,7 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.refusals import refuses
+from tests.waiting import until
 from tests.weights import gather_all, shared
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -408,7 +409,7 @@ def test_a_push_waits_for_the_engine_that_reads_its_copy(engines, learner: Learn
     joiner = {"policy engine 1": pair["policy engine 1"]}
     on_all(joiner, "hold")
     joining = calls.in_thread(lambda: publish.join(joiner), "join")
-    wait_for(lambda: calls.get(joiner["policy engine 1"].asked.remote()) == [0])
+    until(lambda: calls.get(joiner["policy engine 1"].asked.remote()) == [0])
     releasing = threading.Timer(0.1, on_all, (joiner, "release"))
     releasing.start()
     sent(publish, learner.weights(), 1)
@@ -419,13 +420,6 @@ def test_a_push_waits_for_the_engine_that_reads_its_copy(engines, learner: Learn
     releasing.join()
     gap = publish.settle()
     assert gap is not None and gap < 1e-5
-
-
-def wait_for(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Sleeper(EmbeddedEngine):

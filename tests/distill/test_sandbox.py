@@ -18,6 +18,7 @@ from distill.errors import ConfigError
 from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 from distill.sandbox.seccomp import filter_program
 from tests.refusals import refuses
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -337,14 +338,10 @@ from distill.sandbox.sandbox import SandboxLimits, run_python
 asyncio.run(run_python({source!r}, limits=SandboxLimits(wall_s=600)))
 """
     ours = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 60
-    while len(alive(mark)) < 2 and time.monotonic() < deadline:  # ours has it in its own arguments
-        time.sleep(0.05)
+    until(lambda: len(alive(mark)) == 2)  # ours has it in its own arguments
     ours.kill()
     ours.wait()
-    while alive(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(mark)
+    until(lambda: not alive(mark))
 
 
 @pytest.mark.parametrize(
@@ -366,6 +363,7 @@ def test_without_namespaces_it_is_refused() -> None:
     code = """
 import asyncio
 from distill.sandbox.sandbox import require_sandbox, run_python
+from tests.waiting import until
 for call in (require_sandbox, lambda: asyncio.run(run_python("print('ran')"))):
     try:
         call()

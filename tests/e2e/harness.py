@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import cluster.run
 from cluster.config.recipes import make
 from cluster.queue.journal import read_journal
 from cluster.run_files.metric_table import described
+from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 # Against hangs only: no test asserts how long a run takes. Longer than the 600 s that an engine may
@@ -119,12 +119,8 @@ def process_of(who: str, out: Path) -> int:
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Waits for a condition of a running process; fails with its output if it ends first."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not ready():
-        if process.poll() is not None:
-            raise AssertionError(f"the run ended too early:\n{process.communicate()[0]}")
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.05)
+    until(lambda: ready() or process.poll() is not None, within_s=DEADLINE_S)
+    assert process.poll() is None or ready(), f"it ended too early:\n{process.communicate()[0]}"
 
 
 def trained_groups(out: Path) -> list[int]:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,13 +28,13 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 )
 from ray.core.generated import gcs_pb2
 
+from tests.waiting import until
+
 # Ray replaces 127.0.0.1 by the machine's own address; any other loopback address it keeps.
 HOST = "127.0.0.2"
 _REPOSITORY = Path(__file__).parents[2]
 _ALIVE = gcs_pb2.DESCRIPTOR.message_types_by_name["GcsNodeInfo"].enum_values_by_name["ALIVE"].number
 _NODE_ID = "RAY_OVERRIDE_NODE_ID_FOR_TESTING"
-# Against hangs only: a head is up in seconds.
-_DEADLINE_S = 120.0
 # Ray gives its own parts seconds to find each other, which a machine that stands still takes away.
 _STARTS = 3
 
@@ -217,11 +216,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], ports: Sequence[int], log: Path) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not (all(map(_listens, ports)) and "Ray runtime started" in log.read_text()):
+    def up() -> bool:
         assert process.poll() is None, f"the head ended:\n{log.read_text()}"
-        assert time.monotonic() < deadline, f"the head is not up:\n{log.read_text()}"
-        time.sleep(0.1)
+        return all(map(_listens, ports)) and "Ray runtime started" in log.read_text()
+
+    until(up, failing=f"the head is not up: see {log}")
 
 
 def _listens(port: int) -> bool:

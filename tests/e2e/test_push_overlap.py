@@ -24,6 +24,7 @@ from learner.learner import Learner
 from learner.plan import Part
 from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, distil, events, metrics, trained_groups
+from tests.waiting import until
 
 STEPS, PER_STEP = 4, 2
 
@@ -79,11 +80,11 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
     out, step = tmp_path / "run", Learner.step
 
     def step_late(self: Learner, *parts: Part) -> dict[str, float]:
-        deadline = time.monotonic() + DEADLINE_S
         ahead = self.worker.rollouts._ahead
-        while taken(out) == 1 and len(ahead) < 2 * PER_STEP:
-            assert time.monotonic() < deadline, f"of the next step only {list(ahead)} are fetched"
-            time.sleep(0.02)
+        until(
+            lambda: taken(out) > 1 or len(ahead) == 2 * PER_STEP,
+            failing="the groups of the next step are not fetched",
+        )
         return step(self, *parts)
 
     monkeypatch.setattr(Learner, "step", step_late)
@@ -134,10 +135,10 @@ def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
         steps += 1
         if steps == 2:
             calls.kill(policies["policy engine 1"])
-            deadline = time.monotonic() + DEADLINE_S
-            while not any(e["who"] == "policy engine 1" for e in events(out, "restart")):
-                assert time.monotonic() < deadline, "it waits for the learner"
-                time.sleep(0.02)
+            until(
+                lambda: any(e["who"] == "policy engine 1" for e in events(out, "restart")),
+                failing="it waits for the learner",
+            )
         return learnt(self, *parts)
 
     made = Publisher.__init__

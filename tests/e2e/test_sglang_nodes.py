@@ -43,6 +43,7 @@ import psutil, ray
 from ray.cluster_utils import Cluster
 from cluster.train import main
 from tests.e2e.harness import events, metrics
+from tests.waiting import until
 
 out, arguments = Path(sys.argv[1]), sys.argv[2:]
 cluster = Cluster()
@@ -51,10 +52,6 @@ for _ in range(2):
     cluster.add_node(num_cpus=1)
 cluster.connect()
 seen = {}
-
-def until(ready):
-    while not ready():
-        time.sleep(0.1)
 
 def lose_a_node_s_processes():
     until(lambda: len(metrics(out)) >= 2)

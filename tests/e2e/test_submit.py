@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from actors.sglang.installed import sglang_installed
 from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments, trained_groups
 from tests.e2e.ray_head import Head, ray_head
+from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,13 +49,6 @@ def output_of(job: subprocess.Popen[str]) -> tuple[int, str]:
     finally:
         job.kill()
     return job.returncode, output
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.1)
 
 
 def summary(out: Path) -> dict:
@@ -97,9 +90,9 @@ def test_a_stopped_job_leaves_a_checkpoint_and_is_resumed(
     assert code == 0, output
     (job,) = {job.submission_id for job in client.list_jobs()} - before
     assert job is not None
-    wait_until(lambda: len(metrics(out)) >= 2)
+    until(lambda: len(metrics(out)) >= 2)
     client.stop_job(job)
-    wait_until(lambda: client.get_job_status(job).is_terminal())
+    until(lambda: client.get_job_status(job).is_terminal())
     assert client.get_job_status(job) == JobStatus.STOPPED, client.get_job_logs(job)
     done = len(metrics(out))
     assert summary(out)["status"] == "interrupted", client.get_job_logs(job)
