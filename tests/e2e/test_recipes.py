@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.config.recipes import make
+from cluster.config.on_policy import MOST_REPLACED
 from cluster.inspect.audit import audit
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
@@ -148,7 +148,7 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     assert steps[-1]["sft/nll"] < steps[0]["sft/nll"]
     assert all(step["train/updates"] == 2 for step in steps)
     assert "opd/reverse_kl" not in steps[0]
-    bound = make("rl", student="s", prompts=prompts, out="o", **SMALL).most_replaced
+    bound = MOST_REPLACED * SMALL["prompts_per_step"]
     for step in steps:  # what has the answer has the format, which pays a twentieth
         assert step["env/format"] == pytest.approx(step["reward/mean"])
         assert step["reward/bonus"] >= 0.05 * step["env/format"] - 1e-6
