@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -77,24 +78,13 @@ def traced(path: Path | None) -> Iterator[None]:
         yield
         return
     assert not _tracing, "a trace is on already"
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-    except OSError as error:
-        _report(path, str(error))
-        yield
-        return
     _tracing = True
     try:
         with profile(activities=_activities()) as profiler:
             yield
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     finally:
         _tracing = False
-    _write(profiler, partial, path)
+    _write(profiler, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,27 +107,22 @@ def _activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *cuda]
 
 
-def _write(profiler: profile, partial: Path, path: Path) -> None:
+def _write(profiler: profile, path: Path) -> None:
     try:
-        profiler.export_chrome_trace(str(partial))
-        # PyTorch reports a disk that is full to its log alone.
-        if _ended(partial):
-            partial.replace(path)
-        else:
-            _report(path, "it was cut short")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # PyTorch leaves files of its own beside one that it cannot write.
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as directory:
+            made = Path(directory, path.name)
+            profiler.export_chrome_trace(str(made))
+            if not _ended(made):  # on a full disk, which PyTorch reports to its log alone
+                raise OSError("it was cut short")
+            made.replace(path)
     except (OSError, RuntimeError) as error:
-        _report(path, str(error))
-    finally:
-        for left in path.parent.glob(f"{partial.name}*"):  # PyTorch's own file, too
-            left.unlink(missing_ok=True)
+        logger.warning("cannot write the trace %s: %s", path, error)
 
 
-def _ended(partial: Path) -> bool:
+def _ended(made: Path) -> bool:
     """True if the JSON object is closed."""
-    with partial.open("rb") as file:
-        file.seek(max(0, partial.stat().st_size - 16))
+    with made.open("rb") as file:
+        file.seek(max(0, made.stat().st_size - 16))
         return file.read().rstrip().endswith(b"}")
-
-
-def _report(path: Path, why: str) -> None:
-    logger.warning("cannot write the trace %s: %s", path, why)
