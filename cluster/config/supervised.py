@@ -43,10 +43,10 @@ class SupervisedConfig(CommonConfig):
     section: ClassVar[Section] = Section.MODEL
     # Rows that stay together; 2: those of a pair.
     rows_per_unit: ClassVar[int] = 1
-    # Fields of its rows, what checks them, and the metrics of held-out rows.
+    # Fields of its rows, what checks them, and all metrics of held-out rows.
     row_fields: ClassVar[Collection[str]] = PAIR_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_pair)
-    measured: ClassVar[Collection[str]] = ("loss", "accuracy", "margin")
+    measured: ClassVar[Collection[str]] = ()
 
     steps: int = setting(
         at_least(1),
@@ -69,7 +69,7 @@ class SupervisedConfig(CommonConfig):
     def check_keep_best(self) -> None:
         """Raises ConfigError if evaluations do not measure `checkpoint.keep_best`."""
         known = {f"validation/{name}" for name in self.measured}
-        self.checkpoint.check_measured("validation/", known, own=True)
+        self.checkpoint.check_measured("validation/", known, own=False)
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
         """Readers of the rows of settings, and what checks a row's fields."""
@@ -102,7 +102,7 @@ class SftConfig(SupervisedConfig):
     section: ClassVar[Section] = Section.MODEL
     row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_example)
-    measured: ClassVar[Collection[str]] = ("loss", "nll")
+    measured: ClassVar[Collection[str]] = ("loss", "nll", "entropy")
 
 
 @chz.chz
@@ -132,6 +132,9 @@ class DpoConfig(SupervisedConfig):
 
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
+    measured: ClassVar[Collection[str]] = (
+        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_nll", "entropy",
+    )  # fmt: skip
 
     model: ReferredModelSettings = section_field(ReferredModelSettings)
     objective: PreferenceSettings = section_field(PreferenceSettings)
@@ -143,6 +146,9 @@ class RewardModelConfig(SupervisedConfig):
 
     section: ClassVar[Section] = Section.MODEL
     rows_per_unit: ClassVar[int] = 2
+    measured: ClassVar[Collection[str]] = (
+        "loss", "accuracy", "margin", "chosen_mean", "chosen_std", "rejected_mean", "rejected_std",
+    )  # fmt: skip
 
     @chz.validate
     def _reward_model_in_range(self) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config.output import CheckpointSettings
+from cluster.config.recipes import make
+from cluster.config.supervised import SupervisedConfig
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from distill.errors import CheckpointError, ConfigError
 from distill.model_paths import trained_model
@@ -171,6 +173,30 @@ def test_names_are_checked_before_the_run(metric: str | None, own: bool, good: b
         return
     with refuses(ConfigError, "checkpoint.keep_best"):
         settings.check_measured("eval/", KNOWN, own=own)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "other"),
+    [
+        ("sft", "validation/nll", "validation/accuracy"),
+        ("dpo", "validation/chosen_reward", "validation/nll"),
+        ("reward_model", "validation/chosen_std", "validation/entropy"),
+    ],
+)
+def test_a_recipe_s_held_out_rows_measure_what_it_names(
+    recipe: str, metric: str, other: str
+) -> None:
+    def check(keep_best: str) -> None:
+        settings = make(
+            recipe, model="m", data="d", out="o", eval_every=1, eval_size=2, keep_best=keep_best
+        )
+        assert isinstance(settings, SupervisedConfig)
+        settings.check_keep_best()
+
+    check(metric)
+    check(f"{metric}/source=a")
+    with refuses(ConfigError, "checkpoint.keep_best"):
+        check(other)
 
 
 def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:

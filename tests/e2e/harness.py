@@ -97,6 +97,12 @@ def evaluations(out: Path) -> list[dict[str, float]]:
     return [line for line in lines(out) if "time/step" not in line]
 
 
+def measured(validation: Mapping[str, float]) -> set[str]:
+    """Names of the metrics of held-out rows, without those of one source."""
+    names = {name.partition("/source=")[0] for name in validation}
+    return {name.removeprefix("validation/") for name in names} - {"time/validation"}
+
+
 def lines(out: Path) -> list[dict[str, Any]]:
     """All of metrics.jsonl. Fails for a metric that the table of metrics does not have."""
     path = out / "metrics.jsonl"

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.config.on_policy import MOST_REPLACED
+from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.inspect.audit import audit
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
-from tests.e2e.harness import distil, lines, train, write_rows
+from tests.e2e.harness import distil, lines, measured, train, write_rows
 from tests.e2e.judge import exact_reverse_kl
 from tests.e2e.objectives import POLICY_GRADIENT
 
@@ -251,6 +252,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     assert summaries[0]["best"] == marked
     for when in ("before", "after"):
         straightly, resumedly = (each[f"validation {when}"] for each in summaries)
+        assert measured(straightly) == set(DpoConfig.measured)
         for name in ("validation/loss", "validation/accuracy", "validation/margin"):
             assert straightly[name] == pytest.approx(resumedly[name], abs=1e-6)
 
@@ -274,6 +276,7 @@ def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path
         assert share * ones + (1 - share) * twos == pytest.approx(step["train/nll"], rel=1e-5)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     before, after = (summary[f"validation {when}"] for when in ("before", "after"))
+    assert measured(after) == set(SftConfig.measured)
     for of in ("", "/source=ones", "/source=twos"):
         assert after[f"validation/nll{of}"] < before[f"validation/nll{of}"]
     mean = (after["validation/nll/source=ones"] + after["validation/nll/source=twos"]) / 2

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.envs.judge_env import Judged
+from cluster.config.supervised import RewardModelConfig
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from distill.chat.template import chat_text
@@ -24,6 +25,7 @@ from tests.conftest import TinyPair
 from tests.e2e.harness import (
     events,
     lines,
+    measured,
     metrics,
     process_of,
     train,
@@ -90,6 +92,7 @@ def run(pair: TinyPair, out: Path, **settings: object) -> Path:
 def test_it_learns_what_is_preferred_and_says_so(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     after = summary["validation after"]
+    assert measured(after) == set(RewardModelConfig.measured)
     assert after["validation/accuracy"] == pytest.approx(1) and after["validation/margin"] > 1
     assert after["validation/loss"] < 0.3 < summary["validation before"]["validation/loss"]
     steps = metrics(trained)
