@@ -269,7 +269,6 @@ def test_an_agent_s_children_end_with_it(folder: Path, ends: str) -> None:
 WORKER = """
 import asyncio, sys
 from actors.envs.agent_process import AgentProgram
-from tests.waiting import until
 
 program = AgentProgram(command=sys.argv[1], directory=".", time_s=600, memory_mb=4096)
 print(asyncio.run(program.run({}, {})), flush=True)

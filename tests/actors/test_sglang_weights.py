@@ -109,6 +109,12 @@ class Served:
     def generate(self, num_samples: int = 3) -> list[Sample]:
         return self.run(self.engine.generate(ask(20, num_samples)))
 
+    async def samples(self, number: int) -> None:
+        """Returns when the server has sampled first tokens of so many responses."""
+        assert self.client is not None
+        while (await self.client.get("/v1/loads"))["loads"][0]["num_running_reqs"] < number:
+            await asyncio.sleep(0.01)
+
     def expect_whole(self, version: int) -> None:
         """The server serves this version, and nothing of another."""
         assert self.run(self.engine.info()).weight_version == version
@@ -180,7 +186,7 @@ def server(shared_server: Served) -> Iterator[Served]:
 async def push_in_the_middle(server: Served, requests: list[GenerateRequest]) -> Any:
     """(samples by request, the load's pause); the load begins when tokens have been sampled."""
     tasks = [asyncio.create_task(server.engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.3)
+    await server.samples(sum(request.num_samples for request in requests))
     pause = await server.engine.load_weights(server.weights(1), 1)
     unfinished = sum(not task.done() for task in tasks)
     return await asyncio.gather(*tasks), pause, unfinished
@@ -331,7 +337,7 @@ def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
 
     async def push_and_break() -> list[Sample] | BaseException:
         task = asyncio.create_task(server.engine.generate(LONG[0]))
-        await asyncio.sleep(0.1)
+        await server.samples(LONG[0].num_samples)
         with pytest.raises(EngineError):
             await server.engine.load_weights(server.weights(1), 1)
         [outcome] = await asyncio.gather(task, return_exceptions=True)

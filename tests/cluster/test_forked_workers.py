@@ -37,7 +37,6 @@ exec(sys.argv[1])
 START = """
 import os, sys
 from cluster.placement import forked_workers
-from tests.waiting import until
 forked_workers.no_gpu_here = lambda: True
 parent = forked_workers.parent_of_workers()
 parent.start()

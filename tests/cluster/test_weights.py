@@ -537,7 +537,7 @@ def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_free
     queue, troubled = Queue(), actor(Troubled, how)
     healthy = ray_engines(EmbeddedEngine)
     ray.get(healthy["policy engine 0"].info.remote())  # it has started: the deadline is the other's
-    timeout_s = 1.0 if how == "hangs" else TIMEOUT_S
+    timeout_s = 10.0 if how == "hangs" else TIMEOUT_S
     both = healthy | {"policy engine 1": troubled}
     publish = publisher(
         both, learner, queue, choice=choice, directory=str(tmp_path), timeout_s=timeout_s

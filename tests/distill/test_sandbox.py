@@ -363,7 +363,6 @@ def test_without_namespaces_it_is_refused() -> None:
     code = """
 import asyncio
 from distill.sandbox.sandbox import require_sandbox, run_python
-from tests.waiting import until
 for call in (require_sandbox, lambda: asyncio.run(run_python("print('ran')"))):
     try:
         call()
