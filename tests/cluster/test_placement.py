@@ -350,7 +350,6 @@ from cluster.hosts.actors import early_on_all_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.gpu_seer import Seer
-from tests.waiting import until
 ray.init(address="local", num_cpus=12, num_gpus=6, include_dashboard=False)
 half = {"CPU": 1, "GPU": 0.5}
 mine = Placement(
