@@ -23,8 +23,8 @@ from actors.sglang.turns import TurnTakingEngine
 from distill.engine import CheckpointDirectory, ScoreRequest
 from distill.errors import EngineError, EngineLost
 from distill.gpu_turn import GpuTurn
-from tests.e2e.harness import DEADLINE_S
 from tests.tiny import TinyPair, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 

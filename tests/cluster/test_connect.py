@@ -17,9 +17,10 @@ from cluster import train
 from cluster.placement.connect import connect
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, REPOSITORY
+from tests.e2e.harness import REPOSITORY
 from tests.e2e.ray_head import HOST, ray_head
 from tests.refusals import refuses
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 

@@ -23,10 +23,10 @@ from cluster.placement.local_head import LocalHead
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
 from distill.errors import ConfigError
-from tests.e2e.harness import DEADLINE_S, REPOSITORY
+from tests.e2e.harness import REPOSITORY
 from tests.leftovers import living_actors
 from tests.refusals import refuses
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.e2e
 

@@ -17,12 +17,9 @@ import cluster.run
 from cluster.config.recipes import make
 from cluster.queue.journal import read_journal
 from cluster.run_files.metric_table import described
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 REPOSITORY = Path(__file__).parents[2]
-# Against hangs only: no test asserts how long a run takes. Longer than the 600 s that an engine may
-# take to start: a run that waits for it on a busy machine does not hang.
-DEADLINE_S = 900
 
 
 def opd_settings(pair: Any, **overrides: object) -> dict[str, Any]:
@@ -125,7 +122,7 @@ def process_of(who: str, out: Path) -> int:
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Waits for a condition of a running process; fails with its output if it ends first."""
-    until(lambda: ready() or process.poll() is not None, within_s=DEADLINE_S)
+    until(lambda: ready() or process.poll() is not None)
     assert process.poll() is None or ready(), f"it ended too early:\n{process.communicate()[0]}"
 
 

@@ -23,8 +23,8 @@ from distill.errors import EngineError
 from learner.learner import Learner
 from learner.plan import Part
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, distil, events, metrics, trained_groups
-from tests.waiting import until
+from tests.e2e.harness import distil, events, metrics, trained_groups
+from tests.waiting import DEADLINE_S, until
 
 STEPS, PER_STEP = 4, 2
 

@@ -24,7 +24,6 @@ from distill.errors import NonFiniteError
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
-    DEADLINE_S,
     evaluations,
     events,
     finish,
@@ -37,6 +36,7 @@ from tests.e2e.harness import (
     wait_until,
 )
 from tests.e2e.impatient import NUMBERS
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 

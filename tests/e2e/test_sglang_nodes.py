@@ -20,13 +20,13 @@ from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
-    DEADLINE_S,
     REPOSITORY,
     events,
     metrics,
     opd_arguments,
     trained_groups,
 )
+from tests.waiting import DEADLINE_S
 
 pytestmark = [
     pytest.mark.e2e,

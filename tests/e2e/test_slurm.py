@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments, trained_groups
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, trained_groups
 from tests.e2e.ray_head import HOST
+from tests.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SRUN = """#!/usr/bin/env bash

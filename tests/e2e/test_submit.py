@@ -13,9 +13,9 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from actors.sglang.installed import sglang_installed
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments, trained_groups
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, trained_groups
 from tests.e2e.ray_head import Head, ray_head
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -21,7 +21,6 @@ from learner.lora import adapter_tensors, add_lora, save_adapter
 from tests.conftest import TinyPair
 from tests.e2e.broken_worker import BREAKS, BROKEN
 from tests.e2e.harness import (
-    DEADLINE_S,
     distil,
     events,
     finish,
@@ -36,6 +35,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE, POLICY_GRADIENT
 from tests.families import family_dir
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 

@@ -20,7 +20,8 @@ import pytest
 from actors.sglang.installed import sglang_installed
 from isotherm.shadowing import PACKAGES
 from tests.conftest import TinyPair
-from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments
+from tests.waiting import DEADLINE_S
 
 BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
