@@ -6,7 +6,6 @@ import importlib
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import StopReason, Trajectory, TrajectoryGroup
 from tests.samples import keep_step, segment_of
+from tests.waiting import until
 
 NewOpd = Callable[..., OpdConfig]
 NAMES = {"step": 3, "opd/reverse_kl": 0.5, "eval/pass@4": 0.25, "reward/mean/source=a.jsonl": 1.0}
@@ -171,13 +171,12 @@ def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
 
 def all_wandb_records(path: Path) -> list[Any]:
     """With `exit`, the last: its own process may be writing still when the run is finished."""
-    until = time.monotonic() + 120
-    while True:
-        records = wandb_records(path)
-        if any(each.WhichOneof("record_type") == "exit" for each in records):
-            return records
-        assert time.monotonic() < until, f"W&B wrote no end into {path}"
-        time.sleep(0.2)
+
+    def ended() -> bool:
+        return any(each.WhichOneof("record_type") == "exit" for each in wandb_records(path))
+
+    until(ended, failing=f"W&B wrote no end into {path}")
+    return wandb_records(path)
 
 
 def wandb_records(path: Path) -> list[Any]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.e2e.harness import (
     trained_groups,
     write_rows,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -120,8 +120,7 @@ def test_what_dies_meanwhile_costs_no_evaluation(
     out = tmp_path / "run"
 
     def kill() -> None:
-        while not events(out, "evaluation begins"):
-            time.sleep(0.02)
+        until(lambda: events(out, "evaluation begins"))
         os.kill(process_of(victim, out), signal.SIGKILL)
 
     killer = threading.Thread(target=kill, daemon=True)

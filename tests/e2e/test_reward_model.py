@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from actors.envs.judge_env import Judged
 from cluster.config.supervised import RewardModelConfig
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
+from cluster.recipes.observer import Observer, observed_by
+from cluster.runtime.driver import Signals
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
@@ -174,17 +175,14 @@ def test_a_checkpoint_is_evaluated_by_it(
 def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
 
-    def kill() -> None:
-        while not metrics(out):
-            time.sleep(0.05)
-        os.kill(process_of("reward model", out), signal.SIGKILL)
+    def kill(line: Mapping[str, float]) -> None:
+        if line["step"] == 1:
+            os.kill(process_of("reward model", out), signal.SIGKILL)
 
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
     rows = [{"prompt": f"{a}+1="} for a in range(12)]
     reward = f"model:{trained / 'final'}"
-    steps = rl(tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4)
-    killer.join()
+    with observed_by(Observer(line=kill, signals=Signals())):
+        steps = rl(tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4)
     assert len(steps) == 12
     assert [event["who"] for event in events(out, "death")] == ["reward model"]
     assert len([event for event in events(out, "start") if event["who"] == "reward model"]) == 2
