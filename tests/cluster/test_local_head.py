@@ -6,10 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 HEAD = """
 import sys
@@ -26,6 +28,16 @@ def head(start_s: int, end_s: int) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
+def raylets(head: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Raylets among its children, of which others may have ended meanwhile."""
+    found = []
+    for child in psutil.Process(head.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet":
+                found.append(child)
+    return found
+
+
 def test_a_ray_that_does_not_start_ends_with_its_head_and_says_nothing() -> None:
     with head(1, 30) as process:
         assert process.wait(60) == -signal.SIGALRM
@@ -37,9 +49,9 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
     with head(180, 2) as process:
         assert process.stdin is not None and process.stdout is not None
         assert "address" in json.loads(process.stdout.readline())
-        started = psutil.Process(process.pid).children()
-        [raylet] = [each for each in started if each.name() == "raylet"]
+        [raylet] = raylets(process)
         raylet.suspend()
+        started = psutil.Process(process.pid).children()
         process.stdin.close()  # the driver has ended
         assert process.wait(60) == -signal.SIGALRM
     _, alive = psutil.wait_procs(started, timeout=60)
@@ -53,13 +65,10 @@ def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> Non
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout and process.stderr
-        raylets, started = list[psutil.Process](), list[psutil.Process]()
-        while not raylets:  # which it waits for, and which never comes up
-            assert process.poll() is None
-            started = psutil.Process(process.pid).children()
-            raylets = [each for each in started if each.name() == "raylet"]
-            time.sleep(0.02)
-        raylets[0].suspend()
+        until(lambda: raylets(process) or process.poll() is not None)
+        [raylet] = raylets(process)  # which it waits for, and which never comes up
+        raylet.suspend()
+        started = psutil.Process(process.pid).children()
         process.stdin.close()
         process.stdout.close()
         assert process.wait(60) == -signal.SIGALRM
