@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -127,9 +128,7 @@ async def _handshake(
             )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(CalibrateConfig, calibrate, argv)
+main = partial(run_command, CalibrateConfig, calibrate)
 
 
 if __name__ == "__main__":

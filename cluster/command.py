@@ -19,9 +19,14 @@ Config = TypeVar("Config")
 
 
 def run_command(
-    config_class: type[Config], run: Callable[[Config, Console], None], argv: list[str] | None
+    config_class: type[Config],
+    run: Callable[[Config, Console], None],
+    argv: Sequence[str] | None = None,
 ) -> int:
-    """Parses `argv` into the settings, runs, and returns the exit code."""
+    """Parse `argv` (None: the process's) into the settings, run, and return the exit code.
+
+    A command's `main` is `partial(run_command, ItsConfig, its_function)`.
+    """
     arguments = sys.argv[1:] if argv is None else argv
 
     def checked(console: Console) -> None:

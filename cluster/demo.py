@@ -12,11 +12,6 @@ from cluster.config.demos import DemoConfig
 from cluster.run_files.out_directory import claimed_directory
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(DemoConfig, _run, argv)
-
-
 def _run(config: DemoConfig, console: Console) -> None:
     say = partial(console.print, highlight=False)
     with claimed_directory(config.out, "demo", say) as out:  # refused before seconds of imports
@@ -24,6 +19,8 @@ def _run(config: DemoConfig, console: Console) -> None:
 
         demo(config, out, console)
 
+
+main = partial(run_command, DemoConfig, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -260,9 +261,7 @@ def _table(config: EvaluateConfig, results: Results) -> Table:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(EvaluateConfig, evaluate, argv)
+main = partial(run_command, EvaluateConfig, evaluate)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -407,9 +408,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
         yield respond
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(SampleToSftConfig, sample_to_sft, argv)
+main = partial(run_command, SampleToSftConfig, sample_to_sft)
 
 
 if __name__ == "__main__":

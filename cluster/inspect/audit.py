@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,4 @@ def print_audit(config: AuditConfig, console: Console) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(AuditConfig, print_audit, argv)
+main = partial(run_command, AuditConfig, print_audit)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -402,9 +403,7 @@ class MachineError(IsothermError):
     """A run could not start on this machine."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(DoctorConfig, print_checks, argv)
+main = partial(run_command, DoctorConfig, print_checks)
 
 
 if __name__ == "__main__":

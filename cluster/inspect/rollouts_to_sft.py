@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,6 +160,4 @@ def _summary(
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(RolloutsToSftConfig, rollouts_to_sft, argv)
+main = partial(run_command, RolloutsToSftConfig, rollouts_to_sft)

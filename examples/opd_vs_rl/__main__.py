@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from rich.console import Console
 
@@ -10,16 +11,13 @@ from cluster.command import run_command
 from examples.opd_vs_rl.config import OpdVsRlConfig
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(OpdVsRlConfig, _run, argv)
-
-
 def _run(config: OpdVsRlConfig, console: Console) -> None:
     from examples.opd_vs_rl.race import measure  # Ray and torch: not for --help
 
     measure(config, console)
 
+
+main = partial(run_command, OpdVsRlConfig, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from rich.console import Console
 
@@ -10,16 +11,13 @@ from cluster.command import run_command
 from examples.show.config import ShowConfig
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(ShowConfig, _run, argv)
-
-
 def _run(config: ShowConfig, console: Console) -> None:
     from examples.show.tasks import show  # Ray and torch: not for --help
 
     show(config, console)
 
+
+main = partial(run_command, ShowConfig, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

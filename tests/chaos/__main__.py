@@ -21,6 +21,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+from functools import partial
+
 import chz
 from rich.console import Console
 
@@ -93,10 +95,7 @@ def _part(name: str, config: ChaosConfig, out: Path, seed: int) -> bool:
     return not monkey.problems
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(ChaosConfig, strike_all, argv)
-
+main = partial(run_command, ChaosConfig, strike_all)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -254,6 +255,4 @@ def _table(measured: Any) -> Table:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(ForecastConfig, forecast, argv)
+main = partial(run_command, ForecastConfig, forecast)

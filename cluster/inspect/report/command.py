@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,4 @@ def _serve(config: ReportConfig, port: int, console: Console) -> None:
         asyncio.run(live.serve(port, started))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(ReportConfig, report, argv)
+main = partial(run_command, ReportConfig, report)
