@@ -16,7 +16,7 @@ from cluster.config.common import CommonConfig
 from cluster.placement.places import LocalPlaces, Places
 from cluster.placement.roles import cpus_here, model_paths
 from cluster.recipes.context import RunContext
-from cluster.recipes.observer import present_observer
+from cluster.recipes.observer import Observer, present_observer
 from cluster.recipes.plan import RunPlan
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.notify import Notifier, receiver_of
@@ -59,85 +59,87 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
 @contextmanager
 def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
     """Connect to Ray and open everything that a run writes; summary.json records how it ends."""
-    config, directory, resume_from = plan.config, plan.directory, plan.resume_from
-    receiver = receiver_of(config.tracking.notify)
-    observer = present_observer()
-    started = time.monotonic()
-    with connected(config), observer.signals.installed():
-        directory.start(resume_from, plan.fork and plan.fork.to_json())
-        if resume_from:
-            console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
-        first_step = resume_from.step if resume_from else 0
-        directory.append_event("begin", step=first_step)
-        if plan.fork:
-            resume_from = plan.fork.begin(directory.store, plan.untrained)
-            console.print(f"starting from {plan.fork.described}", highlight=False)
-        progress = Progression(console, first_step, config.steps, bar=not config.cluster.local)
-        trackers = Trackers(
-            config.tracking,
-            directory,
-            chz.asdict(config),
-            first_step,
-            progress.note,
-            on_ray=not config.cluster.local,
-        )
-        notifier = Notifier(receiver, directory.path, progress.note)
-        context = RunContext(
-            config=config,
-            tokenizer=plan.tokenizer,
-            directory=directory,
-            resume_from=resume_from,
-            console=console,
-            observer=observer,
-            progress=progress,
-            trackers=trackers,
-            notifier=notifier,
-            best=BestCheckpoint(directory.store, config.checkpoint.keep_best),
-            last_step=first_step,
-        )
-        if forked_from := directory.forked_from:
-            context.summary["forked_from"] = forked_from
+    observer, started = present_observer(), time.monotonic()
+    with connected(plan.config), observer.signals.installed():
+        context = _context(plan, console, observer)
         status = 1
         try:
-            with progress:
+            with context.progress:
                 yield context
             status = 0
         except BaseException as raised:
-            error = raised
-            if isinstance(raised, Diverged):
-                if newest := directory.store.latest():
-                    raised.offer(directory.path, newest.step)
-            elif (
-                first_step
-                and resume_from
-                and not context.under_way
-                and isinstance(raised, RunFailed)
-            ):
-                error = failed_to_resume(raised, resume_from)
-            interrupted = isinstance(error, Interrupted)
-            if isinstance(error, Interrupted):
-                error.trained = context.under_way or first_step > 0
-                error.only_kept = config.only_keeps
-            if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
-                error.exit_code = 1  # 2 means that nothing was started
-            context.summary = {
-                "status": "interrupted" if interrupted else "failed",
-                "reason": f"{type(error).__name__}: {error}",
-                "seconds": time.monotonic() - started,
-                **context.summary,
-            }
-            try:
-                directory.write_json("summary.json", context.summary)
-            except CheckpointError as unwritten:  # the run's own error is the one to raise
-                progress.note(f"WARNING: {unwritten}")
+            error = _explained(raised, context)
+            _write_failure(context, error, time.monotonic() - started)
             if error is not raised:
                 raise error from raised
             raise
         finally:
             context.note_lost_output()
-            directory.append_event("end", status=context.summary.get("status"))
-            notifier.finish(context.summary, context.last_step)
-            trackers.finish(context.summary, status)
+            context.directory.append_event("end", status=context.summary.get("status"))
+            context.notifier.finish(context.summary, context.last_step)
+            context.trackers.finish(context.summary, status)
+
+
+def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
+    """Begin the run's records, or go on with them; a forked run's checkpoint is put in place."""
+    config, directory, resume_from = plan.config, plan.directory, plan.resume_from
+    directory.start(resume_from, plan.fork and plan.fork.to_json())
+    if resume_from:
+        console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
+    first_step = resume_from.step if resume_from else 0
+    directory.append_event("begin", step=first_step)
+    if plan.fork:
+        resume_from = plan.fork.begin(directory.store, plan.untrained)
+        console.print(f"starting from {plan.fork.described}", highlight=False)
+    on_ray = not config.cluster.local
+    progress = Progression(console, first_step, config.steps, bar=on_ray)
+    settings = chz.asdict(config)
+    return RunContext(
+        config=config,
+        tokenizer=plan.tokenizer,
+        directory=directory,
+        resume_from=resume_from,
+        console=console,
+        observer=observer,
+        progress=progress,
+        trackers=Trackers(
+            config.tracking, directory, settings, first_step, progress.note, on_ray=on_ray
+        ),
+        notifier=Notifier(receiver_of(config.tracking.notify), directory.path, progress.note),
+        best=BestCheckpoint(directory.store, config.checkpoint.keep_best),
+        last_step=first_step,
+        summary={"forked_from": origin} if (origin := directory.forked_from) else {},
+    )
+
+
+def _explained(raised: BaseException, context: RunContext) -> BaseException:
+    """The error that a run ends with, with what it has done so far and what can be resumed."""
+    error, checkpoint = raised, context.resume_from
+    if isinstance(raised, Diverged):
+        if newest := context.directory.store.latest():
+            raised.offer(context.directory.path, newest.step)
+    elif isinstance(raised, RunFailed) and not context.under_way and context.first_step:
+        assert checkpoint is not None, "its step is the first one"
+        error = failed_to_resume(raised, checkpoint)
+    if isinstance(error, Interrupted):
+        error.trained = context.under_way or context.first_step > 0
+        error.only_kept = context.config.only_keeps
+    if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
+        error.exit_code = 1  # 2 means that nothing was started
+    return error
+
+
+def _write_failure(context: RunContext, error: BaseException, seconds: float) -> None:
+    context.summary = {
+        "status": "interrupted" if isinstance(error, Interrupted) else "failed",
+        "reason": f"{type(error).__name__}: {error}",
+        "seconds": seconds,
+        **context.summary,
+    }
+    try:
+        context.directory.write_json("summary.json", context.summary)
+    except CheckpointError as unwritten:  # the run's own error is the one to raise
+        context.progress.note(f"WARNING: {unwritten}")
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
