@@ -99,20 +99,79 @@ class ChatStyle:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
-def load_prompts(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    context_length: int,
-    max_new_tokens: int,
-    teachers: Collection[str] = (),
-    teacher_context_length: int | None = None,
-    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
-    chat: ChatStyle | None = None,
-    feedback: FeedbackTemplate | None = None,
-    read: Callable[[str], Rows] = read_rows,
-) -> list[Prompt]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptContext:
+    """Models and limits of a run, for which prompts are rendered and checked.
+
+    Attributes:
+        vocab_size: the model's vocabulary size; ids are below it.
+        context_length: longest chain that the policy, and every model that scores, has room for.
+        max_new_tokens: longest response, or turn.
+        teachers: names of the teachers. A single named teacher also scores the rows that name none;
+            without names, `teacher` is ignored.
+        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+        teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
+            that `teacher_messages` go through; the run's own for a teacher that is not among them.
+        feedback: template of the teachers' context, filled in per episode; None: the context of the
+            problem's row.
+        read: reads the rows of a source, with the run's columns as the fields that are read.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    context_length: int
+    max_new_tokens: int
+    teachers: Collection[str] = ()
+    teacher_context_length: int | None = None
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    feedback: FeedbackTemplate | None = None
+    read: Callable[[str], Rows] = read_rows
+
+    @property
+    def teacher_room(self) -> int:
+        """Longest context of the teachers, in tokens."""
+        return self.teacher_context_length or self.context_length
+
+    def tokenizer_of(self, teacher: str) -> PreTrainedTokenizerBase:
+        """Tokenizer whose chat template writes what a teacher sees."""
+        return self.teacher_tokenizers.get(teacher, self.tokenizer)
+
+    def feedback_on(
+        self,
+        messages: Sequence[Message],
+        *,
+        teacher: str,
+        text: str = "",
+        answer: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        anew: bool = True,
+    ) -> FeedbackContext | None:
+        """Maker of the teacher's context for a prompt of messages, or of `text`.
+
+        None if the teacher sees the same context as the model.
+
+        Args:
+            anew: each episode begins with its own messages, which are like these.
+
+        Raises:
+            DataError: see `feedback_context`.
+        """
+        if self.feedback is None:
+            return None
+        return feedback_context(
+            self.feedback,
+            self.tokenizer_of(teacher),
+            text=text,
+            messages=messages,
+            tools=tools,
+            answer=answer,
+            room=self.teacher_room,
+            max_new_tokens=self.max_new_tokens,
+            anew=anew,
+        )
+
+
+def load_prompts(path: str, context: PromptContext, chat: ChatStyle | None = None) -> list[Prompt]:
     """Read, render and check every prompt of a source before anything expensive starts.
 
     A row has `prompt` (a string, encoded as it stands) or `messages`, in `prompt` as well
@@ -129,41 +188,18 @@ def load_prompts(
     Other fields are ignored, unless a name is nearly equal to one of these.
 
     Args:
-        vocab_size: the model's vocabulary size; ids are below it.
-        context_length: the policy's limit for prompt and response together, in tokens.
-        max_new_tokens: longest response.
-        teachers: names of the teachers. A single named teacher also scores the rows that name none;
-            without names, `teacher` is ignored.
-        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
-        teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
-            that `teacher_messages` go through; the run's own for a teacher that is not among them.
         chat: makes a chat of every prompt; None: strings are encoded as they stand.
-        feedback: template of the teachers' context, filled in per episode; None: the row's context.
-        read: reads the rows of the source at `path`.
 
     Raises:
         DataError: the message names the source, the row and the fault.
     """
-    teacher_limit = context_length if teacher_context_length is None else teacher_context_length
     prompts = []
-    for number, row in read(path):
+    for number, row in context.read(path):
         with located(f"{path}:{number}"):
             check_form(row)
-            row = with_chats(row)
-            prompt = _prompt(row, number, tokenizer, teachers, teacher_tokenizers or {}, chat)
-            seen_by_teacher_T = prompt.tokens_T
-            if prompt.teacher_tokens_T is not None:
-                seen_by_teacher_T = prompt.teacher_tokens_T
-                check_vocabulary(seen_by_teacher_T, vocab_size)
-            check_vocabulary(prompt.tokens_T, vocab_size)
-            _check_length("the prompt", prompt.tokens_T, "model", context_length, max_new_tokens)
-            _check_length(
-                "what the teacher sees", seen_by_teacher_T, "teacher", teacher_limit, max_new_tokens
-            )
-            if feedback is not None:
-                its_own = (teacher_tokenizers or {}).get(prompt.teacher, tokenizer)
-                prompt = _with_feedback(prompt, feedback, its_own, teacher_limit, max_new_tokens)
-        prompts.append(prompt)
+            prompt = _prompt(with_chats(row), number, context, chat)
+            _check_tokens(prompt, context)
+            prompts.append(_with_feedback(prompt, context))
     begun = sum(bool(prompt.messages) and is_begun(prompt.messages) for prompt in prompts)
     if begun:
         logger.warning(
@@ -186,19 +222,14 @@ def check_form(row: Mapping[str, Any]) -> None:
 
 
 def _prompt(
-    row: Mapping[str, Any],
-    number: int,
-    tokenizer: PreTrainedTokenizerBase,
-    teachers: Collection[str],
-    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
-    chat: ChatStyle | None,
+    row: Mapping[str, Any], number: int, context: PromptContext, chat: ChatStyle | None
 ) -> Prompt:
-    teacher, teacher_tokens_T, told = teacher_named(row, teachers), None, ""
+    teacher, teacher_tokens_T, told = teacher_named(row, context.teachers), None, ""
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
-        its_own = teacher_tokenizers.get(teacher, tokenizer)
+        its_own = context.tokenizer_of(teacher)
         teacher_tokens_T, chat_told, _ = _render(row, its_own, "teacher_", chat)
         told = chat_told or check_text(row, "teacher_prompt")
-    tokens_T, messages, tools = _render(row, tokenizer, "", chat)
+    tokens_T, messages, tools = _render(row, context.tokenizer, "", chat)
     return Prompt(
         tokens_T=tokens_T,
         messages=messages,
@@ -214,29 +245,34 @@ def _prompt(
     )
 
 
-def _with_feedback(
-    prompt: Prompt,
-    template: FeedbackTemplate,
-    tokenizer: PreTrainedTokenizerBase,
-    room: int,
-    max_new_tokens: int,
-) -> Prompt:
+def _check_tokens(prompt: Prompt, context: PromptContext) -> None:
+    seen_by_teacher_T = prompt.tokens_T
     if prompt.teacher_tokens_T is not None:
+        seen_by_teacher_T = prompt.teacher_tokens_T
+        check_vocabulary(seen_by_teacher_T, context.vocab_size)
+    check_vocabulary(prompt.tokens_T, context.vocab_size)
+    for what, tokens_T, model, room in (
+        ("the prompt", prompt.tokens_T, "model", context.context_length),
+        ("what the teacher sees", seen_by_teacher_T, "teacher", context.teacher_room),
+    ):
+        _check_length(what, tokens_T, model, room, context.max_new_tokens)
+
+
+def _with_feedback(prompt: Prompt, context: PromptContext) -> Prompt:
+    if context.feedback is not None and prompt.teacher_tokens_T is not None:
         raise DataError(
             "the row says what the teacher sees, and so does teacher.feedback; leave out "
             "`teacher_prompt` and `teacher_messages`, or the setting"
         )
-    context = feedback_context(
-        template,
-        tokenizer,
+    feedback = context.feedback_on(
+        prompt.messages,
+        teacher=prompt.teacher,
         text=prompt.text,
-        messages=prompt.messages,
-        tools=prompt.tools,
         answer=prompt.answer,
-        room=room,
-        max_new_tokens=max_new_tokens,
+        tools=prompt.tools,
+        anew=False,
     )
-    return replace(prompt, feedback=context)
+    return replace(prompt, feedback=feedback)
 
 
 def _render(

@@ -17,10 +17,9 @@ import chz
 
 from distill.chat.responses import response_text
 from distill.chat.template import Message
-from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome, feedback_context
+from distill.data.feedback import FeedbackContext, Outcome
 from distill.data.order import MixedPart, MixedStream, part_of
-from distill.data.prompts import ChatStyle, Prompt, load_prompts
-from distill.data.row_files import Rows, read_rows
+from distill.data.prompts import ChatStyle, Prompt, PromptContext, load_prompts
 from distill.data.sources import Source
 from distill.engine import Sample, SamplingModel
 from distill.errors import ConfigError, IsothermError, described
@@ -30,7 +29,7 @@ from distill.text.foreign import neutralised
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,62 +229,14 @@ class EnvDataset(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvContext:
+class EnvContext(PromptContext):
     """Facts of the run for which an environment is built.
 
     Attributes:
-        vocab_size: the model's vocabulary size; ids are below it.
-        context_length: longest chain that the policy, and every model that scores, has room for.
-        max_new_tokens: longest turn.
         reward: judges a response against an answer; a reward model only with `takes_reward_model`.
-        teachers: the names of the teachers; empty if they have none.
-        teacher_context_length: as `context_length`, for the teachers' contexts; None: the same.
-        teacher_tokenizers: by the teachers' names, if their templates are known; see
-            `load_prompts`.
-        feedback: template of the teachers' context, filled in per episode; None: the context of the
-            problem's row.
-        read: reads the rows of a source, with the run's columns as the fields that are read.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
-    context_length: int
-    max_new_tokens: int
     reward: Reward
-    teachers: Collection[str] = ()
-    teacher_context_length: int | None = None
-    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
-    feedback: FeedbackTemplate | None = None
-    read: Callable[[str], Rows] = read_rows
-
-    def feedback_on(
-        self,
-        messages: Sequence[Message],
-        *,
-        teacher: str,
-        answer: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> FeedbackContext | None:
-        """Maker of the teacher's context for episodes that begin with messages like these.
-
-        None if the teacher sees the same context as the model.
-
-        Raises:
-            DataError: see `feedback_context`.
-        """
-        if self.feedback is None:
-            return None
-        return feedback_context(
-            self.feedback,
-            self.teacher_tokenizers.get(teacher, self.tokenizer),
-            text="",
-            messages=messages,
-            tools=tools,
-            answer=answer,
-            room=self.teacher_context_length or self.context_length,
-            max_new_tokens=self.max_new_tokens,
-            anew=True,
-        )
 
     def reward_function(self) -> RewardFunction:
         """`reward`, for an environment that accepts only functions."""
@@ -298,19 +249,7 @@ class EnvContext:
         Raises:
             DataError: see `load_prompts`; or the reward cannot read an answer.
         """
-        prompts = load_prompts(
-            path,
-            self.tokenizer,
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            max_new_tokens=self.max_new_tokens,
-            teachers=self.teachers,
-            teacher_context_length=self.teacher_context_length,
-            teacher_tokenizers=self.teacher_tokenizers,
-            chat=chat,
-            feedback=self.feedback,
-            read=self.read,
-        )
+        prompts = load_prompts(path, self, chat)
         self.check_answers(path, ((prompt.line, prompt.answer) for prompt in prompts))
         return prompts
 

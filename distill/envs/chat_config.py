@@ -300,11 +300,10 @@ class ChatConfig(EnvConfig):
                 f"the longest turn, and at most the models' context of {setting.context_length}",
                 field="env.max_tokens",
             )
-        teacher_room = setting.teacher_context_length or setting.context_length
         return ChatLimits(
             max_turns=self.max_turns,
             max_tokens=longest,
-            teacher_tokens=teacher_room - setting.max_new_tokens,
+            teacher_tokens=setting.teacher_room - setting.max_new_tokens,
             time_s=self.time_s,
             tools=ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens),
         )

@@ -18,7 +18,7 @@ from cluster.demos.arithmetic import (
     write_prompts,
     write_sft,
 )
-from distill.data.prompts import load_prompts
+from distill.data.prompts import PromptContext, load_prompts
 from distill.data.row_files import read_rows
 from distill.data.sft_rows import load_sft_rows
 from distill.tokenizer import load_tokenizer
@@ -72,10 +72,11 @@ def test_files_hold_what_their_readers_want(
     write_prompts(prompts, PROBLEMS.held_out)
     write_sft(book, SOME)
     assert objects(prompts)[0].keys() == {"prompt", "answer"}
-    loaded = load_prompts(
-        str(prompts), tokenizer, vocab_size=len(tokenizer), context_length=32,
+    context = PromptContext(
+        tokenizer=tokenizer, vocab_size=len(tokenizer), context_length=32,
         max_new_tokens=ANSWER_TOKENS,
     )  # fmt: skip
+    loaded = load_prompts(str(prompts), context)
     assert [p.answer for p in loaded] == [p.answer for p in PROBLEMS.held_out]
     eos: Any = tokenizer.eos_token_id
     rows = load_sft_rows(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.data.answers import answer_text
-from distill.data.prompts import load_prompts
+from distill.data.prompts import PromptContext, load_prompts
 from distill.errors import DataError
 from distill.rewards.registry import (
     check_answers,
@@ -70,8 +70,11 @@ def test_what_is_no_answer_is_refused(value: object) -> None:
 def test_an_answer_that_is_refused_is_named_by_file_and_row(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "answer": 72.0}\n{"prompt": "a", "answer": ""}\n')
+    context = PromptContext(
+        tokenizer=tokenizer, vocab_size=999, context_length=99, max_new_tokens=1
+    )
     with refuses(DataError, "answer", names="prompts.jsonl:2:"):
-        load_prompts(str(path), tokenizer, vocab_size=999, context_length=99, max_new_tokens=1)
+        load_prompts(str(path), context)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,21 @@ import pytest
 
 from distill.data.columns import Columns, PromptColumns
 from distill.data.normal_rows import normal_row
-from distill.data.prompts import load_prompts
+from distill.data.prompts import PromptContext, load_prompts
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
 from tests.chat_templates import ADD, chat_tokenizer
+
+
+def context() -> PromptContext:
+    return PromptContext(
+        tokenizer=chat_tokenizer("qwen2.5"),
+        vocab_size=1000,
+        context_length=1000,
+        max_new_tokens=8,
+    )
+
 
 UPPER = {
     "type": "function",
@@ -250,25 +261,12 @@ def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -
 )
 def test_prompts_as_they_are_published(tmp_path: Path, row: dict, columns: dict) -> None:
     read = RowReader(PromptColumns(**columns))
-    [prompt] = load_prompts(
-        json_lines(tmp_path / "a.jsonl", [row]),
-        chat_tokenizer("qwen2.5"),
-        vocab_size=1000,
-        context_length=1000,
-        max_new_tokens=8,
-        read=read,
-    )
+    [prompt] = load_prompts(json_lines(tmp_path / "a.jsonl", [row]), replace(context(), read=read))
     read.require_columns()
     assert prompt.answer == "3" and prompt.messages == ASK
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[INST] hi [/INST]", '["role"]', "{}", '[{"a": 1}]'])
 def test_a_text_that_is_no_chat_stays_a_text(tmp_path: Path, text: str) -> None:
-    [prompt] = load_prompts(
-        json_lines(tmp_path / "a.jsonl", [{"prompt": text}]),
-        chat_tokenizer("qwen2.5"),
-        vocab_size=1000,
-        context_length=1000,
-        max_new_tokens=8,
-    )
+    [prompt] = load_prompts(json_lines(tmp_path / "a.jsonl", [{"prompt": text}]), context())
     assert prompt.text == text

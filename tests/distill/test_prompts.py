@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.order import PromptStream
-from distill.data.prompts import ChatStyle, Prompt, load_prompts
+from distill.data.prompts import ChatStyle, Prompt, PromptContext, load_prompts
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import DataError
@@ -39,7 +39,8 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     ) -> list[Prompt]:
         path = tmp_path / "prompts.jsonl"
         path.write_text("\n".join(lines))
-        return load_prompts(str(path), tokenizer, **LIMITS | changes)
+        chat = changes.pop("chat", None)
+        return load_prompts(str(path), PromptContext(tokenizer=tokenizer, **LIMITS | changes), chat)
 
     return load_lines
 
