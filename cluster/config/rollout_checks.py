@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -115,42 +115,17 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     Raises:
         ConfigError, CheckpointError, DataError: names the field or file, its value and a remedy.
     """
-    config.engine.kind_on(config.cluster.device)
-    student = check_model(config.model.path)
-    if config.learner.packing:
-        check_packs(meta_causal_lm(config.model.path))
-    check_export(config.model.path)
-    check_routers(config)
-    check_adapter(config)
-    tokenizer = load_tokenizer(config.model.path)
-    own_template = tokenizer.chat_template
-    tokenizer = config.model.choose_template(tokenizer)
-    check_model_files(config.model.path, tokenizer)
-    check_holds_tokenizer("student", config.model.path, vocab_size(student), tokenizer)
-    named = {
-        teacher_setting(name): teacher.model for name, teacher in config.teacher_models().items()
-    }
-    if config.model.reference is not None:
-        named["reference"] = config.model.reference
-    if config.engine.kind_on(config.cluster.device) == "sglang":
-        for role, model in {"student": config.model.path, **named}.items():
-            if not is_url(model):
-                check_served_ties(role, model)
-    scorers = {role: check_scorer(role, model, tokenizer) for role, model in named.items()}
+    student, tokenizer, own_template = _check_student(config)
+    vocabulary = vocab_size(student)
+    scorers = _check_scorers(config, tokenizer)
     own = ends_of(config.model.path, tokenizer)
     stops = config.model.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
     _check_stops(config, stops, own, tokenizer)
     for role, scorer in scorers.items():
         check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
-        if scorer.vocab_size < vocab_size(student):
-            raise ConfigError(
-                f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
-                f"student's {vocab_size(student)}: a token that the student may sample could not "
-                "be scored. Resize its embeddings, or choose another pair",
-                field=role,
-            )
+        _check_vocabulary(role, scorer, vocabulary)
         if role != "reference":
-            _check_top(config.objective, role, scorer, vocab_size(student), stops.event)
+            _check_top(config.objective, role, scorer, vocabulary, stops.event)
     teacher_tokenizers = {
         name: _for_teacher_messages(config, scorers[teacher_setting(name)], own_template, tokenizer)
         for name in config.teacher_models()
@@ -163,27 +138,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
     read.require_columns()
-    for name in ("eval.engines", "checkpoint.keep_best"):
-        if (value := get(config, name)) and not len(held_out):
-            raise ConfigError(
-                f"{name}={value}: nothing is evaluated, because no problem is held out; give "
-                "eval.source=, or a larger eval.size of more prompts, or leave it out",
-                field=name,
-            )
+    _check_evaluations(config, held_out)
     _check_signal(config, train)
-    sft_rows_D, sft_parts = [], []
-    if config.sft.data is not None:
-        sft_rows_D, sft_parts = _each_source(
-            parse_sources("sft.data", config.sft.data),
-            lambda place: load_sft_rows(
-                place,
-                tokenizer,
-                vocab_size=vocab_size(student),
-                max_length=context_length(student),
-                stop_ids=stops.ids,
-                read=read_sft,
-            ),
-        )
+    sft_rows_D, sft_parts = _load_sft(config, tokenizer, student, stops, read_sft)
     longest_row = max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)])
     states: dict[str, States] = {
         name: _check_states(config, teacher_setting(name), head, scorers, longest_row)
@@ -192,7 +149,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     readers = {"data.source": read, "eval.source": read, "sft.data": read_sft}
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
-        vocab_size=vocab_size(student),
+        vocab_size=vocabulary,
         max_length=sys.maxsize,  # text_teachers cuts at max_new_tokens
         stop_ids=stops.ids,
     )
@@ -201,7 +158,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         train=train,
         held_out=held_out,
         longest_row=longest_row,
-        judged=any(train.builder(p, config.sampling.group_size).judged for p in range(len(train))),
+        judged=any(builder.judged for builder in _builders(config, train)),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
         digests=digests_of(config, readers),
@@ -209,6 +166,89 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         text_teachers=text_teachers(config, encoder, train),
         states=states,
     )
+
+
+def _check_student(config: RolloutConfig) -> tuple[Any, PreTrainedTokenizerBase, object]:
+    """The student's config, its tokenizer with the run's chat template, and its own template."""
+    path = config.model.path
+    config.engine.kind_on(config.cluster.device)
+    student = check_model(path)
+    if config.learner.packing:
+        check_packs(meta_causal_lm(path))
+    check_export(path)
+    check_routers(config)
+    check_adapter(config)
+    tokenizer = load_tokenizer(path)
+    own_template = tokenizer.chat_template
+    tokenizer = config.model.choose_template(tokenizer)
+    check_model_files(path, tokenizer)
+    check_holds_tokenizer("student", path, vocab_size(student), tokenizer)
+    return student, tokenizer, own_template
+
+
+def _check_scorers(
+    config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, CheckedScorer]:
+    """The teachers and the reference, by their settings."""
+    named = {
+        teacher_setting(name): teacher.model for name, teacher in config.teacher_models().items()
+    }
+    if config.model.reference is not None:
+        named["reference"] = config.model.reference
+    if config.engine.kind_on(config.cluster.device) == "sglang":
+        for role, model in {"student": config.model.path, **named}.items():
+            if not is_url(model):
+                check_served_ties(role, model)
+    return {role: check_scorer(role, model, tokenizer) for role, model in named.items()}
+
+
+def _check_vocabulary(role: str, scorer: CheckedScorer, student_vocab: int) -> None:
+    if scorer.vocab_size < student_vocab:
+        raise ConfigError(
+            f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
+            f"student's {student_vocab}: a token that the student may sample could not be scored. "
+            "Resize its embeddings, or choose another pair",
+            field=role,
+        )
+
+
+def _check_evaluations(config: RolloutConfig, held_out: EnvDataset) -> None:
+    for name in ("eval.engines", "checkpoint.keep_best"):
+        if (value := get(config, name)) and not len(held_out):
+            raise ConfigError(
+                f"{name}={value}: nothing is evaluated, because no problem is held out; give "
+                "eval.source=, or a larger eval.size of more prompts, or leave it out",
+                field=name,
+            )
+
+
+def _load_sft(
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: Any,
+    stops: StopTokens,
+    read: RowReader,
+) -> tuple[list[TrainingRow], list[MixedPart]]:
+    """Supervised rows of all `sft.data` sources, in order, and the size and weight of each."""
+    rows_D, parts = [], []
+    if config.sft.data is None:
+        return rows_D, parts
+    for source in parse_sources("sft.data", config.sft.data):
+        ours = load_sft_rows(
+            source.place,
+            tokenizer,
+            vocab_size=vocab_size(student),
+            max_length=context_length(student),
+            stop_ids=stops.ids,
+            read=read,
+        )
+        rows_D += ours
+        parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
+    return rows_D, parts
+
+
+def _builders(config: RolloutConfig, problems: EnvDataset) -> list[EnvGroupBuilder]:
+    return [problems.builder(p, config.sampling.group_size) for p in range(len(problems))]
 
 
 def _check_stops(
@@ -262,18 +302,6 @@ def _check_states(
             field=by.partition("=")[0],
         )
     return "only"
-
-
-def _each_source(
-    sources: Sequence[Source], load: Callable[[str], Sequence[Loaded]]
-) -> tuple[list[Loaded], list[MixedPart]]:
-    """Load all sources; returns their concatenated rows, and the size and weight of each."""
-    loaded, parts = [], []
-    for source in sources:
-        ours = load(source.place)
-        loaded += ours
-        parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
-    return loaded, parts
 
 
 def _check_top(
@@ -355,20 +383,47 @@ def _load_problems(
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     """Raises ConfigError if the problems leave a term of the objective without a signal."""
-    objective = config.objective
-    builders_P = [train.builder(p, config.sampling.group_size) for p in range(len(train))]
-    if not builders_P:
+    builders_P = _builders(config, train)
+    _check_some(config, train)
+    unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
+    _check_rewards(config, train, builders_P, unjudged)
+    _check_feedback(config, train, builders_P, unjudged)
+    for name, teacher in config.teacher_models().items():
+        its_P = [builder for builder in builders_P if builder.teacher == name]
+        if not its_P:
+            raise ConfigError(
+                f"teachers.{name}={teacher.model} scores nothing: no prompt of "
+                f"{config.data.source} names it; leave it out",
+                field=f"teachers.{name}",
+            )
+        if not any(builder.hinted for builder in its_P):
+            _check_unhinted(config, teacher.model)
+
+
+def _check_some(config: RolloutConfig, train: EnvDataset) -> None:
+    """Raises ConfigError if there is no problem to train on, or none of a source."""
+    if not len(train):
         raise ConfigError(
             f"env={type(config.env).__name__} has no problem to train on", field="env"
         )
-    several = isinstance(train, Mixture)
-    if several and (empty := [part.name for part in train.parts if not part.size]):
+    parts = train.parts if isinstance(train, Mixture) else ()
+    if empty := [part.name for part in parts if not part.size]:
         raise ConfigError(
             f"prompts={config.data.source}: {empty[0]} has no problem to train on; leave it out",
             field="data.source",
         )
-    unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
+
+
+def _check_rewards(
+    config: RolloutConfig,
+    train: EnvDataset,
+    builders_P: Sequence[EnvGroupBuilder],
+    unjudged: Sequence[str],
+) -> None:
+    """Raises ConfigError if rewards of the objective are not, or never, paid."""
+    objective = config.objective
     if objective.reward_coef > 0 and unjudged:
+        several = isinstance(train, Mixture)
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
@@ -391,41 +446,34 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         )
     if isinstance(objective, OpdObjective):
         objective.check_weighing(bonuses)
-    _check_feedback(config, train, builders_P, unjudged)
-    for name, teacher in config.teacher_models().items():
-        its_P = [builder for builder in builders_P if builder.teacher == name]
-        if not its_P:
-            raise ConfigError(
-                f"teachers.{name}={teacher.model} scores nothing: no prompt of "
-                f"{config.data.source} names it; leave it out",
-                field=f"teachers.{name}",
-            )
-        same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
-            config.model.path
+
+
+def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
+    """Raises ConfigError if a teacher that sees what the student sees teaches nothing."""
+    objective = config.objective
+    if objective.hint_bonus_coef:
+        raise ConfigError(
+            f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
+            "hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with each "
+            "prompt",
+            field="objective.hint_bonus_coef",
         )
-        hinted = any(builder.hinted for builder in its_P)
-        if objective.hint_bonus_coef and not hinted:
-            raise ConfigError(
-                f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
-                "hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with each "
-                "prompt",
-                field="objective.hint_bonus_coef",
-            )
-        if config.teacher_moves and config.teacher_rule is None and not hinted:
-            raise ConfigError(
-                "teacher=policy is the student itself, at every step, and sees what the student "
-                "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
-                "`teacher_prompt` or `teacher_messages` with each prompt)",
-                field="teacher.model",
-            )
-        fork = config.fork_from is not None and not config.teacher_moves
-        if same and not hinted and objective.reward_coef == 0 and not fork:
-            raise ConfigError(
-                f"teacher={teacher.model} is the student itself and sees what the student sees: "
-                "the KL and its gradient are zero. Give another teacher, or show it more than the "
-                "student (`teacher_prompt` or `teacher_messages` with each prompt)",
-                field="teacher.model",
-            )
+    if config.teacher_moves and config.teacher_rule is None:
+        raise ConfigError(
+            "teacher=policy is the student itself, at every step, and sees what the student "
+            "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
+            "`teacher_prompt` or `teacher_messages` with each prompt)",
+            field="teacher.model",
+        )
+    same = not is_url(teacher) and os.path.realpath(teacher) == os.path.realpath(config.model.path)
+    fork = config.fork_from is not None and not config.teacher_moves
+    if same and objective.reward_coef == 0 and not fork:
+        raise ConfigError(
+            f"teacher={teacher} is the student itself and sees what the student sees: the KL and "
+            "its gradient are zero. Give another teacher, or show it more than the student "
+            "(`teacher_prompt` or `teacher_messages` with each prompt)",
+            field="teacher.model",
+        )
 
 
 def _check_feedback(
