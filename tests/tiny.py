@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.models.loading import new_qwen3
 from distill.tokenizer import load_tokenizer
+from tests.rows import write_rows
 
 VOCAB_SIZE = 160
 EOS = 1
@@ -50,10 +50,9 @@ def make_tiny_pair(root: Path) -> TinyPair:
     teacher = tiny_model_dir(root, seed=2)
     for directory in (student, teacher):
         save_tokenizer(directory)
-    prompts = root / "prompts.jsonl"
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(5)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TinyPair(student=student, teacher=teacher, prompts=str(prompts))
+    prompts = write_rows(root / "prompts.jsonl", *rows)
+    return TinyPair(student=student, teacher=teacher, prompts=prompts)
 
 
 def tiny_model_dir(

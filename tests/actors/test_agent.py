@@ -32,6 +32,7 @@ from distill.tools.calculator import Calculator
 from distill.types import StopReason, TrajectoryGroup
 from tests.agents import CALCULATE
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
 from tests.waiting import until
@@ -61,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, from which modules are imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    write_rows(tmp_path / "rows.jsonl", ROW)
     code = CALCULATE.replace("{SCHEMA}", repr(Calculator().schema))
     (tmp_path / "calculate.py").write_text(code)
     return tmp_path

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from distill.rewards.unit_tests import unit_tests
 from distill.sampling import TrainSampling
 from tests.distill.test_two_player import first_free
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 
@@ -29,12 +29,6 @@ TOKENIZER = chat_tokenizer()
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", correct_reward_threshold=1.0)
-
-
-def asked(tmp_path: Path, row: Mapping[str, object]) -> str:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(row))
-    return str(path)
 
 
 def contexts(
@@ -55,7 +49,7 @@ def user(text: str) -> str:
 def test_a_wrong_answer_is_told_the_right_one(tmp_path: Path) -> None:
     solution = "6*7 is 42\n#### 42"
     messages = [{"role": "user", "content": "What is 6*7?"}]
-    path = asked(tmp_path, {"messages": messages, "answer": solution})
+    path = write_rows(tmp_path / "prompts.jsonl", {"messages": messages, "answer": solution})
     room = setting(TOKENIZER, reward=last_number, feedback=TOLD)
     assert contexts(SingleTurn(), path, room, ["it is 41", "42"]) == [
         user(f"<Wrong. The right answer is: {solution}>What is 6*7?"),
@@ -65,7 +59,10 @@ def test_a_wrong_answer_is_told_the_right_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_program_is_told_which_test_it_fails(tmp_path: Path) -> None:
-    path = asked(tmp_path, {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"})
+    path = write_rows(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"},
+    )
     room = setting(TOKENIZER, reward=unit_tests, feedback=TOLD)
     wrong, right = contexts(
         SingleTurn(), path, room, ["def f(x): return x+1", "def f(x): return x*6-(x<2)*4"]
@@ -76,7 +73,7 @@ def test_a_program_is_told_which_test_it_fails(tmp_path: Path) -> None:
 
 
 def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(tmp_path: Path) -> None:
-    path = asked(tmp_path, {"prompt": "What is 6*7?", "answer": "42"})
+    path = write_rows(tmp_path / "prompts.jsonl", {"prompt": "What is 6*7?", "answer": "42"})
     room = setting(TOKENIZER, reward=last_number, feedback=TOLD, context_length=1024)
     fails = call("calculator", {"expression": "1/0"})
 
@@ -109,7 +106,7 @@ def test_each_seat_of_a_game_is_told_how_it_ended() -> None:
 def test_a_reader_is_told_the_answer(tmp_path: Path) -> None:
     row = {"document": "It is red.", "question": "Colour?", "answer": "red"}
     room = setting(TOKENIZER, reward=contains, feedback=TOLD)
-    path = asked(tmp_path, row)
+    path = write_rows(tmp_path / "prompts.jsonl", row)
     env = Reading(by="keywords", terse=True)
     assert contexts(env, path, room, ["blue", "red"]) == [
         user("<Wrong. It should contain: red>Colour?|It is red.="),

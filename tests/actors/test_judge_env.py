@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from distill.sampling import TrainSampling
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.conftest import TinyPair
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, chat_tokenizer, setting
 from tests.tiny import save_tokenizer
@@ -52,14 +52,12 @@ def larger(text: str, given: dict[str, str]) -> str:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    path = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi."}]
     rows = [
         {"prompt": "Name a number", "answer": "10", "tag": "numbers"},
         {"messages": [*chat, {"role": "user", "content": "Another"}]},
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(tmp_path / "prompts.jsonl", *rows)
 
 
 def judged(server: ScriptedJudge, **settings: Any) -> Judged:

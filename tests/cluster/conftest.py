@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from tests.conftest import TinyPair
+from tests.rows import write_rows
 
 
 @pytest.fixture
@@ -39,15 +39,13 @@ def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
 @pytest.fixture
 def sft(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., SftConfig]:
     """sft(**changes): the same for supervised fine-tuning."""
-    data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "data.jsonl", *rows)
 
     def settings(**changes: object) -> SftConfig:
         return make(
             "sft",
-            **{"model": tiny_pair.student, "data": str(data), "out": str(tmp_path / "out")}
-            | changes,
+            **{"model": tiny_pair.student, "data": data, "out": str(tmp_path / "out")} | changes,
         )
 
     return settings

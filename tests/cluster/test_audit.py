@@ -23,6 +23,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from distill.errors import DataError
 from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore
+from tests.rows import read_rows, write_rows
 
 SETTINGS = {
     "groups_per_step": 2,
@@ -261,7 +262,7 @@ def test_steps_that_are_pushed_beside_the_next_one(
         run.ledger.publish(version, run.trained)
     played = replay(path).ledger
     assert played is not None and played.trained == played.published == run.trained
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events = read_rows(path)
     lie(events)
     write_anew(path, events)
     found = audit(path).problems
@@ -358,7 +359,7 @@ def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
 )
 def test_every_lie_is_found(path: Path, lie: Lie, problem: str) -> None:
     one_job(path)
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events = read_rows(path)
     before = json.dumps(events)
     lie(events)
     assert json.dumps(events) != before
@@ -408,7 +409,7 @@ def test_an_accident_of_lines_leaves_a_truth_or_no_proof(
     ends = {event["version"]: event["watermark"] for event in read_journal(path)
             if event["event"] == "train"}  # fmt: skip
     metrics = [{"step": step, "groups/watermark": end} for step, end in ends.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    write_rows(tmp_path / "metrics.jsonl", *metrics)
     truth = audit(path)
     assert truth.problems == []
 

@@ -30,6 +30,7 @@ from distill.errors import CheckpointError, ConfigError, DataError, IsothermErro
 from tests.actors.text_server import API_KEY, MODEL, Says, running_text_server
 from tests.conftest import TinyPair
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.tiny import EOS, PAD, save_tokenizer, tiny_model_dir
 
 NewOpd = Callable[..., OpdConfig]
@@ -398,9 +399,8 @@ def dpo(tiny_pair: TinyPair, prompts) -> Callable[..., DpoConfig]:
 
 def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None:
     """Seeded; prompts whole; as if the rest were all there is."""
-    more = tmp_path / "more.jsonl"
     twice = [{"prompt": f"{a}-1=", "completion": f"{b}"} for a in range(10) for b in "xy"]
-    more.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    more = write_rows(tmp_path / "more.jsonl", *twice)
     both = f"{sft().data.source},{more}:3"
     inputs = check_sft(sft(data=both, eval_size=0.25))
     first, second = inputs.held_out
@@ -495,10 +495,8 @@ def sums(tmp_path: Path) -> Callable[..., str]:
     """sums(name, count): a file of so many prompts, which the name begins."""
 
     def write(name: str, count: int, **more: object) -> str:
-        path = tmp_path / f"{name}.jsonl"
         rows = [{"prompt": f"{name}{i}=", "answer": str(i)} | more for i in range(count)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
+        return write_rows(tmp_path / f"{name}.jsonl", *rows)
 
     return write
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.evaluate import main
 from tests.conftest import TinyPair
-
-
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.rows import write_rows
 
 
 def even(response: str, _answer: str) -> float:
@@ -28,8 +23,10 @@ def evaluate(pair: TinyPair, *arguments: str) -> int:
 def test_data_sets_are_told_apart_and_every_response_is_kept(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sums = write(tmp_path / "sums.jsonl", *({"prompt": f"{a} +", "answer": "e"} for a in range(5)))
-    open_ended = write(tmp_path / "open.jsonl", {"prompt": "say"}, {"prompt": "more"})
+    sums = write_rows(
+        tmp_path / "sums.jsonl", *({"prompt": f"{a} +", "answer": "e"} for a in range(5))
+    )
+    open_ended = write_rows(tmp_path / "open.jsonl", {"prompt": "say"}, {"prompt": "more"})
     out = tmp_path / "report.json"
     code = evaluate(
         tiny_pair, f"prompts={sums},{open_ended}", f"out={out}", f"reward={__name__}:even",
@@ -59,7 +56,7 @@ def test_data_sets_are_told_apart_and_every_response_is_kept(
 def test_the_serving_decoder_changes_no_log_probability(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    prompts = write(tmp_path / "p.jsonl", {"prompt": "1 +", "answer": "e"})
+    prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "1 +", "answer": "e"})
     kls = []
     for decoder in (["eval.temperature=0"], ["eval.temperature=2", "eval.top_k=3"]):
         out = tmp_path / "report.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
 from cluster.train import main
 from tests.chat_templates import chat_tokenizer
+from tests.rows import write_rows
 from tests.tiny import tiny_model_dir
 
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
@@ -31,11 +31,10 @@ def test_an_example_is_checked_and_planned(
     student, teacher = (
         chats(tmp_path) if name in ("agent", "tools") else (pair.model.path, pair.teacher.model)
     )
-    problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(30)]
     if name == "opd-benchmark":
         rows = [row | {"teacher": ("math", "code")[i % 2]} for i, row in enumerate(rows)]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = write_rows(tmp_path / "problems.jsonl", *rows)
     if name == "opd-benchmark":  # its `teacher` is a section
         given -= {"teacher"}
         given |= {"teachers.math.model", "teachers.code.model", "learner.offload_optimizer"}

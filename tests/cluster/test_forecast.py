@@ -9,15 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-import cluster.run
-from cluster.config.recipes import make
 from cluster.forecast import main
 from cluster.inspect.forecast.judge import Pair, judge
 from cluster.inspect.forecast.measure import AnswerStats, PairMeasurements, mass_in_common
 from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.types import TopLogprobs
+from tests.e2e.harness import train
+from tests.rows import write_rows
 from tests.tiny import save_tokenizer, tiny_model_dir
 
 SUMS = [(a, b) for a in range(5) for b in range(5)]
@@ -27,22 +26,18 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
     """A model that has learnt these answers to the sums, each as often as the others."""
     start = tiny_model_dir(root / name, seed=seed, sharpness=1.0, hidden_size=32, layers=1)
     save_tokenizer(start)
-    book = root / f"{name}.jsonl"
     rows = [
         {"prompt": f"{a}+{b}=", "completion": answer}
         for (a, b), said in zip(SUMS, answers, strict=True)
         for answer in said
     ]
-    book.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cluster.run.run(
-        make(
-            "sft",
-            model=start, data=str(book), out=str(root / name / "run"), steps=80, batch_size=25,
-            lr=1e-2, checkpoint_every=1000, local=True,
-        ),
-        Console(quiet=True),
+    book = write_rows(root / f"{name}.jsonl", *rows)
+    out = root / name / "run"
+    train(
+        "sft", out, model=start, data=book, steps=80, batch_size=25, lr=1e-2,
+        checkpoint_every=1000, local=True,
     )  # fmt: skip
-    return str(root / name / "run" / "final")
+    return str(out / "final")
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +46,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     own."""
     root = tmp_path_factory.mktemp("forecast")
     careless = [[str(a + b), str(a + b + 1)] for a, b in SUMS]
-    prompts = root / "prompts.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(root / "prompts.jsonl", *rows)
     student = schooled(root, "student", 1, careless)
     return {
-        "prompts": str(prompts),
+        "prompts": prompts,
         "student": student,
         "copy": str(shutil.copytree(student, root / "copy")),
         "good": schooled(root, "good", 3, [[str(a + b)] for a, b in SUMS]),

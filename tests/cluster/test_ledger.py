@@ -7,7 +7,6 @@ journal says, as a queue that was killed does.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import random
@@ -33,6 +32,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from distill.errors import DataError
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 from tests.full_disk import files_of_at_most
+from tests.rows import read_rows
 
 LEASE_S = 100.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -766,7 +766,7 @@ def test_the_journal_says_what_happened(tmp_path: Path) -> None:
     ledger.fail(second, "boom", "a")
     journal.sync()
     journal.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_rows(path)
     assert [line.pop("t") > 1e9 for line in lines] == [True] * 3
     assert lines[0].pop("after") == "" and len({line.pop("after") for line in lines[1:]}) == 2
     assert lines == [

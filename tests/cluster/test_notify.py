@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import cluster.run
 from cluster.config.output import TrackingSettings
-from cluster.config.recipes import make
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
+from tests.e2e.harness import train
 from tests.refusals import refuses
+from tests.rows import read_rows
 
 heard: list[dict[str, Any]] = []
 released = threading.Event()
@@ -93,17 +93,13 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
     out = tmp_path / "run"
     printed = tmp_path / "printed"
     with printed.open("w") as file:
-        cluster.run.run(
-            make(
-                "rl",
-                student=tiny_pair.student, prompts=tiny_pair.prompts, out=str(out),
-                temperature=0.7, steps=12, prompts_per_step=2, group_size=2, max_new_tokens=4,
-                eval_size=0, engine="embedded", local=True, lr=1e-3, smoke_test=False,
-                reward="tests.cluster.test_notify:always_the_same", notify=servers[200].url,
-            ),
-            Console(file=file, width=1000),
+        train(
+            "rl", out, console=Console(file=file, width=1000), student=tiny_pair.student,
+            prompts=tiny_pair.prompts, temperature=0.7, steps=12, prompts_per_step=2, group_size=2,
+            max_new_tokens=4, eval_size=0, engine="embedded", local=True, lr=1e-3,
+            smoke_test=False, reward=f"{__name__}:always_the_same", notify=servers[200].url,
         )  # fmt: skip
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    events = read_rows(out / "events.jsonl")
     findings = {event["name"]: event for event in events if event["event"] == "finding"}
     constant = findings["rewards_are_constant"]
     assert constant["step"] == 8

@@ -28,6 +28,7 @@ from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
 from tests.actors.misbehaving_server import API_KEY, MisbehavingServer
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 Opd = Callable[..., OpdConfig]
 
@@ -235,13 +236,12 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
 def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     opd: Opd, tmp_path: Path, settings: dict[str, Any], shown: int, said: str
 ) -> None:
-    prompts = tmp_path / "rows.jsonl"
     row = {"prompt": "1+1"}
     if "teacher_feedback" not in settings:
         row["teacher_prompt"] = "1+1!!!"
-    prompts.write_text(json.dumps(row) + "\n")
+    prompts = write_rows(tmp_path / "rows.jsonl", row)
     config = opd(
-        teacher="policy", prompts=str(prompts), prompts_per_step=5, group_size=2, eval_size=0,
+        teacher="policy", prompts=prompts, prompts_per_step=5, group_size=2, eval_size=0,
         dry_run="rehearse", device="cpu", **settings,
     )  # fmt: skip
     [line] = [

@@ -34,6 +34,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
+from tests.rows import write_rows
 from tests.samples import keep_step, segment_of
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
@@ -94,7 +95,7 @@ def write(
     rollouts: int = 0,
 ) -> Path:
     out.mkdir()
-    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    write_rows(out / "metrics.jsonl", *metrics)
     if settings is not None:
         written = {"recipe": recipe, "settings": settings, "versions": {"torch": "2.13"}}
         (out / "config.json").write_text(json.dumps(written))
@@ -134,7 +135,7 @@ def whole_run(out: Path) -> Path:
     events = [{"t": 1.0, "event": "size", "pool": "policy", "ready": 1, "starting": 1},
               {"t": 5.0, "event": "death", "who": HOSTILE, "why": HOSTILE},
               {"t": 9.0, "event": "nodes", "alive": 1}]  # fmt: skip
-    (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_rows(out / "events.jsonl", *events)
     answers = [
         {"step": step, "who": who, "responses": [
             {"line": line, "source": "", "answer": str(line), "prompt": f"{line} {HOSTILE}",
@@ -144,7 +145,7 @@ def whole_run(out: Path) -> Path:
         ]}
         for step, who in ((0, "before"), (40, "after"))
     ]  # fmt: skip
-    (out / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    write_rows(out / "evaluations.jsonl", *answers)
     return out
 
 

@@ -25,6 +25,7 @@ from tests.conftest import TinyPair
 from tests.full_disk import files_of_at_most
 from tests.learner.conftest import World
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import group, keep_step, segment, trajectory
 
 OBJECTIVE = ObjectiveConfig(reward_coef=1.0)
@@ -155,7 +156,7 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
         assert [q for _, q in top_K] == pytest.approx(np.log(np.arange(8, 3, -1) / 40), abs=1e-4)
     row = json.loads((tmp_path / "r").read_text())
     row["trajectories"][0]["segments"][0]["teacher_top"].pop()
-    (tmp_path / "r").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "r", row)
     with refuses(DataError, None, names="r:1"):
         read_rollouts(tmp_path / "r")
 

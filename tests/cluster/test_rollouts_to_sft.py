@@ -24,6 +24,7 @@ from distill.types import Segment, TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.distill.test_token_rewards import byte_tokenizer
 from tests.refusals import refuses
+from tests.rows import read_rows
 from tests.samples import keep_step, segment, trajectory
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
@@ -80,7 +81,7 @@ def convert(run: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def rows(*arguments: str) -> list[dict[str, Any]]:
         data = tmp_path / "data.jsonl"
         assert main([f"out={run}", f"data={data}", *arguments]) == 0
-        return [json.loads(line) for line in data.read_text().splitlines()]
+        return read_rows(data)
 
     return rows
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,20 +11,12 @@ from cluster.config.recipes import make
 from cluster.config.supervised_checks import check_sft
 from cluster.sample_to_sft import main
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
+from tests.rows import read_rows, write_rows
 from tests.tiny import TinyPair
 
 
 def short(response: str, answer: str) -> float:
     return float(len(response) <= int(answer))
-
-
-def write(path: Path, *rows: Mapping[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -39,7 +29,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJudge]:
 def test_a_checkpoint_s_short_answers_become_rows(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{a} + 1 =", "answer": 20} for a in range(4)),
         {"prompt": "say"},
@@ -50,7 +40,7 @@ def test_a_checkpoint_s_short_answers_become_rows(
         "max_new_tokens=64", f"reward={__name__}:short", "engine=embedded",
     ]  # fmt: skip
     assert main(asked) == 0, capsys.readouterr().err
-    rows = rows_of(data)
+    rows = read_rows(data)
     assert rows and {row["prompt"] for row in rows} <= {"say", *(f"{a} + 1 =" for a in range(4))}
     for row in rows:
         if row["prompt"] == "say":
@@ -59,9 +49,9 @@ def test_a_checkpoint_s_short_answers_become_rows(
             assert row["reward"] == 1.0 and len(row["completion"]) <= 20
     again = tmp_path / "again.jsonl"
     assert main([*asked, f"data={again}"]) == 0
-    assert rows_of(again) == rows, "the seed decides"
+    assert read_rows(again) == rows, "the seed decides"
     assert main([*asked, f"data={again}", "keep=best"]) == 0
-    best = rows_of(again)
+    best = read_rows(again)
     assert len(best) == len({row["line"] for row in rows}) and all(row in rows for row in best)
     inputs = check_sft(
         make("sft", model=tiny_pair.student, data=str(data), out=str(tmp_path / "o"), batch_size=1)
@@ -75,7 +65,7 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
     endpoint.script = lambda text, _given: "7" if "hint" in text else "8"
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "3 + 4?"}]
     shown = [*chat[:1], {"role": "user", "content": "3 + 4? (hint: 7)"}]
-    prompts = write(
+    prompts = write_rows(
         tmp_path / "prompts.jsonl",
         {"messages": chat, "teacher_messages": shown, "answer": "7"},
         {"prompt": "2 + 5?", "teacher_prompt": "2 + 5? (hint: 7)", "answer": "7"},
@@ -89,7 +79,7 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
     assert "none of the responses to 2 prompts" in capsys.readouterr().err
     assert not data.exists()
     assert main([*asked, "hinted=True"]) == 0, capsys.readouterr().err
-    first, second = rows_of(data)
+    first, second = read_rows(data)
     assert first["messages"] == [*chat, {"role": "assistant", "content": "7"}]
     assert (second["prompt"], second["completion"]) == ("2 + 5?", "7")
     assert "(hint" not in data.read_text()
@@ -102,14 +92,14 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
 def test_two_sources_are_sampled_apart(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """The same prompt on the same line of either has its own samples."""
     data = tmp_path / "rows.jsonl"
-    files = [write(tmp_path / name, {"prompt": "say"}) for name in ("a.jsonl", "b.jsonl")]
+    files = [write_rows(tmp_path / name, {"prompt": "say"}) for name in ("a.jsonl", "b.jsonl")]
     prompts = ",".join(map(str, files))
     asked = [
         f"model={tiny_pair.student}", f"prompts={prompts}", f"data={data}", "samples=4",
         "max_new_tokens=64", "engine=embedded",
     ]  # fmt: skip
     assert main(asked) == 0
-    said = [{r["completion"] for r in rows_of(data) if r["source"] == str(file)} for file in files]
+    said = [{r["completion"] for r in read_rows(data) if r["source"] == file} for file in files]
     assert all(said) and not said[0] & said[1]
 
 
@@ -118,7 +108,7 @@ def test_an_endpoint_gives_a_prompt_s_samples_at_once(
     endpoint: ScriptedJudge, tmp_path: Path, places: int, most: int
 ) -> None:
     endpoint.meets, endpoint.delay_s = most, 0.1
-    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a"})
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a"})
     asked = [
         f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", "samples=4",
         f"data={tmp_path / 'rows.jsonl'}", f"max_concurrent={places}",
@@ -134,7 +124,7 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "another-key")
-    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
     data = tmp_path / "rows.jsonl"
     assert (
         main([f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", f"data={data}"]) == 1
@@ -161,7 +151,7 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
 def test_bad_input_is_refused_before_anything_is_sampled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
 ) -> None:
-    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
     given = {
         "model": "a/b",
         "prompts": str(prompts),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.timeline import timeline
 from distill.errors import DataError
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 START = 1_790_000_000.0
 EVENTS = [
@@ -48,7 +48,7 @@ def drawn(
     late = [{**event, "t": START + event["t"]} for event in events]
     for name, rows in (("events.jsonl", late), ("metrics.jsonl", metrics)):
         if rows:
-            (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(out / name, *rows)
     found = timeline(read_run(out))
     assert found is not None
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ from distill.settings import changed
 from tests.conftest import TinyPair
 from tests.e2e.harness import opd_arguments
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 NewOpd = Callable[..., OpdConfig]
 
@@ -180,8 +180,8 @@ def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
 ) -> None:
     prompts, apart = tmp_path / "prompts.jsonl", tmp_path / "apart.jsonl"
     answers = ["0", "1", "2"]
-    prompts.write_text("".join(json.dumps({"prompt": a, "answer": a}) + "\n" for a in answers))
-    apart.write_text(json.dumps({"prompt": "1", "answer": "1"}) + "\n")
+    write_rows(prompts, *({"prompt": a, "answer": a} for a in answers))
+    write_rows(apart, {"prompt": "1", "answer": "1"})
     told = []
     for seed in range(2):
         config = opd(

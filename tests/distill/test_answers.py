@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from distill.rewards.registry import (
     unit_tests,
 )
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,7 @@ def test_thousands_of_equal_answers_are_read_once(tmp_path: Path, monkeypatch) -
 def test_sampling_for_sft_reads_answers_first(tmp_path: Path, capfd) -> None:
     from cluster.sample_to_sft import main
 
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "answer": "eighteen"}) + "\n")
+    path = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "eighteen"})
     arguments = [f"prompts={path}", f"data={tmp_path / 'data.jsonl'}", "model=a/b"]
     assert main([*arguments, "reward=last_number", "temperature=1", "max_new_tokens=4"]) == 2
     assert "prompts.jsonl:1" in "".join("".join(capfd.readouterr()).split())

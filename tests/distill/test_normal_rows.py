@@ -21,6 +21,7 @@ from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
 from tests.chat_templates import ADD, chat_tokenizer
+from tests.rows import write_rows
 
 
 def context() -> PromptContext:
@@ -88,13 +89,10 @@ def as_tuples() -> list[dict]:
     return [{**row, "messages": tuple(row["messages"])} for row in ROWS]
 
 
-def json_lines(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def in_json_text(path: Path) -> str:
-    return json_lines(path / "text.jsonl", [{k: json.dumps(v) for k, v in r.items()} for r in ROWS])
+    return write_rows(
+        path / "text.jsonl", *({k: json.dumps(v) for k, v in r.items()} for r in ROWS)
+    )
 
 
 def in_parquet(path: Path) -> str:
@@ -132,15 +130,15 @@ def in_shards(path: Path) -> str:
     directory = path / "shards"
     directory.mkdir()
     for i, row in enumerate(ROWS):
-        json_lines(directory / f"train-0000{i}-of-00004.jsonl", [row])
+        write_rows(directory / f"train-0000{i}-of-00004.jsonl", row)
     (directory / "README.md").write_text("# rows")
     (directory / "dataset_infos.json").write_text("{}")
     return str(directory)
 
 
 SOURCES: dict[str, Callable[[Path], str]] = {
-    "jsonl": lambda path: json_lines(path / "a.jsonl", ROWS),
-    "nulls": lambda path: json_lines(path / "a.jsonl", as_tables()),
+    "jsonl": lambda path: write_rows(path / "a.jsonl", *ROWS),
+    "nulls": lambda path: write_rows(path / "a.jsonl", *as_tables()),
     "to_json": written_by_arrow,
     "json text": in_json_text,
     "parquet": in_parquet,
@@ -240,8 +238,8 @@ def trained(path: str, **columns: Mapping[str, str]) -> list[list[int]]:
     ],
 )
 def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -> None:
-    whole = json_lines(tmp_path / "whole.jsonl", [{"messages": [*ASK, *SAY]}])
-    assert trained(json_lines(tmp_path / "a.jsonl", [row]), **columns) == trained(whole)
+    whole = write_rows(tmp_path / "whole.jsonl", {"messages": [*ASK, *SAY]})
+    assert trained(write_rows(tmp_path / "a.jsonl", row), **columns) == trained(whole)
 
 
 @pytest.mark.parametrize(
@@ -261,12 +259,12 @@ def test_a_completion_answers_a_chat(tmp_path: Path, row: dict, columns: dict) -
 )
 def test_prompts_as_they_are_published(tmp_path: Path, row: dict, columns: dict) -> None:
     read = RowReader(PromptColumns(**columns))
-    [prompt] = load_prompts(json_lines(tmp_path / "a.jsonl", [row]), replace(context(), read=read))
+    [prompt] = load_prompts(write_rows(tmp_path / "a.jsonl", row), replace(context(), read=read))
     read.require_columns()
     assert prompt.answer == "3" and prompt.messages == ASK
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[INST] hi [/INST]", '["role"]', "{}", '[{"a": 1}]'])
 def test_a_text_that_is_no_chat_stays_a_text(tmp_path: Path, text: str) -> None:
-    [prompt] = load_prompts(json_lines(tmp_path / "a.jsonl", [{"prompt": text}]), context())
+    [prompt] = load_prompts(write_rows(tmp_path / "a.jsonl", {"prompt": text}), context())
     assert prompt.text == text

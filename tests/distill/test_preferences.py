@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -28,9 +28,8 @@ LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids"
 @pytest.fixture
 def load(tmp_path: Path):
     def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
-        file = tmp_path / "pairs.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_preference_pairs(str(file), tokenizer, **LIMITS | limits)
+        file = write_rows(tmp_path / "pairs.jsonl", *rows)
+        return load_preference_pairs(file, tokenizer, **LIMITS | limits)
 
     return load_rows
 

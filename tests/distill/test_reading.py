@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from distill.sampling import TrainSampling
 from distill.types import Trajectory
 from examples.show.chat_worlds import CAPITALS_APART, documents, reading_book
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, setting, trained_tokenizer
 
@@ -42,10 +42,9 @@ def dataset(
     context_length: int = 64,
     **settings: object,
 ) -> EnvDataset:
-    path = directory / "documents.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in (ROWS if rows is None else rows)))
+    path = write_rows(directory / "documents.jsonl", *(ROWS if rows is None else rows))
     config = Reading(**{"terse": True} | settings)  # pyright: ignore[reportArgumentType]
-    return config(str(path), setting(TOKENIZER, context_length=context_length, max_new_tokens=8))
+    return config(path, setting(TOKENIZER, context_length=context_length, max_new_tokens=8))
 
 
 def reads(row: Mapping[str, str]):

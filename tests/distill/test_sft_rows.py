@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint, load_tokenizer
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_tokenizer, token_id
 
 TOKENIZER = tiny_tokenizer()
@@ -27,9 +27,8 @@ LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids"
 @pytest.fixture
 def load(tmp_path: Path):
     def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
-        file = tmp_path / "data.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_sft_rows(str(file), tokenizer, **LIMITS | limits)
+        file = write_rows(tmp_path / "data.jsonl", *rows)
+        return load_sft_rows(file, tokenizer, **LIMITS | limits)
 
     return load_rows
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import cluster.run
 from cluster.config.recipes import make
 from cluster.queue.journal import read_journal
 from cluster.run_files.metric_table import described
+from tests.rows import write_rows
 from tests.waiting import DEADLINE_S, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,10 +51,14 @@ def distil(pair: Any, out: Path, **overrides: Any) -> list[dict[str, float]]:
     return train("opd", out, **opd_settings(pair, **{"local": True, **overrides}))
 
 
-def write_rows(path: Path, *rows: Mapping[str, Any]) -> str:
-    """A JSONL file of these rows; returns its path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def taught(model: Path, rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """A tiny chat model, fine-tuned on these conversations; the run is `folder`/sft."""
+    out = folder / "sft"
+    train(
+        "sft", out, model=str(model), data=write_rows(folder / "book.jsonl", *rows), steps=80,
+        batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
+    )  # fmt: skip
+    return str(out / "final")
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:

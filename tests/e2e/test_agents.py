@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-import cluster.run
-from cluster.config.recipes import make
-from cluster.demos.arithmetic import write_jsonl
 from cluster.inspect.audit import audit
 from examples.agents.calculator import TOOLS
 from examples.show.chat_worlds import (
@@ -24,12 +20,12 @@ from examples.show.chat_worlds import (
     products,
     write_untrained,
 )
-from tests.e2e.harness import REPOSITORY, metrics, run, trained_groups
+from tests.e2e.harness import REPOSITORY, metrics, run, taught, trained_groups
 from tests.e2e.test_environments import ENGINES
+from tests.rows import write_rows
 from tests.verifiers_environments import MULTIPLY, verifiers_python
 
 pytestmark = pytest.mark.e2e
-QUIET = Console(quiet=True)
 
 
 def test_the_page_shows_the_example() -> None:
@@ -57,28 +53,17 @@ def book(guesses: float) -> Sequence[dict[str, Any]]:
     return [{**row, "tools": TOOLS} for row in product_book(products(300, 0), guesses=guesses)]
 
 
-def taught(untrained: Path, rows: Sequence[dict[str, Any]], folder: Path) -> str:
-    write_jsonl(folder / "book.jsonl", rows)
-    schooling = make(
-        "sft",
-        model=str(untrained), data=str(folder / "book.jsonl"), out=str(folder / "sft"), steps=80,
-        batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
-    )  # fmt: skip
-    cluster.run.run(schooling, QUIET)
-    return str(folder / "sft/final")
-
-
 @pytest.mark.slow
 def test_a_student_learns_from_another_teacher_to_call_the_tool(
     untrained: Path, caller: str, tmp_path: Path
 ) -> None:
     """One that guesses nearly always comes to call the calculator, as its teacher does."""
     student = taught(untrained, book(0.95), tmp_path)
-    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(products(80, 1)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(80, 1)))
     out = tmp_path / "run"
     code, output = run(
         "cluster.train", "recipe=opd", f"student={student}", f"teacher={caller}",
-        f"prompts={tmp_path / 'prompts.jsonl'}", f"out={out}", "temperature=0.7", "steps=10",
+        f"prompts={prompts}", f"out={out}", "temperature=0.7", "steps=10",
         "prompts_per_step=4", "group_size=4", "max_new_tokens=32", "engine=embedded", "lr=2e-3",
         "max_staleness=0", "eval_size=0", "checkpoint_every=100", "reward=last_number",
         "local=True", "env=Agent", "env.command=examples.agents.calculator:solve",
@@ -105,11 +90,11 @@ def test_a_student_is_distilled_through_the_example(
     student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
     shutil.copytree(caller, student)
     shutil.copytree(caller, teacher)
-    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(products(40, 1)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(40, 1)))
     out = tmp_path / "run"
     code, output = run(
         "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}",
-        f"prompts={tmp_path / 'prompts.jsonl'}", f"out={out}", "temperature=0.7", "steps=2",
+        f"prompts={prompts}", f"out={out}", "temperature=0.7", "steps=2",
         "prompts_per_step=4", "group_size=2", "max_new_tokens=32", f"engine={engine}",
         "max_staleness=0", "eval_size=4", "checkpoint_every=100", "reward=last_number",
         "env=Agent", f"env.command={command}", "env.max_turns=6",

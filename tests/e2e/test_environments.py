@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-import cluster.run
 from actors.sglang.installed import sglang_installed
-from cluster.config.recipes import make
-from cluster.demos.arithmetic import write_jsonl
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from cluster.inspect.report.command import main as report
@@ -32,10 +28,18 @@ from examples.show.chat_worlds import (
     write_untrained,
 )
 from tests.conftest import TinyPair
-from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, trained_groups
+from tests.e2e.harness import (
+    REPOSITORY,
+    metrics,
+    opd_arguments,
+    run,
+    taught,
+    train,
+    trained_groups,
+)
+from tests.rows import read_rows, write_rows
 
 pytestmark = pytest.mark.e2e
-QUIET = Console(quiet=True)
 ENGINES = [
     "embedded",
     pytest.param(
@@ -108,7 +112,7 @@ def test_the_page_s_environment_trains_as_it_stands(
         assert step["opd/reverse_kl/turn=1"] > 0 and step["opd/reverse_kl/turn=2"] > 0
         if engine == "sglang":  # a second turn goes to that of two engines which has its prefix
             assert step["rollout/cached_share"] > 0.5
-    kept = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    kept = read_rows(out / "rollouts.jsonl")
     assert {group["step"] for group in kept} == {1, 2, 3}
     other = shutil.copy(backwards, tmp_path / "other.txt")
     assert main(["recipe=opd", *arguments[:-1], f"env.file={other}"]) == 2
@@ -169,27 +173,18 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
     """A model that was taught to call, barely: the calls are run, and both turns are trained."""
     pairs = products(300, 0)
     book = product_book(pairs, guesses=0.0)
-    write_jsonl(tmp_path / "book.jsonl", book)
-    write_jsonl(tmp_path / "prompts.jsonl", product_prompts(pairs))
-    untrained = str(tmp_path / "untrained")
-    write_untrained(untrained, book, DIGITS_APART, context_length=128, seed=1)
-    schooling = make(
-        "sft",
-        model=untrained, data=str(tmp_path / "book.jsonl"), out=str(tmp_path / "sft"), steps=80,
-        batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
+    untrained = tmp_path / "untrained"
+    write_untrained(str(untrained), book, DIGITS_APART, context_length=128, seed=1)
+    student = taught(untrained, book, tmp_path)
+    steps = train(
+        "opd_tools", tmp_path / "run", student=student,
+        teacher=shutil.copytree(student, str(tmp_path / "teacher")),
+        prompts=write_rows(tmp_path / "prompts.jsonl", *product_prompts(pairs)),
+        temperature=0.7, steps=2, prompts_per_step=8, group_size=2, max_new_tokens=32,
+        engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4, checkpoint_every=100,
+        local=True,
     )  # fmt: skip
-    cluster.run.run(schooling, QUIET)
-    student, teacher = str(tmp_path / "sft/final"), str(tmp_path / "teacher")
-    shutil.copytree(student, teacher)
-    config = make(
-        "opd_tools",
-        student=student, teacher=teacher, prompts=str(tmp_path / "prompts.jsonl"),
-        out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=8, group_size=2,
-        max_new_tokens=32, engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4,
-        checkpoint_every=100, local=True,
-    )  # fmt: skip
-    cluster.run.run(config, QUIET)
-    for step in metrics(tmp_path / "run"):
+    for step in steps:
         assert step["env/tool_calls"] > 0.5, "the model calls no tool"
         assert step["rollout/turns"] > 1.5
         assert step["train/logprob_gap"] < 1e-3
@@ -204,17 +199,15 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
     student = str(tmp_path / "model")
     book = game_book(40, blunders=0.3)
     write_untrained(student, book, SQUARES_APART, context_length=192, seed=1)
-    config = make(
-        "selfplay",
-        student=student, out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=4,
+    steps = train(
+        "selfplay", tmp_path / "run", student=student, temperature=0.7, steps=2, prompts_per_step=4,
         group_size=4, max_new_tokens=4, engine="embedded", eval_size=4, checkpoint_every=100,
         env=TicTacToeGames(
             rules=False, games=80, opponent=opponent, opponent_temperature=0.7 if frozen else None,
         ),
         reference=student if frozen else None, local=True,
     )  # fmt: skip
-    cluster.run.run(config, QUIET)
-    for step in metrics(tmp_path / "run"):
+    for step in steps:
         assert step["env/illegal"] > 0  # it was taught nothing
         assert -2 <= step["reward/mean"] <= 0
         assert step["train/tokens"] > 0

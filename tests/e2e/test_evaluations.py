@@ -24,8 +24,8 @@ from tests.e2e.harness import (
     metrics,
     process_of,
     trained_groups,
-    write_rows,
 )
+from tests.rows import read_rows, write_rows
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -61,7 +61,7 @@ def measured(out: Path) -> dict[int, Mapping[str, float]]:
 
 def place(out: Path, event: str, **fields: object) -> int:
     """Number of the line of events.jsonl that has these fields."""
-    written = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    written = read_rows(out / "events.jsonl")
     wanted = {"event": event, **fields}
     [found] = [i for i, line in enumerate(written) if wanted.items() <= line.items()]
     return found

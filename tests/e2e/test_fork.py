@@ -15,6 +15,7 @@ from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import evaluations, metrics, opd_arguments, trained_groups
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -93,9 +94,8 @@ def test_a_fork_that_dies_before_its_first_checkpoint_begins_there_again(
 def test_an_adapter_of_sft_goes_on_in_opd_and_in_sft(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "data.jsonl", *rows)
     first, longer, second = (tmp_path / name for name in ("sft", "sft2", "opd"))
     sft = [
         "recipe=sft", f"model={tiny_pair.student}", f"data={data}", "steps=2", "batch_size=2",

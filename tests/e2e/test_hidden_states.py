@@ -32,6 +32,7 @@ from tests.e2e.harness import (
     trained_groups,
     wait_until,
 )
+from tests.rows import read_rows, write_rows
 from tests.tiny import save_tokenizer, tiny_model_dir
 
 pytestmark = pytest.mark.e2e
@@ -86,10 +87,9 @@ def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: P
     """Each row has the states of its own teacher; one is whole in the learner for comparison."""
     small = tiny_model_dir(tmp_path, seed=7, hidden_size=32)
     save_tokenizer(small)
-    rows = [json.loads(line) for line in Path(tiny_pair.prompts).read_text().splitlines()]
-    prompts = tmp_path / "prompts.jsonl"
+    rows = read_rows(tiny_pair.prompts)
     named = [row | {"teacher": ("small", "large")[i % 2]} for i, row in enumerate(rows)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in named))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *named)
     made = {}
     for heads in ((), ("small",), ("small", "large")):
         models = {"small": small, "large": tiny_pair.teacher}
@@ -97,7 +97,7 @@ def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: P
         settings |= {f"teachers.{name}.head": models[name] for name in heads}
         out = tmp_path / f"run-{len(heads)}"
         arguments = opd_arguments(
-            replace(tiny_pair, prompts=str(prompts)), out, local=True, **SETTINGS | {"steps": 4}
+            replace(tiny_pair, prompts=prompts), out, local=True, **SETTINGS | {"steps": 4}
         )
         arguments = [each for each in arguments if not each.startswith("teacher=")]
         assert main(["recipe=opd", *arguments, *(f"{n}={v}" for n, v in settings.items())]) == 0

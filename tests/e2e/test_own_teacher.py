@@ -26,9 +26,9 @@ from tests.e2e.harness import (
     start,
     trained_groups,
     wait_until,
-    write_rows,
 )
 from tests.families import family_dir
+from tests.rows import read_rows, write_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -50,10 +50,6 @@ def hinted(path: Path) -> str:
         path,
         *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
     )
-
-
-def objects(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def weights(directory: str | Path) -> Weights:
@@ -81,7 +77,7 @@ def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set
     teacher's version has by the checkpoints of the run. Returns these versions."""
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
-    groups = reversed(objects(out / "rollouts.jsonl"))
+    groups = reversed(read_rows(out / "rollouts.jsonl"))
     for group in {group["step"]: group for group in groups}.values():
         model = AutoModelForCausalLM.from_pretrained(pair.student)
         [segment] = group["trajectories"][0]["segments"]
@@ -98,7 +94,7 @@ def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> Non
     between the weights that it began with and those that its teacher had by then."""
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     student, teacher = (AutoModelForCausalLM.from_pretrained(pair.student) for _ in range(2))
-    groups = objects(out / "rollouts.jsonl")
+    groups = read_rows(out / "rollouts.jsonl")
     for version, step in enumerate(metrics(out)):
         student.load_state_dict(versions[version])
         teacher.load_state_dict(at_version(versions, version, rule))
@@ -146,9 +142,9 @@ def averaged(versions: list[Weights], ema: float) -> Weights:
 
 
 def expect_no_canaries(out: Path) -> None:
-    events = {line["event"] for line in objects(out / "ledger.jsonl")}
+    events = {line["event"] for line in read_rows(out / "ledger.jsonl")}
     assert not events & {"scorer", "ask", "canary"}, "a teacher that moves was canaried"
-    found = [e for e in objects(out / "events.jsonl") if e["event"] == "finding"]
+    found = [e for e in read_rows(out / "events.jsonl") if e["event"] == "finding"]
     assert not [each for each in found if each["name"] == "scorer_moved"]
     certificate = json.loads((out / "certificate.json").read_text())
     assert not certificate["proven"] and "teacher=policy" in certificate["verdict"]
@@ -171,7 +167,7 @@ def test_a_policy_teaches_itself_by_what_became_of_each_answer(
     assert all(step["opd/unhinted_segments"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(tiny_pair.student)
     student = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
-    kept = objects(out / "rollouts.jsonl")
+    kept = read_rows(out / "rollouts.jsonl")
     for trajectory in kept[0]["trajectories"]:
         [segment] = trajectory["segments"]
         prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
@@ -194,7 +190,7 @@ def test_right_answers_earn_what_the_hint_makes_of_them(
         keep="all", steps=3, estimator="auto",
     )  # fmt: skip
     right = wrong = 0
-    for group in objects(out / "rollouts.jsonl"):
+    for group in read_rows(out / "rollouts.jsonl"):
         for trajectory in group["trajectories"]:
             [segment] = trajectory["segments"]
             pairs = zip(segment["teacher_logprobs"], segment["behaviour_logprobs"], strict=True)

@@ -16,6 +16,7 @@ from actors.embedded.engine import EmbeddedEngine
 from cluster.train import main
 from tests.chat_templates import chat_tokenizer, stop_of
 from tests.e2e import harness
+from tests.rows import write_rows
 from tests.tiny import TinyPair, tiny_model_dir
 
 BASE_END = "<|endoftext|>"
@@ -46,15 +47,14 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TinyPair, str]
     student = checkpoint(tmp_path, family, BASE_END, "{{ messages[0].content }}", seed=1)
     teacher = checkpoint(tmp_path, family, stop_of(family), template, seed=2)
     (tmp_path / "chat.jinja").write_text(template)
-    prompts = tmp_path / "prompts.jsonl"
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "something"}]
     rows = [
         {"messages": [{"role": "user", "content": parts}],
          "teacher_messages": [{"role": "user", "content": f"Say {i}"}]}
         for i in range(24)
     ]  # fmt: skip
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TinyPair(student=student, teacher=teacher, prompts=str(prompts)), stop_of(family)
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
+    return TinyPair(student=student, teacher=teacher, prompts=prompts), stop_of(family)
 
 
 def distil(models: TinyPair, out: Path, **settings: object) -> int:
@@ -123,10 +123,9 @@ def test_vocabularies_may_differ_by_padding(
         checkpoint(tmp_path, "qwen3", "<|im_end|>", "{{ messages[0].content }}", seed, sharpness)
         for seed in (1, 2)
     )
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(24)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"Say {i}"} for i in range(24)))
     models = TinyPair(
-        student=student, teacher=padded(teacher, tmp_path / "padded"), prompts=str(prompts)
+        student=student, teacher=padded(teacher, tmp_path / "padded"), prompts=prompts
     )
     more = {"teacher_top_k": 200} if estimator == "top_k" else {}
     assert distil(models, tmp_path / "out", steps=1, estimator=estimator, **more) == 0
@@ -140,9 +139,8 @@ def test_a_base_model_is_warned_of_chats_that_never_end(
     pair: tuple[TinyPair, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models, end = pair
-    data = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So"}]
-    data.write_text(json.dumps({"messages": turns}) + "\n")
+    data = write_rows(tmp_path / "chats.jsonl", {"messages": turns})
     arguments = [
         "recipe=sft", f"model={models.student}", f"data={data}", f"out={tmp_path / 'sft'}",
         f"chat_template={tmp_path / 'chat.jinja'}", "dry_run=True", "batch_size=1",

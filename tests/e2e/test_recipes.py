@@ -16,9 +16,10 @@ from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.inspect.audit import audit
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
-from tests.e2e.harness import distil, lines, measured, train, write_rows
+from tests.e2e.harness import distil, lines, measured, train
 from tests.e2e.judge import exact_reverse_kl
 from tests.e2e.objectives import POLICY_GRADIENT
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 

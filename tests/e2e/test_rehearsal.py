@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_arguments, run
+from tests.rows import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -34,9 +35,8 @@ def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_p
 def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"{a} =", "teacher_prompt": f"{a}! {a} ="} for a in range(9)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", recipe="opd", dry_run="rehearse", teacher="policy",
         teacher_lag=50, estimator="auto", prompts=prompts,

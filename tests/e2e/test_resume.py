@@ -36,6 +36,7 @@ from tests.e2e.harness import (
     wait_until,
 )
 from tests.e2e.impatient import NUMBERS
+from tests.rows import write_rows
 from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
@@ -177,8 +178,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bad prompt costs a group; a reward that is broken costs the run, and says why."""
-    unanswered = tmp_path / "eval.jsonl"
-    unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, steps=5, max_staleness=0, eval_source=unanswered,

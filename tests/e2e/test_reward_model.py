@@ -31,9 +31,9 @@ from tests.e2e.harness import (
     process_of,
     train,
     trained_groups,
-    write_rows,
 )
 from tests.e2e.test_recipes import SMALL
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 

@@ -38,6 +38,7 @@ from tests.e2e.harness import (
     wait_until,
 )
 from tests.families import family_dir, undecided
+from tests.rows import read_rows, write_rows
 from tests.tiny import save_tokenizer, tiny_model_dir
 
 pytestmark = [
@@ -251,13 +252,12 @@ def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
     """On real servers, which prove their weights whenever they wake."""
     second = tiny_model_dir(tmp_path, seed=7)
     save_tokenizer(second)
-    rows = [json.loads(line) for line in Path(tiny_pair.prompts).read_text().splitlines()]
-    prompts = tmp_path / "prompts.jsonl"
+    rows = read_rows(tiny_pair.prompts)
     named = [row | {"teacher": "ab"[i % 2]} for i, row in enumerate(rows)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in named))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *named)
     out, log = tmp_path / "run", "--log-level-http info"
     arguments = opd_arguments(
-        replace(tiny_pair, prompts=str(prompts)), out, engine="sglang", max_staleness=0,
+        replace(tiny_pair, prompts=prompts), out, engine="sglang", max_staleness=0,
         checkpoint_every=2, steps=5000, verify_every=2,
         **{
             "teachers.a.model": tiny_pair.teacher, "teachers.b.model": second,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cluster.run_files.rollouts import read_rollouts
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -93,8 +93,7 @@ def test_sources_have_their_shares_and_edits_are_noticed(
 
 
 def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:3]))
+    lines = write_rows(tmp_path / "lines.jsonl", *pairs()[:3])
     out = tmp_path / "run"
     code = main(
         [

@@ -24,8 +24,8 @@ from tests.e2e.harness import (
     start,
     trained_groups,
     wait_until,
-    write_rows,
 )
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, opd_arguments
+from tests.rows import write_rows
 
 
 @pytest.mark.slow
@@ -19,8 +19,7 @@ from tests.e2e.harness import events, opd_arguments
 def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unanswered = tmp_path / "eval.jsonl"
-    unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, steps=5, max_staleness=1, eval_source=unanswered,
@@ -40,9 +39,8 @@ def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
 def test_a_reward_that_kills_the_evaluator_ends_the_run_by_its_name(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = tmp_path / "eval.jsonl"
     rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "0 + 0 =", "answer": "0"}]
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = write_rows(tmp_path / "eval.jsonl", *rows)
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, eval_source=held_out, reward="tests.e2e.rewards:kills_at_zero"

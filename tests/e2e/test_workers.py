@@ -35,6 +35,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE, POLICY_GRADIENT
 from tests.families import family_dir
+from tests.rows import write_rows
 from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
@@ -112,10 +113,9 @@ def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_
 def test_preferences_on_two_workers_with_the_base_as_reference(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    data = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": f"q{i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    shared = {"model": tiny_pair.student, "data": str(data), "batch_size": 6, "lr": 1e-2}
+    data = write_rows(tmp_path / "pairs.jsonl", *pairs)
+    shared = {"model": tiny_pair.student, "data": data, "batch_size": 6, "lr": 1e-2}
     made = []
     for workers in (1, 2):
         out = tmp_path / f"of {workers}"
@@ -207,9 +207,8 @@ def test_whatever_work_of_the_learner_fails_takes_it_back_to_the_checkpoint(
 @pytest.mark.slow
 def test_a_supervised_run_survives_its_learner(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """Struck or not, it ends with the same weights."""
-    data = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(30)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "rows.jsonl", *rows)
     made = []
     for name in ("struck", "whole"):
         out = tmp_path / name

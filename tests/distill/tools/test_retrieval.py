@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from distill.errors import ConfigError, DataError
 from distill.tools.retrieval import Retrieval
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def texts(tmp_path: Path) -> Path:
         "# 城市\n\n北京是中国的首都。\n\n東京は日本の首都です。"
     )
     rows = [{"text": "Isotherms join places of one temperature."}, {"text": "Isobars: pressure."}]
-    (tmp_path / "maps.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    write_rows(tmp_path / "maps.jsonl", *rows)
     (tmp_path / "ignored.bin").write_text("heron heron heron")
     return tmp_path
 
