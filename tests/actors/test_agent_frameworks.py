@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from actors.envs.agent import Agent
 from actors.rollout.episode import rollout_group
 from distill.rewards.registry import last_number
 from distill.sampling import TrainSampling
+from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
 
@@ -25,14 +25,13 @@ def test_the_openai_agents_sdk(tmp_path: Path) -> None:
     """The example calls its tool; each history is one segment, and the answer is judged."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-compile", "openai-agents"], check=True
-    )
+    package = "openai-agents>=0.24,<0.25"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", package], check=True)
     row = {"messages": [{"role": "user", "content": "What is 6*7?"}], "answer": "42"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     tokenizer = chat_tokenizer()
     context = setting(tokenizer, reward=last_number, context_length=2048)
-    problems = Agent(command=f"{python} {EXAMPLE}")(str(tmp_path / "rows.jsonl"), context)
+    rows = write_rows(tmp_path / "rows.jsonl", row)
+    problems = Agent(command=f"{python} {EXAMPLE}")(rows, context)
 
     def says(_: int, seen: str) -> str:
         asked = seen.rpartition("What is")[2]
