@@ -109,7 +109,7 @@ test-newest test-oldest test-cuda: test-%:
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -qq uv
 	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python $(VERSIONS) -r pyproject.toml --extra data
-	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python pytest hypothesis
+	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python anyio pytest hypothesis
 	.venv-$*/bin/python -m pytest -m "not slow" tests/learner tests/distill tests/actors/test_embedded_engine.py \
 		tests/actors/test_sglang_plugin.py tests/actors/test_weight_portions.py tests/cluster/test_weights.py \
 		tests/cluster/test_ipc.py tests/cluster/test_push_check.py tests/cluster/test_push_model.py

@@ -74,6 +74,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         parent.end()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop in which anyio's plugin runs each `async def test_...`."""
+    return "asyncio"
+
+
 @pytest.fixture
 def hub_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine's cache of the hub, here and in processes of this test's: names, and no more."""

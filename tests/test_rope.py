@@ -108,27 +108,23 @@ def test_no_longer_row_gets_into_a_micro_batch(checkpoint: str) -> None:
         Forward(model)(collate([row]))
 
 
-def test_engine_batches(checkpoint: str) -> None:
+async def test_engine_batches(checkpoint: str) -> None:
     """Prefill, decoding and scoring."""
-
-    async def check() -> None:
-        engine = EmbeddedEngine(model_path=checkpoint, device="cpu", threads=1)
-        longest = (await engine.info()).context_length
-        short, long = request(40, longest), request(longest - 12, longest)
-        [alone] = await engine.generate(short)
-        [together], [_] = await asyncio.gather(engine.generate(short), engine.generate(long))
-        assert together.tokens_T.tolist() == alone.tokens_T.tolist()
-        np.testing.assert_allclose(together.logprobs_T, alone.logprobs_T, atol=1e-5)
-        chains = [chain(40), chain(longest)]
-        [alone_score] = await engine.score(chains[:1])
-        together_score = (await engine.score(chains))[0]
-        np.testing.assert_allclose(
-            together_score.logprobs_by_temperature, alone_score.logprobs_by_temperature, atol=1e-5
-        )
-        with pytest.raises(DataError):
-            await engine.score([chain(longest + 1)])
-
-    asyncio.run(check())
+    engine = EmbeddedEngine(model_path=checkpoint, device="cpu", threads=1)
+    longest = (await engine.info()).context_length
+    short, long = request(40, longest), request(longest - 12, longest)
+    [alone] = await engine.generate(short)
+    [together], [_] = await asyncio.gather(engine.generate(short), engine.generate(long))
+    assert together.tokens_T.tolist() == alone.tokens_T.tolist()
+    np.testing.assert_allclose(together.logprobs_T, alone.logprobs_T, atol=1e-5)
+    chains = [chain(40), chain(longest)]
+    [alone_score] = await engine.score(chains[:1])
+    together_score = (await engine.score(chains))[0]
+    np.testing.assert_allclose(
+        together_score.logprobs_by_temperature, alone_score.logprobs_by_temperature, atol=1e-5
+    )
+    with pytest.raises(DataError):
+        await engine.score([chain(longest + 1)])
 
 
 def request(prompt: int, longest: int) -> GenerateRequest:

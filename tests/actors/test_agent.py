@@ -248,22 +248,18 @@ def runs(process: int) -> bool:
 
 
 @pytest.mark.parametrize("ends", ["answers", "is cancelled"])
-def test_an_agent_s_children_end_with_it(folder: Path, ends: str) -> None:
+async def test_an_agent_s_children_end_with_it(folder: Path, ends: str) -> None:
     ending = "print(1)" if ends == "answers" else "time.sleep(600)"
     (folder / "parent.py").write_text(f"{PARENT}\nonce(json.load(sys.stdin))\n{ending}\n")
     builder = dataset("python parent.py").builder(0, 1)
-
-    async def play() -> None:
-        episode = play_group(Scripted(TOKENIZER, ["a"]), builder, SAMPLING, group_id=0, seed=0)
-        playing = asyncio.ensure_future(episode)
-        await asyncio.to_thread(pids, folder)
-        if ends == "answers":
-            await playing
-        else:
-            playing.cancel()
-            await asyncio.wait({playing})
-
-    asyncio.run(play())
+    episode = play_group(Scripted(TOKENIZER, ["a"]), builder, SAMPLING, group_id=0, seed=0)
+    playing = asyncio.ensure_future(episode)
+    await asyncio.to_thread(pids, folder)
+    if ends == "answers":
+        await playing
+    else:
+        playing.cancel()
+        await asyncio.wait({playing})
     end(pids(folder))
 
 

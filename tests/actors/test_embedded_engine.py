@@ -30,7 +30,6 @@ from distill.engine import (
     CheckpointDirectory,
     GenerateRequest,
     Sample,
-    Score,
     ScoreRequest,
 )
 from distill.errors import ConfigError, EngineError
@@ -96,7 +95,7 @@ ARCHITECTURES: list[PreTrainedConfig] = [
 
 
 @pytest.mark.parametrize("config", ARCHITECTURES, ids=lambda config: config.model_type)
-def test_every_architecture_is_scored_like_its_own_forward(
+async def test_every_architecture_is_scored_like_its_own_forward(
     tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     torch.manual_seed(0)
@@ -107,53 +106,41 @@ def test_every_architecture_is_scored_like_its_own_forward(
     model.generation_config.eos_token_id = 1
     model.save_pretrained(tmp_path)
     engine = start(str(tmp_path))
-
-    async def both() -> None:
-        requests = [ask(length, 25, samples=2) for length in (3, 40, 17)]
-        for request, samples in zip(requests, await generate_all(engine, requests), strict=True):
-            chains = [np.concatenate([request.prompt_tokens_T, s.tokens_T]) for s in samples]
-            first = len(request.prompt_tokens_T)
-            scores = await engine.score(
-                [ScoreRequest(tokens_T=c, start=first, temperatures=(0.8,)) for c in chains]
-            )
-            for sample, tokens_T, score in zip(samples, chains, scores, strict=True):
-                ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
-                with torch.no_grad():
-                    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0] / 0.8
-                expected_T = logits_TV.log_softmax(-1)[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]
-                for given_T in (sample.logprobs_T, score.logprobs_by_temperature[0]):
-                    np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
-
-    asyncio.run(both())
+    requests = [ask(length, 25, samples=2) for length in (3, 40, 17)]
+    for request, samples in zip(requests, await generate_all(engine, requests), strict=True):
+        chains = [np.concatenate([request.prompt_tokens_T, s.tokens_T]) for s in samples]
+        first = len(request.prompt_tokens_T)
+        scores = await engine.score(
+            [ScoreRequest(tokens_T=c, start=first, temperatures=(0.8,)) for c in chains]
+        )
+        for sample, tokens_T, score in zip(samples, chains, scores, strict=True):
+            ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+            with torch.no_grad():
+                logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0] / 0.8
+            expected_T = logits_TV.log_softmax(-1)[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]
+            for given_T in (sample.logprobs_T, score.logprobs_by_temperature[0]):
+                np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
 
 
-def test_a_given_token_of_no_probability_has_a_log_prob_all_the_same(tmp_path: Path) -> None:
+async def test_a_given_token_of_no_probability_has_a_log_prob_all_the_same(tmp_path: Path) -> None:
     engine = start(tiny_model_dir(tmp_path, seed=1, sharpness=400))
     requests = [
         ScoreRequest(tokens_T=np.append(prompt(9), token), start=9, temperatures=(0.3,))
         for token in range(20)
     ]
-
-    async def both() -> list[list[float]]:
-        scores = [await engine.decode_score(requests), await engine.score(requests)]
-        return [[float(s.logprobs_by_temperature[0][0]) for s in found] for found in scores]
-
-    decoded, scored = asyncio.run(both())
+    scores = [await engine.decode_score(requests), await engine.score(requests)]
+    decoded, scored = [[float(s.logprobs_by_temperature[0][0]) for s in found] for found in scores]
     assert min(scored) < -110, "exp of it is not 0 in fp32: sharpen the model"
     np.testing.assert_allclose(decoded, scored, rtol=1e-5)
 
 
-def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None:
+async def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None:
     request = ScoreRequest(tokens_T=prompt(400), start=1, temperatures=(0.5,))
-
-    async def abort_soon() -> None:
-        task = asyncio.create_task(engine.decode_score([request]))
-        await asyncio.sleep(0.02)
-        await engine.abort()
-        with pytest.raises(EngineError):
-            await task
-
-    asyncio.run(abort_soon())
+    task = asyncio.create_task(engine.decode_score([request]))
+    await asyncio.sleep(0.02)
+    await engine.abort()
+    with pytest.raises(EngineError):
+        await task
 
 
 def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None:
@@ -185,15 +172,13 @@ def test_a_prompt_is_run_once_for_all_its_samples(
     assert all(shape[1] == 1 for shape in seen[1:]), seen
 
 
-def test_a_cancelled_caller_leaves_nothing_behind(engine: EmbeddedEngine) -> None:
-    async def cancel() -> None:
+async def test_a_cancelled_caller_leaves_nothing_behind(engine: EmbeddedEngine) -> None:
+    async with asyncio.timeout(20):
         long = asyncio.create_task(engine.generate(ask(20, 480, samples=32)))
         await asyncio.sleep(0.02)
         long.cancel()
         await engine.generate(ask(5, 3))
         assert await engine.abort() == 0, "something of it is still under way"
-
-    asyncio.run(asyncio.wait_for(cancel(), timeout=20))
 
 
 def test_a_failing_thread_reaches_every_caller(
@@ -332,17 +317,13 @@ def test_the_likeliest_do_not_depend_on_how_positions_are_cut(
         np.testing.assert_allclose(one.top.logprobs_NK, other.top.logprobs_NK, atol=1e-5)
 
 
-def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:
+async def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, seed=1)
     engine = start(path)
     poison = {name: tensor * float("nan") for name, tensor in read_weights(path).items()}
-
-    async def poisoned_and_healed() -> list[Score]:
-        await engine.load_weights(shared(poison), 1)
-        with pytest.raises(EngineError):
-            await engine.score(top_requests())
-        await engine.load_weights(CheckpointDirectory(path=path), 2)
-        return await engine.score(top_requests())
-
-    scores = asyncio.run(poisoned_and_healed())
+    await engine.load_weights(shared(poison), 1)
+    with pytest.raises(EngineError):
+        await engine.score(top_requests())
+    await engine.load_weights(CheckpointDirectory(path=path), 2)
+    scores = await engine.score(top_requests())
     assert [score.top is not None for score in scores] == [False, True] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -68,13 +67,10 @@ async def writes(url: str) -> None:
 
 
 @pytest.mark.parametrize("ask", [scores, judges, writes])
-def test_a_server_keeps_to_its_address_and_to_a_size(
+async def test_a_server_keeps_to_its_address_and_to_a_size(
     server: Server, ask: Callable[[str], Awaitable[None]]
 ) -> None:
-    async def asked() -> None:
-        await ask(server.url)
-
     with pytest.raises(EngineError):
-        asyncio.run(asked())
+        await ask(server.url)
     assert server.followed == 0
     assert server.sent < 32 << 20  # what sockets hold besides

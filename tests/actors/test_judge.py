@@ -152,18 +152,15 @@ def test_a_long_answer_is_cut_and_said(server: ScriptedJudge, judge: Judge) -> N
     assert len(server.asked[0]) < 2000
 
 
-def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge) -> None:
+async def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge) -> None:
     server.meets, server.delay_s = 3, 0.05
     few = replace(judge, max_concurrent=3)
-
-    async def many() -> list[float]:
-        # An equal one, as comes out of a pickle, shares the places.
-        other = pickle.loads(pickle.dumps(few))
-        return await asyncio.gather(
-            *(each.score("2+2?", str(i), RUBRIC) for i in range(6) for each in (few, other))
-        )
-
-    assert asyncio.run(many()) == [1.0] * 12
+    # An equal one, as comes out of a pickle, shares the places.
+    other = pickle.loads(pickle.dumps(few))
+    scores = await asyncio.gather(
+        *(each.score("2+2?", str(i), RUBRIC) for i in range(6) for each in (few, other))
+    )
+    assert scores == [1.0] * 12
     assert server.most_at_once == 3
 
 

@@ -166,7 +166,7 @@ def test_a_dead_server_is_told_and_the_episode_goes_on(problems: EnvDataset) -> 
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 2
 
 
-def test_a_cancelled_group_ends_its_servers(server: Path, problems: EnvDataset) -> None:
+async def test_a_cancelled_group_ends_its_servers(server: Path, problems: EnvDataset) -> None:
     class Waits(Scripted):
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             assert alive(server)
@@ -174,39 +174,30 @@ def test_a_cancelled_group_ends_its_servers(server: Path, problems: EnvDataset) 
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def run() -> None:
-        group = play_group(
-            Waits(TOKENIZER, []), problems.builder(0, 2), SAMPLING, group_id=0, seed=0
-        )
-        playing = asyncio.create_task(group)
-        await asyncio.wait_for(reached.wait(), DEADLINE_S)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert not alive(server)
-
     reached = asyncio.Event()
-    asyncio.run(run())
+    group = play_group(Waits(TOKENIZER, []), problems.builder(0, 2), SAMPLING, group_id=0, seed=0)
+    playing = asyncio.create_task(group)
+    await asyncio.wait_for(reached.wait(), DEADLINE_S)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not alive(server)
 
 
-def test_a_server_closed_while_it_starts_is_ended(tmp_path: Path) -> None:
+async def test_a_server_closed_while_it_starts_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(f"import os, time; open({str(tmp_path)!r} + f'/pid{{os.getpid()}}', 'w')\n"
                       "time.sleep(600)\n")  # fmt: skip
-
-    async def run() -> None:
-        session = McpSession(McpServer(command=(sys.executable, str(script))))
-        opening = asyncio.create_task(session.open())
-        began = time.monotonic()
-        while not alive(tmp_path) and time.monotonic() - began < DEADLINE_S:
-            await asyncio.sleep(0.01)
-        assert alive(tmp_path)
-        await session.close()
-        assert not alive(tmp_path)
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-
-    asyncio.run(run())
+    session = McpSession(McpServer(command=(sys.executable, str(script))))
+    opening = asyncio.create_task(session.open())
+    began = time.monotonic()
+    while not alive(tmp_path) and time.monotonic() - began < DEADLINE_S:
+        await asyncio.sleep(0.01)
+    assert alive(tmp_path)
+    await session.close()
+    assert not alive(tmp_path)
+    with pytest.raises(asyncio.CancelledError):
+        await opening
 
 
 def test_a_server_that_does_not_start_fails_the_group(tmp_path: Path) -> None:

@@ -114,36 +114,27 @@ def test_requests_at_the_same_time_share_a_pass(
     assert sum(passes) == len(ASKED) and len(passes) < len(ASKED)
 
 
-def test_what_cannot_be_scored_fails_its_own_caller(checkpoint: str) -> None:
-    async def ask() -> list[Any]:
-        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
-        long = RewardInput(prompt="a", response="b" * 200)
-        calls = [model.rewards([long]), model.rewards(ASKED[:1])]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    refused, scores = asyncio.run(ask())
+async def test_what_cannot_be_scored_fails_its_own_caller(checkpoint: str) -> None:
+    model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+    long = RewardInput(prompt="a", response="b" * 200)
+    calls = [model.rewards([long]), model.rewards(ASKED[:1])]
+    refused, scores = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(refused, DataError) and "202 tokens exceed the limit of 128" in str(refused)
     assert scores == pytest.approx(naive(checkpoint)[:1], abs=1e-5)
 
 
-def test_a_score_that_is_no_number_is_an_error(checkpoint: str) -> None:
-    async def ask() -> None:
-        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
-        model._model.score.weight.data.fill_(float("nan"))
-        await model.rewards(ASKED)
-
+async def test_a_score_that_is_no_number_is_an_error(checkpoint: str) -> None:
+    model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+    model._model.score.weight.data.fill_(float("nan"))
     with pytest.raises(EngineError):
-        asyncio.run(ask())
-
-
-def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
-    async def ask() -> list[int]:
-        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
-        before = await model.health()
         await model.rewards(ASKED)
-        return [before, await model.health(), await model.queue_length()]
 
-    assert asyncio.run(ask()) == [0, len(ASKED), 0]
+
+async def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
+    model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+    before = await model.health()
+    await model.rewards(ASKED)
+    assert [before, await model.health(), await model.queue_length()] == [0, len(ASKED), 0]
 
 
 # Before anything starts

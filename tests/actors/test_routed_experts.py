@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.embedded.engine import EmbeddedEngine
-from distill.engine import GenerateRequest, Sample
+from distill.engine import GenerateRequest
 from distill.errors import ConfigError, DataError
 from distill.sampling import TrainSampling
 from distill.stops import StopTokens
@@ -27,51 +27,42 @@ def start(path: str, **settings: Any) -> EmbeddedEngine:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])  # the last has no cache
-def test_experts_are_those_of_the_models_own_forward(name: str, tmp_path: Path) -> None:
+async def test_experts_are_those_of_the_models_own_forward(name: str, tmp_path: Path) -> None:
     """Rows of several lengths that join and leave, shared prompts, a second turn."""
     path = family_dir(tmp_path, name)
     engine = start(path, max_running_requests=4, score_token_budget=60)
-
-    async def story() -> None:
-        requests = [ask(prompt(n), samples=g, seed=n) for n, g in ((3, 2), (17, 3), (40, 1))]
-        plain = GenerateRequest(
-            prompt_tokens_T=prompt(17),
-            sampling=TrainSampling(temperature=1.0, max_new_tokens=3),
-            num_samples=1,
-            seed=1,
-        )
-        *answers, without = await asyncio.gather(
-            *(engine.generate(request) for request in [*requests, plain])
-        )
-        assert without[0].experts_NLK is None
-        for request, samples in zip(requests, answers, strict=True):
-            assert len(samples) == request.num_samples
-            check_experts(path, request, samples)
-        seen_T = np.concatenate([requests[0].prompt_tokens_T, answers[0][0].tokens_T])
-        turn = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
-        [sample] = await engine.generate(turn)
-        assert sample.experts_NLK is not None
-        assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
-        check_experts(path, turn, [sample])
-
-    asyncio.run(story())
+    requests = [ask(prompt(n), samples=g, seed=n) for n, g in ((3, 2), (17, 3), (40, 1))]
+    plain = GenerateRequest(
+        prompt_tokens_T=prompt(17),
+        sampling=TrainSampling(temperature=1.0, max_new_tokens=3),
+        num_samples=1,
+        seed=1,
+    )
+    *answers, without = await asyncio.gather(
+        *(engine.generate(request) for request in [*requests, plain])
+    )
+    assert without[0].experts_NLK is None
+    for request, samples in zip(requests, answers, strict=True):
+        assert len(samples) == request.num_samples
+        check_experts(path, request, samples)
+    seen_T = np.concatenate([requests[0].prompt_tokens_T, answers[0][0].tokens_T])
+    turn = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
+    [sample] = await engine.generate(turn)
+    assert sample.experts_NLK is not None
+    assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
+    check_experts(path, turn, [sample])
 
 
-def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path) -> None:
+async def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path) -> None:
     """New weights arrive in the middle: what was recorded stays, what follows is theirs."""
     first, second = (family_dir(tmp_path, "qwen3_moe", seed=seed) for seed in (1, 2))
     engine = start(first, stops=StopTokens(ids=()))
     bundle = shared(load_file(Path(second) / "model.safetensors"))
-
-    async def story() -> Sample:
-        running = asyncio.ensure_future(engine.generate(ask(prompt(5), new=60)))
-        while not engine._computed:
-            await asyncio.sleep(0)
-        await engine.load_weights(bundle, version=1)
-        [sample] = await running
-        return sample
-
-    sample = asyncio.run(story())
+    running = asyncio.ensure_future(engine.generate(ask(prompt(5), new=60)))
+    while not engine._computed:
+        await asyncio.sleep(0)
+    await engine.load_weights(bundle, version=1)
+    [sample] = await running
     switch = int((sample.versions_T == 0).sum())
     assert 0 < switch < len(sample.tokens_T), "the push came too early or too late to tell"
     chain_T = np.concatenate([prompt(5), sample.tokens_T])

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import hashlib
 import pickle
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -113,33 +113,30 @@ class AdapterServer(MisbehavingServer):
         return None
 
 
-def run(server: AdapterServer, story: Callable[[SglangEngine], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with server.running():
-            client = SglangClient(
-                lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=30
-            )
-            engine = SglangEngine(
+@asynccontextmanager
+async def engine_of(server: AdapterServer) -> AsyncIterator[SglangEngine]:
+    """An engine of the server, which runs as long as the context."""
+    async with asyncio.timeout(60), server.running():
+        client = SglangClient(
+            lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=30
+        )
+        try:
+            yield SglangEngine(
                 client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
                 dtype="float32", stops=None, weights=WeightSession(client, "continue", dict),
             )  # fmt: skip
-            try:
-                await asyncio.wait_for(story(engine), 60)
-            finally:
-                server.let_go.set()
-                await client.close()
-
-    asyncio.run(within())
+        finally:
+            server.let_go.set()
+            await client.close()
 
 
 def adapter(factor: float = 1.0) -> AdapterTensors:
     return AdapterWeights({n: factor * t for n, t in TENSORS.items()}, FORM).copied()
 
 
-def test_samples_are_of_the_adapter_that_they_name_while_another_is_unloaded() -> None:
+async def test_samples_are_of_the_adapter_that_they_name_while_another_is_unloaded() -> None:
     server = AdapterServer()
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         server.unloads.clear()
         load = asyncio.create_task(engine.load_weights(adapter(2), 2))
@@ -151,8 +148,6 @@ def test_samples_are_of_the_adapter_that_they_name_while_another_is_unloaded() -
         assert {v for sample in samples for v in sample.versions_T.tolist()} == {2}
         server.unloads.set()
         await load
-
-    run(server, story)
 
 
 @asynccontextmanager
@@ -169,10 +164,9 @@ async def under_way(server: AdapterServer, engine: SglangEngine, name: str | Non
         await task
 
 
-def test_requests_name_the_newest_adapter_and_samples_are_of_its_version() -> None:
+async def test_requests_name_the_newest_adapter_and_samples_are_of_its_version() -> None:
     server = AdapterServer()
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.generate(ASK)
         for version in (4, 5):
             assert await engine.load_weights(adapter(version), version) == 0
@@ -180,17 +174,14 @@ def test_requests_name_the_newest_adapter_and_samples_are_of_its_version() -> No
             assert {v for sample in samples for v in sample.versions_T} == {version}
             [score] = await engine.score([SCORE])
             assert score.version == version
-
-    run(server, story)
     assert server.named[0] is None
     [held] = server.held.values()
     assert torch.equal(held["v_proj.lora_A.weight"], 5 * torch.ones(2, 2))
 
 
-def test_an_adapter_stays_until_its_requests_have_ended() -> None:
+async def test_an_adapter_stays_until_its_requests_have_ended() -> None:
     server = AdapterServer()
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
         async with under_way(server, engine, first) as old:
@@ -204,13 +195,10 @@ def test_an_adapter_stays_until_its_requests_have_ended() -> None:
         await engine.load_weights(adapter(), 3)
         assert first not in server.held and len(server.held) == 1
 
-    run(server, story)
 
-
-def test_a_full_server_takes_a_further_adapter_when_the_oldest_s_requests_have_ended() -> None:
+async def test_a_full_server_takes_another_adapter_when_the_oldest_s_requests_end() -> None:
     server = AdapterServer(max_loaded_loras=2)
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
         async with under_way(server, engine, first):
@@ -221,14 +209,11 @@ def test_a_full_server_takes_a_further_adapter_when_the_oldest_s_requests_have_e
         await load
         assert first not in server.held
 
-    run(server, story)
 
-
-def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
+async def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
     """A server without the plugin is asked a second time, for T = 1; a load comes in between."""
     server = AdapterServer()
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
         server.let_go.clear()
@@ -241,13 +226,10 @@ def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
         assert score.version == 1
         assert server.named == [first] * 2
 
-    run(server, story)
 
-
-def test_an_adapter_that_does_not_load_leaves_the_one_before() -> None:
+async def test_an_adapter_that_does_not_load_leaves_the_one_before() -> None:
     server = AdapterServer()
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
         server.refuses = "/load_lora_adapter_from_tensors"
@@ -260,13 +242,10 @@ def test_an_adapter_that_does_not_load_leaves_the_one_before() -> None:
         await engine.load_weights(adapter(), 2)  # tried again
         assert (await engine.generate(ASK))[0].versions_T[0] == 2
 
-    run(server, story)
 
-
-def test_an_unload_without_an_answer_keeps_no_later_adapter_out() -> None:
+async def test_an_unload_without_an_answer_keeps_no_later_adapter_out() -> None:
     server = AdapterServer(max_loaded_loras=2)
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         server.loses = "/unload_lora_adapter"
         await engine.load_weights(adapter(), 2)
@@ -276,18 +255,13 @@ def test_an_unload_without_an_answer_keeps_no_later_adapter_out() -> None:
             assert (await engine.generate(ASK))[0].versions_T[0] == version
         assert len(server.held) == 1
 
-    run(server, story)
 
-
-def test_a_server_that_was_not_started_for_adapters_refuses_them() -> None:
+async def test_a_server_that_was_not_started_for_adapters_refuses_them() -> None:
     server = AdapterServer(enable_lora=False)
-
-    async def story(engine: SglangEngine) -> None:
+    async with engine_of(server) as engine:
         with pytest.raises(EngineError):
             await engine.load_weights(adapter(), 1)
         await engine.generate(ASK)
-
-    run(server, story)
 
 
 # ---- real servers

@@ -347,16 +347,12 @@ def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
     assert server.asked["/generate"] == 1
 
 
-def test_an_external_server_that_is_something_else_is_refused() -> None:
+async def test_an_external_server_that_is_something_else_is_refused() -> None:
     server = MisbehavingServer()
-
-    async def run() -> None:
+    with pytest.raises(EngineError):
         async with server.running():
             engine = ExternalSglangEngine(url=server.url, api_key=API_KEY, request_deadline_s=10)
             try:
                 await engine.info()
             finally:
                 await engine.close()
-
-    with pytest.raises(EngineError):
-        asyncio.run(run())

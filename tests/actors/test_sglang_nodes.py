@@ -85,19 +85,15 @@ def test_a_server_is_started_before_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)
 
 
-def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, Any]) -> None:
+async def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, Any]) -> None:
     point = MeetingPoint(address=LOOPBACK, port=1)
     follower = SglangFollower(point, 1, **settings)
-
-    async def serve() -> None:
-        serving = asyncio.create_task(follower.serve())
-        await asyncio.sleep(0.05)
-        assert not serving.done()
-        follower.server.running = False  # pyright: ignore[reportAttributeAccessIssue]
-        await serving
-
+    serving = asyncio.create_task(follower.serve())
+    await asyncio.sleep(0.05)
+    assert not serving.done()
+    follower.server.running = False  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(EngineLost):
-        asyncio.run(serve())
+        await serving
 
 
 def test_an_engine_that_no_other_node_can_reach_is_refused(settings: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def named_after(directory: Path) -> set[Path]:
             if directory.name in path.name and path.exists()}  # fmt: skip
 
 
-def test_a_claimed_port_is_the_server_s_alone() -> None:
+async def test_a_claimed_port_is_the_server_s_alone() -> None:
     """As SGLang's HTTP server binds it (asyncio sets SO_REUSEADDR), and as others might."""
     claims = [sglang_server.claim_port("127.0.0.1") for _ in range(50)]
     ports = {claim.getsockname()[1] for claim in claims}
@@ -140,16 +140,12 @@ def test_a_claimed_port_is_the_server_s_alone() -> None:
     finally:
         for stranger in strangers:
             stranger.close()
-
-    async def serve() -> None:
-        server = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", port)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await reader.read() == b""
-        writer.close()
-        server.close()
-        await server.wait_closed()
-
-    asyncio.run(serve())
+    server = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await reader.read() == b""
+    writer.close()
+    server.close()
+    await server.wait_closed()
     for claim in claims:
         claim.close()
 

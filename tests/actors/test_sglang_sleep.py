@@ -123,7 +123,7 @@ def session_of(server: Server, mode: OnWeightUpdate, directory: str) -> WeightSe
 
 @pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_request_is_served_by_released_weights(
+async def test_no_request_is_served_by_released_weights(
     mode: OnWeightUpdate, seed: int, directory: str
 ) -> None:
     server, draw = Server(mode), random.Random(seed)
@@ -148,13 +148,10 @@ def test_no_request_is_served_by_released_weights(
             assert not session.asleep and not server.paused
             await asyncio.sleep(0.002)
 
-    async def all_of_it() -> list[list[int]]:
-        async with asyncio.TaskGroup() as tasks:
-            clients = [tasks.create_task(client(i)) for i in range(40)]
-            tasks.create_task(learner())
-        return [each.result() for each in clients]
-
-    for versions in asyncio.run(asyncio.wait_for(all_of_it(), 60)):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(client(i)) for i in range(40)]
+        tasks.create_task(learner())
+    for versions in (each.result() for each in clients):
         assert versions == sorted(versions)
         if mode != "continue":
             assert len(set(versions)) == 1
@@ -173,14 +170,13 @@ def test_no_request_is_served_by_released_weights(
         ("/update_weights_from_disk", "parts of two versions"),
     ],
 )
-def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
+async def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
     fails: str, first: str, directory: str
 ) -> None:
     server = Server("continue", fails)
     session = session_of(server, "continue", directory)
     source = CheckpointDirectory(path=directory)
-
-    async def all_of_it() -> None:
+    async with asyncio.timeout(60):
         waiting: asyncio.Task[list[Sample]] | None = None
         with pytest.raises(EngineError):
             await session.sleep()
@@ -196,14 +192,11 @@ def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
             [made] = await session.generate(server.generate)
             assert made.versions_T.tolist() == [2, 2, 2]
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 60))
 
-
-def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
+async def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
     server = Server("continue")
     session = session_of(server, "continue", directory)
-
-    async def all_of_it() -> None:
+    async with asyncio.timeout(60):
         await session.sleep()
         waiting = asyncio.create_task(session.generate(server.generate))
         with pytest.raises(EngineError):
@@ -213,11 +206,9 @@ def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) 
         [made] = await waiting
         assert made.versions_T.tolist() == [1, 1, 1]
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 60))
-
 
 @pytest.mark.parametrize("good", [True, False])
-def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
+async def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
     good: bool, directory: str
 ) -> None:
     server = Server("finish", keeps=True)
@@ -231,8 +222,7 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
         if not good:
             raise EngineLost("other weights")
 
-    async def all_of_it() -> None:
-        nonlocal waiting, late
+    async with asyncio.timeout(60):
         await session.sleep()
         wanted = asyncio.create_task(session.waiters.begun())
         await asyncio.sleep(0.01)
@@ -243,16 +233,10 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
         if good:
             await session.wake(prove)
             assert await waiting == 0 and len(await late) == 1 and not session.asleep
-            return
-        with pytest.raises(EngineLost):
-            await session.wake(prove)
-        for task in (waiting, late):
-            with pytest.raises(EngineLost):
-                await task
-
-    waiting: asyncio.Task[int]
-    late: asyncio.Task[list[Sample]]
-    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+        else:
+            for waits in (session.wake(prove), waiting, late):
+                with pytest.raises(EngineLost):
+                    await waits
     assert proven == [0]
     assert server.orders == [
         "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation",
@@ -260,14 +244,14 @@ def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
     ]  # fmt: skip
 
 
-def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
+async def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
     server = Server("finish", keeps=True)
     session = session_of(server, "finish", directory)
 
     async def prove() -> None:
         pass
 
-    async def all_of_it() -> None:
+    async with asyncio.timeout(60):
         load = asyncio.create_task(session.load(CheckpointDirectory(path=directory), 1))
         while not server.paused:
             await asyncio.sleep(0)
@@ -285,17 +269,15 @@ def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
         await session.wake(prove)
         assert await waiting == 1
 
-    asyncio.run(asyncio.wait_for(all_of_it(), 60))
 
-
-def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str) -> None:
+async def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str) -> None:
     server = Server("finish", "/resume_memory_occupation", keeps=True)
     session = session_of(server, "finish", directory)
 
     async def prove() -> None:
         raise AssertionError("there is nothing to prove")
 
-    async def all_of_it() -> None:
+    async with asyncio.timeout(60):
         await session.sleep()
         waiting = asyncio.create_task(session.score(server.score))
         await session.waiters.begun()
@@ -303,5 +285,3 @@ def test_a_server_that_cannot_take_its_memory_back_serves_nothing(directory: str
             await session.wake(prove)
         with pytest.raises(EngineLost):
             await waiting
-
-    asyncio.run(asyncio.wait_for(all_of_it(), 60))

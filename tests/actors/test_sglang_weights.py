@@ -385,13 +385,9 @@ def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -
     assert server.run(server.engine.weight_ranks()) == 1
 
 
-def test_the_embedded_engine_checks_a_group_s_layout_before_it_joins(tmp_path: Path) -> None:
+async def test_the_embedded_engine_checks_a_group_s_layout_before_it_joins(tmp_path: Path) -> None:
     engine = EmbeddedEngine(model_path=tiny_model_dir(tmp_path, seed=1), device="cpu", threads=1)
-
-    async def ask_it() -> None:
-        with pytest.raises(EngineError) as refused:
-            await engine.load_weights(misfit(), 1)
-        assert "model.norm.weight" in str(refused.value)
-        assert (await engine.info()).weight_version == 0
-
-    asyncio.run(ask_it())
+    with pytest.raises(EngineError) as refused:
+        await engine.load_weights(misfit(), 1)
+    assert "model.norm.weight" in str(refused.value)
+    assert (await engine.info()).weight_version == 0

@@ -43,7 +43,7 @@ time.sleep(600)
 """
 
 
-def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) -> None:
+async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) -> None:
     turns = [GpuTurn(tmp_path / "turns" / "a.turn") for _ in range(3)]
     order: list[int] = []
 
@@ -58,33 +58,27 @@ def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) -> Non
             assert len(order) == taken
             turns[number].give()
 
-    async def everyone() -> None:
+    async with asyncio.timeout(60):
         await asyncio.gather(*map(server, range(3)))
-
-    asyncio.run(asyncio.wait_for(everyone(), 60))
     assert sorted(order) == sorted([0, 1, 2] * 5)
     assert all(len({*order[i : i + 3]}) == 3 for i in range(0, 12, 3)), "one was passed over"
 
 
-def test_who_stops_waiting_for_a_turn_leaves_the_line(tmp_path: Path) -> None:
+async def test_who_stops_waiting_for_a_turn_leaves_the_line(tmp_path: Path) -> None:
     holder, waits = GpuTurn(tmp_path / "a"), GpuTurn(tmp_path / "a")
     holder.take()
-
-    async def gives_up() -> None:
-        waiting = asyncio.create_task(waits.taken())
-        while not holder.wanted:
-            await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(gives_up())
+    waiting = asyncio.create_task(waits.taken())
+    while not holder.wanted:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert not holder.wanted
     holder.give()
     waits.take()
 
 
-def test_the_turn_of_a_process_that_dies_ends_when_its_server_has_ended(tmp_path: Path) -> None:
+async def test_the_turn_of_a_dead_process_ends_when_its_server_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "a"
     owner = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True
@@ -94,15 +88,12 @@ def test_the_turn_of_a_process_that_dies_ends_when_its_server_has_ended(tmp_path
     owner.kill()
     owner.wait()
     waits = GpuTurn(path)
-
-    async def after_the_child() -> None:
+    async with asyncio.timeout(60):
         waiting = asyncio.create_task(waits.taken())
         await asyncio.sleep(0.3)
         assert not waiting.done(), "its server still has the GPUs"
         child.kill()
         await waiting
-
-    asyncio.run(asyncio.wait_for(after_the_child(), 60))
 
 
 @asynccontextmanager
@@ -193,12 +184,11 @@ def test_engines_on_the_same_gpus_score_by_turns_what_they_score_alone(
 
 @pytest.mark.slow
 @needs_sglang
-def test_an_engine_that_wakes_with_other_weights_answers_nothing(
+async def test_an_engine_that_wakes_with_other_weights_answers_nothing(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     other = tiny_model_dir(tmp_path, seed=9, hidden_size=32, layers=1)
-
-    async def all_of_it() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         async with two_engines(tiny_pair, tmp_path) as (student, teacher):
             await asleep(student, teacher)
             server = student.server
@@ -214,8 +204,6 @@ def test_an_engine_that_wakes_with_other_weights_answers_nothing(
                 await student.score(rows(1))
             with pytest.raises(EngineError, match=re.escape(tiny_pair.student)):
                 await student.health()
-
-    asyncio.run(asyncio.wait_for(all_of_it(), DEADLINE_S))
 
 
 @pytest.mark.slow
@@ -250,10 +238,10 @@ def test_new_weights_wake_an_engine_and_are_its_own_after_the_next_sleep(
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
+async def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    async def all_of_it() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         async with two_engines(tiny_pair, tmp_path) as (student, teacher):
             await asleep(student, teacher)
             lengths = [await engine.queue_length() for engine in (student, teacher)]
@@ -268,5 +256,3 @@ def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
                 while True:
                     await student.health()
             await awake(teacher)
-
-    asyncio.run(asyncio.wait_for(all_of_it(), DEADLINE_S))

@@ -390,14 +390,13 @@ def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
     )  # fmt: skip
 
 
-def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
+async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
     """So that a teacher that hangs, or is too small, is not taken for the policy."""
     worker = RolloutWorker(
         policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=3, closes=False),
         dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(3),
     )  # fmt: skip
-
-    async def watch() -> None:
+    async with asyncio.timeout(60):
         running = asyncio.create_task(worker.run())
         while [group.stage for group in worker.under_way] != ["scoring", "scoring"]:
             assert not running.done()
@@ -405,13 +404,10 @@ def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(watch(), 60))
 
-
-def test_what_is_under_way_can_be_seen_and_given_up() -> None:
+async def test_what_is_under_way_can_be_seen_and_given_up() -> None:
     sink = Witness(groups=3, closes=False)
-
-    async def watch() -> None:
+    async with asyncio.timeout(30):
         worker = worker_of(sink, HangingPolicy(0))
         running = asyncio.create_task(worker.run())
 
@@ -437,8 +433,6 @@ def test_what_is_under_way_can_be_seen_and_given_up() -> None:
         assert not running.done()
         worker.drain()
         await running
-
-    asyncio.run(asyncio.wait_for(watch(), 30))
     assert [group.group_id for group in sink.done] == [0] and not sink.failed
 
 
@@ -456,7 +450,7 @@ class SlowToClose(OneTurn):
 
 
 @pytest.mark.parametrize("group_id", [0, 1], ids=["ended", "sampling"])
-def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
+async def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
     """The driver says it at every look, for as long as the group is begun again elsewhere."""
     may, told = asyncio.Event(), list[str]()
 
@@ -468,36 +462,31 @@ def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
         def builder(self, group_id: int) -> EnvGroupBuilder:
             return Closing(prompt_T=ids(3, 4, 5 + group_id))
 
-    async def watch() -> None:
-        worker = RolloutWorker(
-            policy=HangingPolicy(0), teachers={}, sink=Sink(groups=2, closes=False),
-            dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
-        )  # fmt: skip
-        running = asyncio.create_task(worker.run())
-        while told != ["closing"] or [g.stage for g in worker.under_way][-1] != "sampling":
-            await asyncio.sleep(0)  # group 0 has ended
-        for _ in range(3):
-            worker.give_up({group_id: 1}, epoch=1)
-            worker.forget(epoch=1)
-            await asyncio.sleep(0.01)
-        assert len(worker.under_way) == 2
-        worker.forget(epoch=2)
-        while told != ["closing", "closing"]:
-            await asyncio.sleep(0)
-        assert len(worker.under_way) == 2
-        may.set()
-        while worker.under_way:
-            await asyncio.sleep(0)
-        worker.drain()
-        await running
-
-    async def watched() -> None:
-        try:
-            await asyncio.wait_for(watch(), 30)
-        finally:
-            may.set()  # or what is under way would hold up the end of a test that fails
-
-    asyncio.run(watched())
+    try:
+        async with asyncio.timeout(30):
+            worker = RolloutWorker(
+                policy=HangingPolicy(0), teachers={}, sink=Sink(groups=2, closes=False),
+                dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
+            )  # fmt: skip
+            running = asyncio.create_task(worker.run())
+            while told != ["closing"] or [g.stage for g in worker.under_way][-1] != "sampling":
+                await asyncio.sleep(0)  # group 0 has ended
+            for _ in range(3):
+                worker.give_up({group_id: 1}, epoch=1)
+                worker.forget(epoch=1)
+                await asyncio.sleep(0.01)
+            assert len(worker.under_way) == 2
+            worker.forget(epoch=2)
+            while told != ["closing", "closing"]:
+                await asyncio.sleep(0)
+            assert len(worker.under_way) == 2
+            may.set()
+            while worker.under_way:
+                await asyncio.sleep(0)
+            worker.drain()
+            await running
+    finally:
+        may.set()  # or what is under way would hold up the end of a test that fails
     assert told.count("closed") == 2
 
 
@@ -519,18 +508,15 @@ def test_what_is_given_up_before_it_begins_leaves_its_room() -> None:
     assert [group.group_id for group in sink.done] == [2, 3, 4, 5] and not sink.failed
 
 
-def test_a_drained_worker_ends_what_it_began() -> None:
+async def test_a_drained_worker_ends_what_it_began() -> None:
     sink = Sink(groups=100)
-
-    async def drain() -> None:
+    async with asyncio.timeout(30):
         worker = worker_of(sink, POLICY)
         running = asyncio.create_task(worker.run())
         while not sink.done:
             await asyncio.sleep(0)
         worker.drain()
         await running
-
-    asyncio.run(asyncio.wait_for(drain(), 30))
     assert len(sink.done) == sink.leased < 100
 
 

@@ -102,18 +102,14 @@ def test_a_request_that_an_engine_refuses_is_nobody_else_s() -> None:
     assert asked(pool) in (["e0"], ["e1"])
 
 
-def test_a_request_waits_for_an_engine_to_join() -> None:
+async def test_a_request_waits_for_an_engine_to_join() -> None:
     members = made("dies", "answers")
     pool = EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)
-
-    async def join() -> str:
-        waiting = asyncio.create_task(answer(pool))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        pool.update({"e1": members["e1"]})
-        return str(await waiting)
-
-    assert asyncio.run(join()) == "e1"
+    waiting = asyncio.create_task(answer(pool))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    pool.update({"e1": members["e1"]})
+    assert str(await waiting) == "e1"
 
 
 def test_patience_ends() -> None:
@@ -132,23 +128,19 @@ def test_without_patience_every_engine_is_asked_once() -> None:
         asked(EnginePool("policy", made("dies")))
 
 
-def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None:
+async def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None:
     members = made("waits", "answers", on_ray=True)
     pool = pickle.loads(pickle.dumps(EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)))
-
-    async def leave() -> None:
-        waiting = asyncio.create_task(answer(pool))
-        while not await members["e0"].waits.remote():
-            await asyncio.sleep(0.01)
-        pool.update({"e1": members["e1"]})
-        assert pool.under_way == {"e0": 1}
-        assert await answer(pool) == "e1"
-        members["e0"].open.remote()
-        assert await waiting == "e0"
-        pool.update({"e1": members["e1"]})
-        assert pool.under_way == {}
-
-    asyncio.run(leave())
+    waiting = asyncio.create_task(answer(pool))
+    while not await members["e0"].waits.remote():
+        await asyncio.sleep(0.01)
+    pool.update({"e1": members["e1"]})
+    assert pool.under_way == {"e0": 1}
+    assert await answer(pool) == "e1"
+    members["e0"].open.remote()
+    assert await waiting == "e0"
+    pool.update({"e1": members["e1"]})
+    assert pool.under_way == {}
 
 
 class Echo:
@@ -184,37 +176,33 @@ def first_tokens(scores: list[Score]) -> list[int]:
     return [-int(score.logprobs_by_temperature[0][0]) for score in scores]
 
 
-def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_scores() -> None:
+async def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_scores() -> None:
     engine = LocalActor(Echo)
-
-    async def ride() -> None:
-        pool = EnginePool("teacher", {}, PATIENCE_S)
-        pool.update({"e0": engine}, {"e0": 7})
-        riding = asyncio.ensure_future(pool.ride("e0", [to_score(8), to_score(9)], PATIENCE_S))
-        await asyncio.sleep(0)
-        scores = await pool.score([to_score(1), to_score(2), to_score(3)])
-        assert first_tokens(scores) == [1, 2, 3] and {s.scored_by for s in scores} == {7}
-        canaries, rode = await riding
-        assert rode and first_tokens(canaries) == [8, 9]
-        # No batch comes: they go alone. An engine that is not there is named.
-        alone, rode = await pool.ride("e0", [to_score(5)], 0.01)
-        assert not rode and first_tokens(alone) == [5]
-        with pytest.raises(EngineLost):
-            await pool.ride("e9", [to_score(5)], PATIENCE_S)
-        assert await engine.told.remote() == [5, 1]
-        await engine.fail.remote()
-        riding = asyncio.ensure_future(pool.ride("e0", [to_score(8)], PATIENCE_S))
-        await asyncio.sleep(0)
-        with pytest.raises(DataError):
-            await pool.score([to_score(1)])
-        with pytest.raises(EngineError):
-            await riding
-
-    asyncio.run(ride())
+    pool = EnginePool("teacher", {}, PATIENCE_S)
+    pool.update({"e0": engine}, {"e0": 7})
+    riding = asyncio.ensure_future(pool.ride("e0", [to_score(8), to_score(9)], PATIENCE_S))
+    await asyncio.sleep(0)
+    scores = await pool.score([to_score(1), to_score(2), to_score(3)])
+    assert first_tokens(scores) == [1, 2, 3] and {s.scored_by for s in scores} == {7}
+    canaries, rode = await riding
+    assert rode and first_tokens(canaries) == [8, 9]
+    # No batch comes: they go alone. An engine that is not there is named.
+    alone, rode = await pool.ride("e0", [to_score(5)], 0.01)
+    assert not rode and first_tokens(alone) == [5]
+    with pytest.raises(EngineLost):
+        await pool.ride("e9", [to_score(5)], PATIENCE_S)
+    assert await engine.told.remote() == [5, 1]
+    await engine.fail.remote()
+    riding = asyncio.ensure_future(pool.ride("e0", [to_score(8)], PATIENCE_S))
+    await asyncio.sleep(0)
+    with pytest.raises(DataError):
+        await pool.score([to_score(1)])
+    with pytest.raises(EngineError):
+        await riding
     engine.end()
 
 
-def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> None:
+async def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> None:
     engine = LocalActor(Echo)
 
     async def ask(*groups: list[int]) -> list[Any]:
@@ -225,22 +213,15 @@ def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> No
         assert pool.under_way == {}
         return [first_tokens(each) if isinstance(each, list) else each for each in found]
 
-    async def watch() -> None:
-        assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
-        assert await engine.told.remote() == [5]
-        first, refused, last = await ask([1], [13, 2], [3])
-        assert (first, last) == ([1], [3]) and isinstance(refused, DataError)
-        assert sorted((await engine.told.remote())[1:]) == [1, 1, 2, 4]
-
-    asyncio.run(watch())
+    assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
+    assert await engine.told.remote() == [5]
+    first, refused, last = await ask([1], [13, 2], [3])
+    assert (first, last) == ([1], [3]) and isinstance(refused, DataError)
+    assert sorted((await engine.told.remote())[1:]) == [1, 1, 2, 4]
     engine.end()
 
 
-def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost() -> None:
+async def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost() -> None:
     pool = EnginePool("teacher", made("is lost", "answers"), PATIENCE_S)
-
-    async def ask() -> list[Any]:
-        return await asyncio.gather(*(answer(pool) for _ in range(20)))
-
-    assert asyncio.run(ask()) == ["e1"] * 20
+    assert await asyncio.gather(*(answer(pool) for _ in range(20))) == ["e1"] * 20
     assert pool.under_way == {}

@@ -90,13 +90,9 @@ def test_calls_run_in_order_in_a_thread_of_the_objects_own() -> None:
     assert calls.get(counter.__ray_call__.remote(lambda plain: plain.value)) == 25
 
 
-def test_asynchronous_calls_meet() -> None:
+async def test_asynchronous_calls_meet() -> None:
     meeting = LocalActor(Meeting)
-
-    async def all_come() -> list[int]:
-        return await asyncio.gather(*(meeting.come.remote(3) for _ in range(3)))
-
-    assert asyncio.run(all_come()) == [3, 3, 3]
+    assert await asyncio.gather(*(meeting.come.remote(3) for _ in range(3))) == [3, 3, 3]
 
 
 @pytest.mark.usefixtures("either_errors")
@@ -135,29 +131,21 @@ def test_errors_arrive_as_they_do_from_ray() -> None:
             calls.get(call, DEADLINE_S)
 
 
-def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
+async def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
     meeting = LocalActor(Meeting)
-
-    async def impatient() -> list[int]:
-        first = meeting.come.remote(2)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(first, 0.05)
-        return [await meeting.come.remote(2), await first]
-
-    assert asyncio.run(impatient()) == [2, 2]
+    first = meeting.come.remote(2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first, 0.05)
+    assert [await meeting.come.remote(2), await first] == [2, 2]
 
 
-def test_a_call_that_fails_after_all_gave_it_up_is_not_printed(
+async def test_a_call_that_fails_after_all_gave_it_up_is_not_printed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     meeting = LocalActor(Meeting)
-
-    async def gives_up() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(meeting.come.remote(2), 0.05)
-        await asyncio.to_thread(calls.kill, meeting)
-
-    asyncio.run(gives_up())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(meeting.come.remote(2), 0.05)
+    await asyncio.to_thread(calls.kill, meeting)
     gc.collect()
     assert not caplog.records
 

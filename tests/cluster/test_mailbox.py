@@ -120,16 +120,13 @@ def test_each_error_arrives_as_from_a_call_of_its_own(engine: Any) -> None:
     assert "OddError: ab" in str(found[3])
 
 
-def test_a_short_answer_does_not_wait_for_a_long_one(engine: Any) -> None:
-    async def ask() -> None:
-        end = MailboxEnd(engine)
-        long = asyncio.ensure_future(end.generate(request(90)))
-        assert await asked(end, 1) == [[("", 1)]]
-        assert await asked(end, 2) == [[("", 2)]] and not long.done()
-        await engine.open.remote()
-        assert await long == [("", 90)]
-
-    asyncio.run(ask())
+async def test_a_short_answer_does_not_wait_for_a_long_one(engine: Any) -> None:
+    end = MailboxEnd(engine)
+    long = asyncio.ensure_future(end.generate(request(90)))
+    assert await asked(end, 1) == [[("", 1)]]
+    assert await asked(end, 2) == [[("", 2)]] and not long.done()
+    await engine.open.remote()
+    assert await long == [("", 90)]
 
 
 def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
@@ -167,7 +164,7 @@ def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
     ray.kill(second)
 
 
-def test_answers_for_a_dead_caller_are_dropped() -> None:
+async def test_answers_for_a_dead_caller_are_dropped() -> None:
     class Answer:
         """An answer that nobody but the mailbox holds."""
 
@@ -182,18 +179,15 @@ def test_answers_for_a_dead_caller_are_dropped() -> None:
             self.made.append(weakref.ref(answer))
             return [answer]
 
-    async def post() -> None:
-        engine = Memory()
-        mailbox = Mailbox(engine, forget_after_s=0)
-        mailbox.post("dead", [(0, request(1))])
-        await asyncio.sleep(0.01)
-        assert engine.made[0]() is not None
-        mailbox.post("alive", [(0, request(2))])
-        assert len(await mailbox.collect("alive")) == 1
-        gc.collect()
-        assert engine.made[0]() is None
-
-    asyncio.run(post())
+    engine = Memory()
+    mailbox = Mailbox(engine, forget_after_s=0)
+    mailbox.post("dead", [(0, request(1))])
+    await asyncio.sleep(0.01)
+    assert engine.made[0]() is not None
+    mailbox.post("alive", [(0, request(2))])
+    assert len(await mailbox.collect("alive")) == 1
+    gc.collect()
+    assert engine.made[0]() is None
 
 
 def test_an_actor_without_one_is_called_by_itself() -> None:

@@ -126,46 +126,38 @@ def test_an_engine_that_does_not_tell_holds_nobody_up(monkeypatch: pytest.Monkey
     assert min(engine.groups for engine in made) > 0
 
 
-def test_turns_of_an_episode_stay_at_one_engine() -> None:
+async def test_turns_of_an_episode_stay_at_one_engine() -> None:
     clock = Clock()
     made = [Busy(clock) for _ in range(4)]
+    pool = EnginePool("policy", {str(i): Handle(e) for i, e in enumerate(made)}, 60)
 
-    async def episodes() -> None:
-        pool = EnginePool("policy", {str(i): Handle(e) for i, e in enumerate(made)}, 60)
+    async def turns(session: str) -> None:
+        for _ in range(5):
+            await pool.generate(replace(REQUEST, session=session, num_samples=1))
 
-        async def turns(session: str) -> None:
-            for _ in range(5):
-                await pool.generate(replace(REQUEST, session=session, num_samples=1))
-
-        everyone = asyncio.gather(*(turns(f"group {i}") for i in range(40)))
-        await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
-
-    asyncio.run(episodes())
+    everyone = asyncio.gather(*(turns(f"group {i}") for i in range(40)))
+    await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
     assert sorted(name for engine in made for name in set(engine.sessions)) == sorted(
         f"group {i}" for i in range(40)
     )
     assert max(engine.groups for engine in made) < 2 * 5 * 40 / len(made)
 
 
-def test_a_session_leaves_an_engine_that_is_overrun_or_gone() -> None:
+async def test_a_session_leaves_an_engine_that_is_overrun_or_gone() -> None:
     clock = Clock()
     busy, idle = Busy(clock, speed=0), Busy(clock)
     homely = replace(REQUEST, session="s", num_samples=1)
-
-    async def spill() -> None:
-        pool = EnginePool("policy", {"busy": Handle(busy)}, 60)
-        stuck = [asyncio.create_task(pool.generate(homely)) for _ in range(17)]
-        await asyncio.sleep(0.01)
-        handles = {"idle": Handle(idle), "busy": pool._members["busy"].handle}
-        pool.update(handles)
-        answer = asyncio.create_task(pool.generate(homely))
-        await clock.run(answer)
-        assert (busy.groups, idle.groups) == (17, 1)  # 17 of its own, and none at the other
-        pool.update({"busy": handles["busy"]})
-        stuck.append(asyncio.create_task(pool.generate(homely)))
-        await asyncio.sleep(0.01)
-        assert busy.groups == 18  # its home is no longer in the pool
-        for task in stuck:
-            task.cancel()
-
-    asyncio.run(spill())
+    pool = EnginePool("policy", {"busy": Handle(busy)}, 60)
+    stuck = [asyncio.create_task(pool.generate(homely)) for _ in range(17)]
+    await asyncio.sleep(0.01)
+    handles = {"idle": Handle(idle), "busy": pool._members["busy"].handle}
+    pool.update(handles)
+    answer = asyncio.create_task(pool.generate(homely))
+    await clock.run(answer)
+    assert (busy.groups, idle.groups) == (17, 1)  # 17 of its own, and none at the other
+    pool.update({"busy": handles["busy"]})
+    stuck.append(asyncio.create_task(pool.generate(homely)))
+    await asyncio.sleep(0.01)
+    assert busy.groups == 18  # its home is no longer in the pool
+    for task in stuck:
+        task.cancel()

@@ -56,7 +56,7 @@ def test_json_schema(response: str, reward: float) -> None:
     assert json_schema(response, SCHEMA) == reward
 
 
-def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
+async def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python's `re`, which schemas are read by, lets no other thread run."""
@@ -67,13 +67,10 @@ def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
         while True:
             ticks.append(await asyncio.sleep(0.01))
 
-    async def reward() -> float:
-        beside = asyncio.create_task(tick())
-        earned = await judge(json_schema, json.dumps("a" * 60 + "!"), '{"pattern": "^(a+)+$"}')
-        beside.cancel()
-        return earned
-
-    assert asyncio.run(reward()) == 0
+    beside = asyncio.create_task(tick())
+    earned = await judge(json_schema, json.dumps("a" * 60 + "!"), '{"pattern": "^(a+)+$"}')
+    beside.cancel()
+    assert earned == 0
     assert len(ticks) > 10
     assert json_schema('"aa"', '{"pattern": "^(a+)+$"}') == 1  # the next one is not kept waiting
 

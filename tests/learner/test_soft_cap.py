@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def test_the_learner_trains_the_capped_model(capped: str, new_learner: NewLearne
         assert_same(gradients(learner), gradients_of(right), share=1e-4)
 
 
-def test_engine_and_fallback_apply_the_cap(capped: str) -> None:
+async def test_engine_and_fallback_apply_the_cap(capped: str) -> None:
     right = by_transformers(capped)
     loaded = load_causal_lm(capped, dtype=torch.float32, device="cpu").eval()
     row_T = ROWS[2].tokens_T
@@ -85,17 +84,13 @@ def test_engine_and_fallback_apply_the_cap(capped: str) -> None:
     engine = EmbeddedEngine(model_path=capped, device="cpu", threads=1)
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=12)
     request = GenerateRequest(prompt_tokens_T=row_T[:9], sampling=sampling, num_samples=2, seed=1)
-
-    async def sampled_and_scored() -> None:
-        for sample in await engine.generate(request):
-            chain_T = np.concatenate([row_T[:9], sample.tokens_T])
-            ask = ScoreRequest(tokens_T=chain_T, start=9, temperatures=(TEMPERATURE,))
-            [score] = await engine.score([ask])
-            ids_1T = torch.from_numpy(chain_T)[None].long()
-            with torch.no_grad():
-                log_p_TV = (right(ids_1T).logits[0] / TEMPERATURE).log_softmax(-1)
-            expected_N = log_p_TV[:-1].gather(1, ids_1T[0, 1:, None])[8:, 0]
-            np.testing.assert_allclose(sample.logprobs_T, expected_N, atol=1e-4)
-            np.testing.assert_allclose(score.logprobs_by_temperature[0], expected_N, atol=1e-4)
-
-    asyncio.run(sampled_and_scored())
+    for sample in await engine.generate(request):
+        chain_T = np.concatenate([row_T[:9], sample.tokens_T])
+        ask = ScoreRequest(tokens_T=chain_T, start=9, temperatures=(TEMPERATURE,))
+        [score] = await engine.score([ask])
+        ids_1T = torch.from_numpy(chain_T)[None].long()
+        with torch.no_grad():
+            log_p_TV = (right(ids_1T).logits[0] / TEMPERATURE).log_softmax(-1)
+        expected_N = log_p_TV[:-1].gather(1, ids_1T[0, 1:, None])[8:, 0]
+        np.testing.assert_allclose(sample.logprobs_T, expected_N, atol=1e-4)
+        np.testing.assert_allclose(score.logprobs_by_temperature[0], expected_N, atol=1e-4)

@@ -231,16 +231,13 @@ def test_whatever_a_tool_raises_is_told(run, error: BaseException, told: str | N
     assert len(content(outcomes)) < 400 and told in (None, content(outcomes))
 
 
-def test_cancelling_passes_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    async def cancel() -> None:
-        tools = {"given": Given(lambda arguments: asyncio.sleep(600))}
-        task = asyncio.create_task(run_calls([call()], tools, ToolLimits(), tokenizer))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 60)
-
-    asyncio.run(cancel())
+async def test_cancelling_passes_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    tools = {"given": Given(lambda arguments: asyncio.sleep(600))}
+    task = asyncio.create_task(run_calls([call()], tools, ToolLimits(), tokenizer))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
 
 
 def test_results_that_are_no_text(run) -> None:

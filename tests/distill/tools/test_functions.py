@@ -109,17 +109,13 @@ def test_it_pickles_by_name(mine, name: str) -> None:
     assert pickle.loads(packed).name == name
 
 
-def test_a_function_that_blocks_does_not_block_the_loop(mine) -> None:
+async def test_a_function_that_blocks_does_not_block_the_loop(mine) -> None:
     """Nor the end of the loop, which waits for its own threads."""
-
-    async def both() -> str:
-        hanging = asyncio.create_task(function_tool(mine.hang)({}))  # pyright: ignore[reportArgumentType]
-        await asyncio.sleep(0)
-        told = await mine.decorated({})
-        hanging.cancel()
-        return told
-
-    assert asyncio.run(both()) == "tool decorated"
+    hanging = asyncio.create_task(function_tool(mine.hang)({}))  # pyright: ignore[reportArgumentType]
+    await asyncio.sleep(0)
+    told = await mine.decorated({})
+    hanging.cancel()
+    assert told == "tool decorated"
     mine.RELEASE.set()
 
 
