@@ -74,19 +74,26 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """(exit code, everything printed)."""
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Waits for the end, which has this exit code; returns everything printed."""
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"the run hung; it printed:\n{output}") from None
-    return process.returncode, output
+    assert process.returncode == code, output
+    return output
 
 
-def run(module: str, *arguments: str) -> tuple[int, str]:
-    return finish(start(module, *arguments))
+def interrupt(process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT) -> str:
+    """Ends a run by a signal, as Ctrl-C does; returns everything printed."""
+    process.send_signal(signum)
+    return finish(process, 128 + signum)
+
+
+def run(module: str, *arguments: str, code: int = 0) -> str:
+    return finish(start(module, *arguments), code)
 
 
 def metrics(out: Path) -> list[dict[str, float]]:

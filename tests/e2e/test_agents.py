@@ -61,7 +61,7 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
     student = taught(untrained, book(0.95), tmp_path)
     prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(80, 1)))
     out = tmp_path / "run"
-    code, output = run(
+    run(
         "cluster.train", "recipe=opd", f"student={student}", f"teacher={caller}",
         f"prompts={prompts}", f"out={out}", "temperature=0.7", "steps=10",
         "prompts_per_step=4", "group_size=4", "max_new_tokens=32", "engine=embedded", "lr=2e-3",
@@ -69,7 +69,6 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
         "local=True", "env=Agent", "env.command=examples.agents.calculator:solve",
         "env.max_turns=6",
     )  # fmt: skip
-    assert code == 0, output
     first, *_, last = metrics(out)
     assert first["rollout/turns"] < 1.5 < last["rollout/turns"]
     assert last["opd/reverse_kl"] < first["opd/reverse_kl"] / 2
@@ -92,14 +91,13 @@ def test_a_student_is_distilled_through_the_example(
     shutil.copytree(caller, teacher)
     prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(40, 1)))
     out = tmp_path / "run"
-    code, output = run(
+    run(
         "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}",
         f"prompts={prompts}", f"out={out}", "temperature=0.7", "steps=2",
         "prompts_per_step=4", "group_size=2", "max_new_tokens=32", f"engine={engine}",
         "max_staleness=0", "eval_size=4", "checkpoint_every=100", "reward=last_number",
         "env=Agent", f"env.command={command}", "env.max_turns=6",
     )  # fmt: skip
-    assert code == 0, output
     assert trained_groups(out) == list(range(2 * 4))
     assert audit(out / "ledger.jsonl").problems == []
     for step in metrics(out):
@@ -149,14 +147,13 @@ def test_a_student_is_distilled_through_verifiers(
     shutil.copytree(multiplier, student)
     shutil.copytree(multiplier, teacher)
     out = tmp_path / "run"
-    code, output = run(
+    run(
         "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}", f"out={out}",
         "temperature=0.7", "steps=2", "prompts_per_step=1", "group_size=2", "max_new_tokens=48",
         f"engine={engine}", "max_staleness=0", "eval_size=0", "checkpoint_every=100",
         "env=Verifiers", f"env.name={name}", f"env.python={python}", "env.problems=5",
         "env.max_turns=4",
     )  # fmt: skip
-    assert code == 0, output
     assert trained_groups(out) == [0, 1]
     assert audit(out / "ledger.jsonl").problems == []
     for step in metrics(out):

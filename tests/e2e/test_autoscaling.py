@@ -20,7 +20,7 @@ from tests.conftest import TinyPair
 from tests.e2e import harness, scripted_scaling, slow_reward
 from tests.e2e.harness import (
     events,
-    finish,
+    interrupt,
     metrics,
     opd_arguments,
     trained_groups,
@@ -69,9 +69,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
         alone = {"ready": 1, "starting": 0, "draining": 0}
         wait_until(lambda: alone.items() <= sizes(out, "rollout")[-1].items(), process)
         wait_until(lambda: len(cluster.workers()) == 1, process)
-        process.send_signal(signal.SIGINT)
-        code, output = finish(process)
-    assert code == 130, output
+        interrupt(process)
     changes = [(event["from"], event["to"]) for event in events(out, "scale")]
     assert changes[:2] == [(1, 2), (2, 3)] and changes[-2:] == [(3, 2), (2, 1)]
     whys = [event["reason"] for event in events(out, "scale")]
@@ -112,9 +110,7 @@ def test_engines_that_come_and_go_lose_nothing(
     steps = len(metrics(out))
     # A push's metrics are in the line of the step beside which it went on, or in its own.
     wait_until(lambda: any(s["push/engines"] == 1 for s in metrics(out)[steps + 2 :]), process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 130, output
+    output = interrupt(process)
     for joined in ("policy engine 1", "teacher engine 1"):
         assert f"{joined} joins: its handshake agrees to" in output
     pushed = [step["push/engines"] for step in metrics(out)]
@@ -142,9 +138,7 @@ def test_engines_on_nodes_of_their_own_get_weights_by_a_group_and_one_that_dies_
         wait_until(lambda: bool(events(out, "restart")), process)
         steps = len(metrics(out))
         wait_until(lambda: any(s["push/engines"] == 2 for s in metrics(out)[steps + 1 :]), process)
-        process.send_signal(signal.SIGINT)
-        code, output = finish(process)
-    assert code == 130, output
+        output = interrupt(process)
     assert "gloo group from" in output
     [death] = events(out, "death")
     assert death["who"] == "policy engine 1"

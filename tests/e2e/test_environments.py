@@ -99,10 +99,10 @@ def test_the_page_s_environment_trains_as_it_stands(
         policy_engines=2 if engine == "sglang" else 1,
     )  # fmt: skip
     if engine == "embedded":
-        code, output = main(["recipe=opd", *arguments]), capsys.readouterr().out
+        assert main(["recipe=opd", *arguments]) == 0
+        output = capsys.readouterr().out
     else:
-        code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
+        output = run("cluster.train", "recipe=opd", *arguments)
     assert "env=Words" in output
     assert trained_groups(out) == list(range(3 * 4))
     assert audit(out / "ledger.jsonl").problems == []

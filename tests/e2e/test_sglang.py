@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import secrets
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     events,
-    finish,
+    interrupt,
     metrics,
     opd_arguments,
     process_of,
@@ -105,11 +104,10 @@ def test_a_mixture_is_trained_through_the_experts_that_servers_chose(
 def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> None:
     reports = {}
     for engine in ("sglang", "embedded"):
-        code, output = run(
+        output = run(
             "cluster.evaluate", f"model={tiny_pair.student}", f"prompts={tiny_pair.prompts}",
             "max_new_tokens=8", f"engine={engine}", "device=cpu", f"out={tmp_path / engine}",
         )  # fmt: skip
-        assert code == 0, output
         assert f"engine: {engine}" in output
         reports[engine] = json.loads((tmp_path / engine).read_text())
     assert reports["sglang"] == reports["embedded"], "greedy answers depend on the engine"
@@ -207,10 +205,7 @@ def output_after_death(engine: str, out: Path, process: subprocess.Popen[str]) -
     wait_until(lambda: bool(events(out, "restart")), process)
     again = len(metrics(out))
     wait_until(lambda: len(metrics(out)) >= again + 3, process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGINT, output
-    return output
+    return interrupt(process)
 
 
 @pytest.mark.slow
@@ -334,9 +329,7 @@ def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
     engines = ["policy engine 1", "teacher engine 1"]
     for who in ["learner worker 1", *engines]:
         killed_in_its_turn(who, out, 1, process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGINT, output
+    output = interrupt(process)
     first, *others = [event["who"] for event in events(out, "death")]
     # The worker's heartbeat and the leader's call both find it.
     assert first in ("learner", "learner worker 1") and others == engines, output
@@ -413,8 +406,8 @@ def test_an_external_teacher_goes_away_and_comes_back(
 
     with monkeypatch.context() as other:
         other.setenv("ISOTHERM_TEACHER_API_KEY", "another")
-        code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 2 and "refused the key" in output and not out.exists()
+        output = run("cluster.train", "recipe=opd", *arguments, code=2)
+    assert "refused the key" in output and not out.exists()
 
     process = start("cluster.train", "recipe=opd", *arguments, "steps=5000")
     wait_until(lambda: len(metrics(out)) >= 3, process)
@@ -425,9 +418,8 @@ def test_an_external_teacher_goes_away_and_comes_back(
     wait_until(lambda: bool(events(out, "restart")), process)
     done = len(metrics(out))
     wait_until(lambda: len(metrics(out)) >= done + 3, process)
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code == 128 + signal.SIGINT and "teacher engine 0 serves again" in output, output
+    output = interrupt(process)
+    assert "teacher engine 0 serves again" in output, output
     lines = metrics(out)
     assert trained_groups(out) == list(range(len(lines) * 4))
     assert audit(out / "ledger.jsonl").problems == []
@@ -440,8 +432,7 @@ def test_a_rehearsal_asks_a_teacher_elsewhere_one_canary(
 ) -> None:
     url = external_teacher.start()
     arguments = opd_arguments(tiny_pair, tmp_path / "run", teacher=url, dry_run="rehearse")
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
+    run("cluster.train", "recipe=opd", *arguments)
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     found = {each["what"]: each for each in report["outcomes"]}
     assert found["teacher, elsewhere"]["works"]
