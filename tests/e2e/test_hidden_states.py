@@ -22,6 +22,7 @@ from cluster.train import main
 from distill.models.loading import load_causal_lm
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    distil,
     events,
     finish,
     metrics,
@@ -45,8 +46,8 @@ SETTINGS: dict[str, object] = {
 }  # fmt: skip
 
 
-def kls(out: Path) -> list[float]:
-    return [step["opd/divergence"] for step in metrics(out)]
+def kls(steps: list[dict[str, float]]) -> list[float]:
+    return [step["opd/divergence"] for step in steps]
 
 
 def arrived(out: Path) -> int:
@@ -58,8 +59,7 @@ def arrived(out: Path) -> int:
 def by_copy(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """KL of each step with the whole teacher in the learner."""
     out = tmp_path_factory.mktemp("by_copy") / "run"
-    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, local=True, **SETTINGS)]) == 0
-    return kls(out)
+    return kls(distil(tiny_pair, out, **SETTINGS))
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -68,12 +68,10 @@ def test_the_head_alone_teaches_what_the_whole_teacher_does(
 ) -> None:
     """With two learner workers, which fetch the states of their own rows."""
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, learner_workers=2, **SETTINGS, **{"teacher.head": tiny_pair.teacher}
-    )
-    assert main(["recipe=opd", *arguments]) == 0
+    settings = SETTINGS | {"learner_workers": 2, "teacher.head": tiny_pair.teacher}
     assert by_copy[-1] < 0.6 * by_copy[0]
-    assert kls(out) == pytest.approx(by_copy, rel=1e-3)
+    found = kls(distil(tiny_pair, out, local=False, **settings))
+    assert found == pytest.approx(by_copy, rel=1e-3)
     assert trained_groups(out) == list(range(STEPS * 4))
     report = json.loads((out / "calibration.json").read_text())
     assert "teacher engine 0 without the learner's head" in {
@@ -101,7 +99,7 @@ def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: P
         )
         arguments = [each for each in arguments if not each.startswith("teacher=")]
         assert main(["recipe=opd", *arguments, *(f"{n}={v}" for n, v in settings.items())]) == 0
-        made[heads] = kls(out)
+        made[heads] = kls(metrics(out))
     whole, one, both = made.values()
     assert one == pytest.approx(whole, rel=1e-3) and both == pytest.approx(whole, rel=1e-3)
 
@@ -199,7 +197,7 @@ def test_a_stock_server_teaches_at_any_temperature(
         tiny_pair, out, **SETTINGS | {"teacher": stock}, **{"teacher.head": tiny_pair.teacher}
     )
     run("cluster.train", "recipe=opd", *arguments)
-    assert kls(out) == pytest.approx(by_copy, rel=1e-3)
+    assert kls(metrics(out)) == pytest.approx(by_copy, rel=1e-3)
     report = json.loads((out / "calibration.json").read_text())
     assert report["agrees"] and {round(row["temperature"], 6) for row in report["comparisons"]} == {
         0.7,
@@ -236,9 +234,7 @@ def test_a_server_that_returns_no_states_of_whole_rows_is_refused(
 def test_servers_of_the_run_give_the_states_as_bytes(
     tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float]
 ) -> None:
-    out = tmp_path / "run"
     settings = SETTINGS | {"engine": "sglang", "teacher.head": tiny_pair.teacher}
-    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, **settings)]) == 0
-    found = kls(out)
+    found = kls(distil(tiny_pair, tmp_path / "run", local=False, **settings))
     assert found[0] == pytest.approx(by_copy[0], rel=0.5), "servers sample otherwise"
     assert found[-1] < 0.6 * found[0]

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
-from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     distil,
@@ -281,12 +280,11 @@ def test_a_policy_teaches_itself_on_sglang_servers(
 ) -> None:
     """With estimator=full: the servers score as before, and the learner has the distribution."""
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", teacher="policy", max_staleness=0, steps=4,
+    distil(
+        tiny_pair, out, local=False, engine="sglang", teacher="policy", max_staleness=0, steps=4,
         prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_last=8,
         keep="all", verify_every=1, estimator="full", **rule,
     )  # fmt: skip
-    assert main(["recipe=opd", *arguments]) == 0
     followed = {"teacher_lag": 1} | rule  # the live one is at each version what the student is
     assert expect_followed(tiny_pair, out, followed) == {0, 1, 2, 3}
     expect_diverged(tiny_pair, out, followed)

@@ -24,6 +24,7 @@ from distill.errors import NonFiniteError
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    distil,
     evaluations,
     events,
     finish,
@@ -175,11 +176,10 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     """One bad prompt costs a group; a reward that is broken costs the run, and says why."""
     unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})
     out = tmp_path / "run"
-    arguments = opd_arguments(
+    distil(
         tiny_pair, out, steps=5, max_staleness=0, eval_source=unanswered,
-        reward="tests.e2e.rewards:refuses_zero", local=True,
+        reward="tests.e2e.rewards:refuses_zero",
     )  # fmt: skip
-    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     life = audit(out / "ledger.jsonl")
     assert life.problems == [] and life.trained == 20
     [reason] = life.set_aside.values()

@@ -26,6 +26,7 @@ from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    distil,
     events,
     interrupt,
     metrics,
@@ -139,12 +140,10 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
 def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """One server names the tokens as it samples, the other says what it thinks of them; in the
     first two steps it samples itself, at its own log q_T."""
-    arguments = opd_arguments(
-        tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
-        divergence="jsd", top_k_from="student", max_staleness=0, sft_steps=2,
+    steps = distil(
+        tiny_pair, tmp_path / "run", local=False, engine="sglang", estimator="top_k",
+        teacher_top_k=16, divergence="jsd", top_k_from="student", max_staleness=0, sft_steps=2,
     )  # fmt: skip
-    assert main(["recipe=opd", *arguments]) == 0
-    steps = metrics(tmp_path / "run")
     assert [step.get("teacher_samples/share") for step in steps] == [1, 1, *[None] * 4]
     assert all(step["teacher_samples/forward_kl"] > 0.1 for step in steps[:2])
     for step in steps[2:]:
@@ -165,13 +164,11 @@ _WAKE = [
 def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """On real SGLang, samples under way among others; the server's own log has the order."""
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=1, steps=5,
+    steps = distil(
+        tiny_pair, out, local=False, engine="sglang", colocate="sleep", max_staleness=1, steps=5,
         verify_every=1, eval_every=2, max_new_tokens=16,
         policy_server_flags="--log-level-http info",
     )  # fmt: skip
-    assert main(["recipe=opd", *arguments]) == 0
-    steps = metrics(out)
     assert len(steps) == 5 and trained_groups(out) == list(range(5 * 4))
     assert all(step["time/sleep"] > 0 for step in steps)
     # Whatever the weights of its time said of it: a stale sample is further off than that.

@@ -10,22 +10,21 @@ import pytest
 from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
-from tests.e2e.harness import events, opd_arguments
+from tests.e2e.harness import distil, events, opd_arguments
 from tests.rows import write_rows
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
-    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})
     out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, steps=5, max_staleness=1, eval_source=unanswered,
+    distil(
+        tiny_pair, out, local=False, steps=5, max_staleness=1, eval_source=unanswered,
         reward="tests.e2e.rewards:kills_at_zero",
     )  # fmt: skip
-    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     life = audit(out / "ledger.jsonl")
     assert life.problems == [] and life.trained == 20
     [reason] = life.set_aside.values()
