@@ -499,19 +499,6 @@ def test_decode_score_with_mixed_temperatures_lengths_and_starts(party: Party) -
         expect_like_naive(party.model, busy, sample)
 
 
-def test_decode_score_is_what_generate_reports(party: Party) -> None:
-    request = ask(prompt(21), TrainSampling(temperature=0.5, max_new_tokens=6), num_samples=2)
-    [samples] = party.generate(request)
-    chains = [chain(request.prompt_tokens_T, sample) for sample in samples]
-    scores = party.run(
-        party.engine.decode_score(
-            [ScoreRequest(tokens_T=c, start=21, temperatures=(0.5,)) for c in chains]
-        )
-    )
-    for sample, score in zip(samples, scores, strict=True):
-        np.testing.assert_allclose(score.logprobs_by_temperature[0], sample.logprobs_T, atol=1e-4)
-
-
 def test_decode_score_of_every_token_is_a_distribution(party: Party) -> None:
     prompt_T = prompt(12)
     every = np.column_stack([np.tile(prompt_T, (VOCAB_SIZE, 1)), np.arange(VOCAB_SIZE)])
