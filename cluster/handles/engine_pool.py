@@ -15,6 +15,7 @@ from typing import Any
 from cluster.handles import errors
 from cluster.handles.failures import reason_of
 from cluster.handles.mailbox import MailboxEnd, mailbox_of
+from cluster.handles.record_list import RecordList
 from distill.engine import (
     EngineInfo,
     GenerateRequest,
@@ -142,7 +143,8 @@ class _PooledEngine:
         """Gives all of them their scores, or the error."""
         everyone = [*together, *riders]
         try:
-            scores = await self.handle.score.remote([r for each in everyone for r in each.requests])
+            requests = RecordList(r for each in everyone for r in each.requests)
+            scores = await self.handle.score.remote(requests)
         except Exception as error:
             _fail(riders, EngineError(f"what it went along with failed: {error}"))
             if len(together) == 1 or _is_loss(error):

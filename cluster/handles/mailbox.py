@@ -19,10 +19,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cluster.handles import calls, errors
 from cluster.handles.local_actor import LocalActor
+from cluster.handles.record_list import RecordList
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import EngineError, EngineLost
 
@@ -36,8 +38,8 @@ _ASKED_AGAIN_S = 20.0
 # Deadline for the bytes of a few rows' hidden states.
 _FETCH_S = 120.0
 
-_Numbered = tuple[int, GenerateRequest]
-_Answer = tuple[int, "list[Sample] | RayTaskError"]
+# A request's number, and how many samples it has or why it has none.
+_Answer = tuple[int, "int | RayTaskError"]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,7 @@ class _Box:
     """Answers for one caller that it has not collected yet."""
 
     answers: list[_Answer] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     gathered_s: float = 0.0
     under_way: set[asyncio.Task[None]] = field(default_factory=set)
@@ -69,20 +72,24 @@ class Mailbox:
         self._engine, self._forget_after_s = engine, forget_after_s
         self._boxes: dict[str, _Box] = {}
 
-    def post(self, client: str, requests: Sequence[_Numbered]) -> None:
+    def post(
+        self, client: str, numbers: Sequence[int], requests: Sequence[GenerateRequest]
+    ) -> None:
         self._boxes = {
             name: box for name, box in self._boxes.items() if not box.is_left(self._forget_after_s)
         }
         box = self._boxes.setdefault(client, _Box())
-        for number, request in requests:
+        for number, request in zip(numbers, requests, strict=True):
             task = asyncio.create_task(self._answer(box, number, request))
             box.under_way.add(task)
             task.add_done_callback(box.under_way.discard)
 
     async def _answer(self, box: _Box, number: int, request: GenerateRequest) -> None:
         began = time.monotonic()
+        samples: list[Sample] = []
         try:
-            answer: list[Sample] | RayTaskError = await self._engine.generate(request)
+            samples = await self._engine.generate(request)
+            answer: int | RayTaskError = len(samples)
         except (Exception, asyncio.CancelledError) as error:
             trace = traceback.format_exc()
             answer = errors.RayTaskError("generate", trace, _as_sent(error))
@@ -90,10 +97,11 @@ class Mailbox:
             age_s = time.monotonic() - began
             box.gathered_s = min(_GATHERED_S, _GATHERED_PART * age_s)
         box.answers.append((number, answer))
+        box.samples += samples
         box.ready.set()
 
-    async def collect(self, client: str) -> list[_Answer]:
-        """Answers that have ended; none if none ends within 20 s."""
+    async def collect(self, client: str) -> tuple[list[_Answer], list[Sample]]:
+        """Answers that have ended, and their samples; none if none ends within 20 s."""
         box = self._boxes.setdefault(client, _Box())
         box.collecting += 1
         try:
@@ -101,13 +109,14 @@ class Mailbox:
                 await box.ready.wait()
             await asyncio.sleep(box.gathered_s)
         except TimeoutError:
-            return []
+            return [], []
         finally:
             box.collecting -= 1
             box.collected_at = time.monotonic()
         answers, box.answers = box.answers, []
+        samples, box.samples = box.samples, []
         box.ready.clear()
-        return answers
+        return answers, RecordList(samples)
 
 
 def _as_sent(error: BaseException) -> Exception:
@@ -135,17 +144,19 @@ def with_mailbox(hosted: type) -> type:
         hosted.__init__(self, *arguments, **settings)
         self.mailbox = Mailbox(self)
 
-    async def post(self: Any, client: str, requests: Sequence[_Numbered]) -> None:
-        self.mailbox.post(client, requests)
+    async def post(
+        self: Any, client: str, numbers: Sequence[int], requests: Sequence[GenerateRequest]
+    ) -> None:
+        self.mailbox.post(client, numbers, requests)
 
-    async def collect(self: Any, client: str) -> list[_Answer]:
+    async def collect(self: Any, client: str) -> tuple[list[_Answer], list[Sample]]:
         return await self.mailbox.collect(client)
 
     async def score(self: Any, requests: Sequence[ScoreRequest]) -> list[Score]:
         scores: list[Score] = await hosted.score(self, requests)  # pyright: ignore[reportAttributeAccessIssue]
         if all(each.states is None for each in scores):
-            return scores
-        return await asyncio.to_thread(_stored, scores)
+            return RecordList(scores)
+        return RecordList(await asyncio.to_thread(_stored, scores))
 
     methods = {"__init__": make, "post": post, "collect": collect}
     if hasattr(hosted, "score"):
@@ -196,7 +207,7 @@ class MailboxEnd:
         """
         self._handle = handle
         self._numbers = itertools.count()
-        self._outgoing: list[_Numbered] = []
+        self._outgoing: list[tuple[int, GenerateRequest]] = []
         self._waiting: dict[int, asyncio.Future[list[Sample]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._collecting: asyncio.Task[None] | None = None
@@ -233,25 +244,30 @@ class MailboxEnd:
         self._tasks.add(posting)
         posting.add_done_callback(self._tasks.discard)
 
-    async def _send(self, client: str, outgoing: Sequence[_Numbered]) -> None:
+    async def _send(self, client: str, outgoing: Sequence[tuple[int, GenerateRequest]]) -> None:
+        numbers = [number for number, _ in outgoing]
         try:
-            await self._handle.post.remote(client, outgoing)
+            requests = RecordList(request for _, request in outgoing)
+            await self._handle.post.remote(client, numbers, requests)
         except Exception as error:
-            self._fail([number for number, _ in outgoing], error)
+            self._fail(numbers, error)
 
     async def _collect(self, client: str) -> None:
         """Hands answers over until nobody waits for one."""
         while self._waiting:
             try:
-                answers = await self._handle.collect.remote(client)
+                answers, samples = await self._handle.collect.remote(client)
             except Exception as error:
                 self._fail(list(self._waiting), error)
                 return
+            remaining = iter(samples)
             for number, answer in answers:
                 if isinstance(answer, errors.RayTaskError):
                     self._fail([number], answer.as_instanceof_cause())
-                elif (waiting := self._waiting.pop(number, None)) and not waiting.done():
-                    waiting.set_result(answer)
+                    continue
+                of_request = list(islice(remaining, answer))
+                if (waiting := self._waiting.pop(number, None)) and not waiting.done():
+                    waiting.set_result(of_request)
 
     def _fail(self, numbers: Sequence[int], error: Exception) -> None:
         for number in numbers:

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ class OddError(Exception):
         super().__init__(one + two)
 
 
+@dataclass(frozen=True)
+class Echo:
+    """An engine's name, and a request's first token."""
+
+    engine: str
+    token: int
+
+
 class Engine:
     """Answers with a request's first token; certain tokens have it fail, wait, or die."""
 
@@ -54,7 +63,7 @@ class Engine:
                 raise asyncio.CancelledError
             case 95:
                 os._exit(1)
-        return [(self._name, int(request.prompt_tokens_T[0]))]
+        return [Echo(self._name, int(request.prompt_tokens_T[0]))]
 
     async def open(self) -> None:
         self._gate.set()
@@ -105,14 +114,14 @@ async def asked(end: MailboxEnd, *tokens: int) -> list[Any]:
 
 def test_what_is_asked_together_is_few_calls_and_everyone_gets_its_own(engine: Any) -> None:
     end = MailboxEnd(engine)
-    assert asyncio.run(asked(end, *range(64))) == [[("", token)] for token in range(64)]
+    assert asyncio.run(asked(end, *range(64))) == [[Echo("", token)] for token in range(64)]
     posts, collects = ray.get(engine.told.remote())
     assert posts == 1 and collects < 10
 
 
 def test_each_error_arrives_as_from_a_call_of_its_own(engine: Any) -> None:
     found = asyncio.run(asked(MailboxEnd(engine), 1, 91, 92, 93, 94, 2))
-    assert found[0] == [("", 1)] and found[5] == [("", 2)]
+    assert found[0] == [Echo("", 1)] and found[5] == [Echo("", 2)]
     for error, kind in zip(
         found[1:5], (EngineError, DataError, RuntimeError, EngineLost), strict=True
     ):
@@ -123,10 +132,10 @@ def test_each_error_arrives_as_from_a_call_of_its_own(engine: Any) -> None:
 async def test_a_short_answer_does_not_wait_for_a_long_one(engine: Any) -> None:
     end = MailboxEnd(engine)
     long = asyncio.ensure_future(end.generate(request(90)))
-    assert await asked(end, 1) == [[("", 1)]]
-    assert await asked(end, 2) == [[("", 2)]] and not long.done()
+    assert await asked(end, 1) == [[Echo("", 1)]]
+    assert await asked(end, 2) == [[Echo("", 2)]] and not long.done()
     await engine.open.remote()
-    assert await long == [("", 90)]
+    assert await long == [Echo("", 90)]
 
 
 def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
@@ -134,9 +143,9 @@ def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
 
     async def ask() -> None:
         gone = asyncio.ensure_future(end.generate(request(90)))
-        assert await asked(end, 1) == [[("", 1)]]
+        assert await asked(end, 1) == [[Echo("", 1)]]
         gone.cancel()
-        assert await asked(end, 2) == [[("", 2)]]
+        assert await asked(end, 2) == [[Echo("", 2)]]
 
     async def leave() -> None:
         waiting = asyncio.ensure_future(end.generate(request(90)))
@@ -147,7 +156,7 @@ def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
     asyncio.run(leave())  # its event loop ends with an answer due
     asyncio.run(ask())
     copy = pickle.loads(pickle.dumps(end))
-    assert asyncio.run(asked(copy, 3)) == [[("", 3)]]
+    assert asyncio.run(asked(copy, 3)) == [[Echo("", 3)]]
 
 
 def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
@@ -160,7 +169,7 @@ def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
     async def ask() -> list[Any]:
         return await asyncio.gather(*(pool.generate(request(token)) for token in range(20)))
 
-    assert asyncio.run(ask()) == [[("second", token)] for token in range(20)]
+    assert asyncio.run(ask()) == [[Echo("second", token)] for token in range(20)]
     ray.kill(second)
 
 
@@ -181,11 +190,12 @@ async def test_answers_for_a_dead_caller_are_dropped() -> None:
 
     engine = Memory()
     mailbox = Mailbox(engine, forget_after_s=0)
-    mailbox.post("dead", [(0, request(1))])
+    mailbox.post("dead", [0], [request(1)])
     await asyncio.sleep(0.01)
     assert engine.made[0]() is not None
-    mailbox.post("alive", [(0, request(2))])
-    assert len(await mailbox.collect("alive")) == 1
+    mailbox.post("alive", [0], [request(2)])
+    answers, samples = await mailbox.collect("alive")
+    assert answers == [(0, 1)] and len(samples) == 1
     gc.collect()
     assert engine.made[0]() is None
 
@@ -195,5 +205,5 @@ def test_an_actor_without_one_is_called_by_itself() -> None:
     plain = remote(Engine).options(num_cpus=0).remote()
     assert mailbox_of(plain) is None
     pool = EnginePool("policy", {"plain": plain}, PATIENCE_S)
-    assert asyncio.run(pool.generate(request(5))) == [("", 5)]
+    assert asyncio.run(pool.generate(request(5))) == [Echo("", 5)]
     ray.kill(plain)
