@@ -51,8 +51,13 @@ class LocalHead:
 
     def __init__(self, cpus: int) -> None:
         self._workers = parent_of_workers()
-        # Workers do the run's work; Ray would give them a lower priority than all else here.
-        defaults = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        # Workers do the run's work; Ray would give them a lower priority than all else here. Ray
+        # would also report every call of an actor, for lists of tasks that nobody reads.
+        defaults = {
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_task_events_report_interval_ms": "0",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(cpus)],
             env={**defaults, **os.environ},
