@@ -49,16 +49,17 @@ class ScoreItem:
         assert self.found is not None
         return self.found
 
-    def settle(self, logprobs_KN: FloatArray, top: _Top, hidden_NH: Tensor) -> None:
-        """Takes the item's part of a batch: K temperatures, N positions."""
-        if not (np.isfinite(logprobs_KN).all() and np.isfinite(top.logprobs_NK).all()):
+    def settle(self, logprobs_KN: FloatArray, top: _Top | None, hidden_NH: Tensor) -> None:
+        """Takes the item's part of a batch: K temperatures, N positions; None: no listed tokens."""
+        listed = [] if top is None else [top.logprobs_NK]
+        if not all(np.isfinite(logprobs).all() for logprobs in (logprobs_KN, *listed)):
             return
         states, states_N = None, self.request.states_N
         if states_N is not None:
             states = HiddenStates.of(hidden_NH[torch.tensor(states_N, device=hidden_NH.device)])
         self.found = Score(
             logprobs_by_temperature=tuple(logprobs_KN.copy()),
-            top=TopLogprobs(**top._asdict()) if self.request.listed else None,
+            top=None if top is None else TopLogprobs(**top._asdict()),
             states=states,
         )
 
@@ -143,7 +144,7 @@ class ScoreBatch:
             end += length
             item.settle(
                 scored_KM[: len(item.request.temperatures), first:end],
-                listing.of_request(top, end_of_top, item.request),
+                listing.of_request(top, end_of_top, item.request) if item.request.listed else None,
                 hidden_MH[first:end],
             )
             end_of_top += length if item.request.listed else 0

@@ -149,7 +149,8 @@ class Scorer:
 
     async def _score_waiting(self) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_ended.wait(), _TOGETHER_S)
+            async with asyncio.timeout(_TOGETHER_S):
+                await self._all_ended.wait()
         segments, self._waiting = self._waiting, []
         scored = await self._scorers.score(segments)
         self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}

@@ -20,7 +20,12 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -344,15 +349,15 @@ class RolloutWorker:
             lengths=self.lengths,
         )
 
-    @asynccontextmanager
-    async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
+    def _user_code(self, group: UnderWay) -> AbstractAsyncContextManager[None]:
         """Context manager for calls of an environment's or a reward's code.
 
         User code is reported before it starts, because it may crash or hang this process.
         """
-        if not self.runs_user_code:
-            yield
-            return
+        return self._reported(group) if self.runs_user_code else nullcontext()
+
+    @asynccontextmanager
+    async def _reported(self, group: UnderWay) -> AsyncIterator[None]:
         group.inside += 1
         try:
             async with self._reporting:  # groups that wait here are part of the next report
