@@ -57,7 +57,7 @@ _POLL_S = 2.0
 # How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
 _RESTART_S = 60.0
 # Most groups that are put in one call.
-_MOST_PUTS = 16
+_MOST_PUTS = 64
 
 
 class QueueClosed(RuntimeError):
