@@ -37,12 +37,34 @@ _LENGTH_STEP = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Facts of a model on which its learner's memory depends.
+
+    Attributes:
+        config: the model's, as transformers reads it.
+        parameters: number of the model's.
+        query_norm: attention normalises queries and keys.
+    """
+
+    config: Any
+    parameters: int
+    query_norm: bool
+
+    @classmethod
+    def of(cls, model: str) -> ModelSize | None:
+        """Facts from config and shapes; None where those are not known."""
+        estimate, shapes = estimate_memory(model), known_shapes(model)
+        if estimate is None or shapes is None:
+            return None
+        query_norm = any("q_norm." in name for name in shapes)
+        return cls(config=load_config(model), parameters=estimate.parameters, query_norm=query_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
     """Memory of a model's learner.
 
     Attributes:
-        parameters: number of the model's.
-        query_norm: attention normalises queries and keys.
         holding: bytes per parameter, without passes.
         frozen: bytes of the frozen models that the workers share.
         workers: number of workers.
@@ -50,9 +72,7 @@ class LearnerMemory:
         offloads: the moments are in main memory while passes run.
     """
 
-    config: Any
-    parameters: int
-    query_norm: bool
+    model: ModelSize
     dtype: Precision
     device: str
     holding: Holding = TRAINED
@@ -61,34 +81,16 @@ class LearnerMemory:
     replicas: int = 1
     offloads: bool = False
 
-    @classmethod
-    def of(cls, model: str, **fields: Any) -> LearnerMemory | None:
-        """Memory of a model's learner, from config and shapes; None where those are not known.
-
-        Args:
-            fields: the fields that do not follow from the model.
-        """
-        estimate, shapes = estimate_memory(model), known_shapes(model)
-        if estimate is None or shapes is None:
-            return None
-        query_norm = any("q_norm." in name for name in shapes)
-        return cls(
-            config=load_config(model),
-            parameters=estimate.parameters,
-            query_norm=query_norm,
-            **fields,
-        )
-
     @property
     def whole_gradients(self) -> int:
         """Bytes of a worker's gradients before they are summed over the workers."""
-        return self.parameters * self.holding.gradients
+        return self.model.parameters * self.holding.gradients
 
     @property
     def states(self) -> WorkerMemory:
         """Memory of a worker besides passes."""
         return WorkerMemory.of(
-            self.parameters,
+            self.model.parameters,
             self.holding,
             workers=self.workers // self.replicas,
             offloads=self.offloads,
@@ -100,12 +102,12 @@ class LearnerMemory:
         """Memory of a worker's passes; None if the config lacks a field."""
         try:
             return PassMemory.of(
-                self.config,
+                self.model.config,
                 dtype=self.dtype,
                 device=self.device,
-                parameters=self.parameters,
+                parameters=self.model.parameters,
                 workers=self.workers,
-                query_norm=self.query_norm,
+                query_norm=self.model.query_norm,
             )
         except AttributeError:  # not attention and an MLP: a config of other names
             return None
@@ -211,17 +213,17 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         settings.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
         bool(settings.gradient_checkpointing),
     )
-    memory = LearnerMemory.of(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        holding=holding,
-        workers=group.size,
-        replicas=group.replicas,
-        offloads=offloads,
-    )
     plan = None
-    if memory is not None:
+    if (size := ModelSize.of(config.model)) is not None:
+        memory = LearnerMemory(
+            model=size,
+            dtype=config.dtype,
+            device=device,
+            holding=holding,
+            workers=group.size,
+            replicas=group.replicas,
+            offloads=offloads,
+        )
         request = PassRequest.of(settings, config.longest_rows)
         # This process has its context already: it is not in what is free.
         room = room // sharers + CONTEXT_BYTES

@@ -6,7 +6,7 @@ from benchmarks.gpu.learner_checks import LOSS, new_learner
 from benchmarks.gpu.measure import held_bytes, let_go, peak_bytes
 from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
 from distill.gpu import GIB, gpu_bytes
-from learner.memory_plan import LearnerMemory
+from learner.memory_plan import LearnerMemory, ModelSize
 from learner.plan import Part
 
 # Of these the last recomputes its layers.
@@ -35,10 +35,11 @@ def planned_memory(setting: Setting) -> Numbers:
 
 def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
     """Bytes of a pass of so many tokens, and of the worker with it."""
-    model = setting.model(shape)
-    memory = LearnerMemory.of(model, dtype=setting.dtype, device=setting.device)
-    of_passes = memory and memory.passes
-    assert memory is not None and of_passes is not None
+    size = ModelSize.of(setting.model(shape))
+    assert size is not None
+    memory = LearnerMemory(model=size, dtype=setting.dtype, device=setting.device)
+    of_passes = memory.passes
+    assert of_passes is not None
     passes = of_passes.bytes(tokens, checkpointing=recomputes)
     return passes, memory.states.beside_passes + passes
 

@@ -315,12 +315,13 @@ class CommonConfig(
 
         The device is chosen already.
         """
-        from learner.memory_plan import LearnerMemory  # imports torch
+        from learner.memory_plan import LearnerMemory, ModelSize  # imports torch
 
-        if (frozen := self.frozen_in_learner()) is None:
+        frozen, size = self.frozen_in_learner(), ModelSize.of(self.model.path)
+        if frozen is None or size is None:
             return None
-        return LearnerMemory.of(
-            self.model.path,
+        return LearnerMemory(
+            model=size,
             dtype=choose_dtype(self.learner.dtype, self.cluster.device),
             device=self.cluster.device,
             holding=self.learner_holding,

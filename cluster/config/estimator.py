@@ -117,7 +117,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
         teacher_engines = config.teacher.size.smallest
         policy_engines = config.policy.size.smallest
         needed = needed * workers + teacher_engines * copied
-        needed += policy_engines * student.parameters * DTYPE_BYTES[dtype]
+        needed += policy_engines * student.model.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
         return "no GPU answers here (gpu_memory_gib= says what one has)"
     free = int(there * _SHARE)

@@ -31,7 +31,7 @@ from learner.config import LearnerConfig, Precision
 from learner.frozen import FrozenModel
 from learner.learner import Learner
 from learner.memory import FROZEN, TRAINED, WorkerMemory, room_bytes
-from learner.memory_plan import LearnerMemory
+from learner.memory_plan import LearnerMemory, ModelSize
 from learner.pass_memory import PassMemory, PassPlan, PassRequest
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
@@ -141,8 +141,8 @@ def parameters() -> int:
 def plan(workers: int, free: int, **asked: Any) -> PassPlan | None:
     """Qwen3-8B on so many GPUs with so much memory each."""
     memory = LearnerMemory(
-        config=QWEN3_8B, parameters=parameters(), query_norm=True, dtype="bfloat16",
-        device="cuda:0", workers=workers,
+        model=ModelSize(config=QWEN3_8B, parameters=parameters(), query_norm=True),
+        dtype="bfloat16", device="cuda:0", workers=workers,
     )  # fmt: skip
     return memory.plan(free, PassRequest(**asked))
 
@@ -224,9 +224,11 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     remedies: set[str],
 ) -> None:
     memory = LearnerMemory(
-        config=config,
-        parameters=int(billions * 1e9),
-        query_norm=isinstance(config, Qwen3Config),
+        model=ModelSize(
+            config=config,
+            parameters=int(billions * 1e9),
+            query_norm=isinstance(config, Qwen3Config),
+        ),
         dtype="bfloat16",
         device="cuda",
         workers=workers,
@@ -250,8 +252,8 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
 
 def test_one_replica_may_have_room_where_two_have_none() -> None:
     one = LearnerMemory(
-        config=QWEN3_32B, parameters=int(32.76e9), query_norm=True, dtype="bfloat16",
-        device="cuda", workers=16,
+        model=ModelSize(config=QWEN3_32B, parameters=int(32.76e9), query_norm=True),
+        dtype="bfloat16", device="cuda", workers=16,
     )  # fmt: skip
     two, asked = replace(one, replicas=2), PassRequest(longest_rows=17_408)
     assert two.states == replace(one, workers=8).states
@@ -302,8 +304,8 @@ GPT_OSS_20B = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 
 def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
     memory = LearnerMemory(
-        config=GPT_OSS_20B, parameters=20_914_757_184, query_norm=False, dtype="bfloat16",
-        device="cuda", workers=8,
+        model=ModelSize(config=GPT_OSS_20B, parameters=20_914_757_184, query_norm=False),
+        dtype="bfloat16", device="cuda", workers=8,
     )  # fmt: skip
     passes = memory.passes
     assert passes is not None
@@ -329,9 +331,11 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     plenty = Learner(config, str(tmp_path))
     passes = plenty.worker.passes
     assert passes == PassPlan(4096, gradient_checkpointing=False)
-    memory = LearnerMemory.of(tiny_pair.teacher, dtype="float32", device="cpu")
-    one_pass = memory and memory.passes
-    assert memory is not None and one_pass is not None
+    size = ModelSize.of(tiny_pair.teacher)
+    assert size is not None
+    memory = LearnerMemory(model=size, dtype="float32", device="cpu")
+    one_pass = memory.passes
+    assert one_pass is not None
     room = memory.states.held + one_pass.bytes(2048, checkpointing=True)
     monkeypatch.setattr("learner.memory.free_bytes", lambda device: room)
     short = Learner(config, str(tmp_path))

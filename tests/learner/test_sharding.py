@@ -41,7 +41,7 @@ from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, Precision, ShadowRule
 from learner.forward import LossFunction
 from learner.learner import Learner
-from learner.memory_plan import LearnerMemory
+from learner.memory_plan import LearnerMemory, ModelSize
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.process_group import WorkerGroup
@@ -399,8 +399,9 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:
     """The losses, on a machine with room for a pass, and for half of a model's gradients."""
-    memory = LearnerMemory.of(config.model, dtype=config.dtype, device="cpu", workers=group.size)
-    assert memory is not None
+    size = ModelSize.of(config.model)
+    assert size is not None
+    memory = LearnerMemory(model=size, dtype=config.dtype, device="cpu", workers=group.size)
     passes, states = memory.passes, memory.states
     assert passes is not None and config.learner.token_budget is not None
     of_pass = passes.bytes(config.learner.token_budget, checkpointing=False)
