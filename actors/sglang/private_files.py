@@ -35,6 +35,8 @@ _BY_PID = re.compile(r"(?:sgl_shm_.+|torch)_(\d+)_")
 # How often the keeper notes who belongs to the server: for the names by process.
 _NOTE_S = 5.0
 _POLL_S = 0.02
+# More than a start takes from fork to the end of exec; until then no environment names a directory.
+_EXEC_S = 0.2
 
 
 def private_directory() -> Path:
@@ -83,8 +85,10 @@ def main() -> None:
         os._exit(0)
     family = _seen_until_the_end(server)
     kill([server])  # it is ending, if it has not ended
-    while left := [*_started_with(directory), *filter(_runs, family - {server})]:
-        kill(left)
+    for pause_s in (_EXEC_S, 0.0):  # once more: one of them may just be starting
+        while left := [*_started_with(directory), *filter(_runs, family - {server})]:
+            kill(left)
+        time.sleep(pause_s)
     _remove_shared_memory(directory.name, {process.pid for process in family if not _runs(process)})
     shutil.rmtree(directory, ignore_errors=True)
 
