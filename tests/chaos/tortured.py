@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from cluster.inspect.audit import audit
+from cluster.jsonl_log import read_lines
 from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.impatient import NUMBERS
@@ -142,12 +143,14 @@ class TorturedRun:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return _lines(self.out / "events.jsonl")
+        return read_lines(self.out / "events.jsonl", {"event"})
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Of every optimizer step."""
-        return [line for line in _lines(self.out / "metrics.jsonl") if "time/step" in line]
+        return [
+            line for line in read_lines(self.out / "metrics.jsonl", {"step"}) if "time/step" in line
+        ]
 
     @property
     def step(self) -> int:
@@ -244,14 +247,6 @@ class TorturedRun:
                 if process.pid != os.getpid() and any(m in word for m in marks for word in words):
                     found.setdefault(process.pid, process)
         return list(found.values())
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only; the last may be half written."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in whole]
 
 
 def _title(process: psutil.Process) -> str:

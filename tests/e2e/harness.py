@@ -15,6 +15,7 @@ from rich.console import Console
 
 import cluster.run
 from cluster.config.recipes import make
+from cluster.jsonl_log import read_lines
 from cluster.queue.journal import read_journal
 from cluster.run_files.metric_table import described
 from tests.rows import write_rows
@@ -114,17 +115,16 @@ def measured(validation: Mapping[str, float]) -> set[str]:
 
 def lines(out: Path) -> list[dict[str, Any]]:
     """All of metrics.jsonl. Fails for a metric that the table of metrics does not have."""
-    path = out / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = read_lines(out / "metrics.jsonl", {"step"})
     assert not {name for line in found for name in line if described(name) is None}
     return found
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
     """Lines of events.jsonl of one kind."""
-    path = out / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [
+        event for event in read_lines(out / "events.jsonl", {"event"}) if event["event"] == kind
+    ]
 
 
 def process_of(who: str, out: Path) -> int:
