@@ -130,6 +130,13 @@ def shared_memory() -> set[str]:
     return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
 
 
+def shared_memory_of(*pids: int) -> set[str]:
+    """Names in /dev/shm that have the id of one of these processes in them, as a number of its own:
+    other tests' processes make names there, too, of random letters and digits."""
+    ids = {str(pid) for pid in pids}
+    return {name for name in shared_memory() if ids & {*re.split("[^0-9A-Za-z]", name)}}
+
+
 def abandoned(names: set[str]) -> set[str]:
     """Those of the names in /dev/shm whose maker has ended, or that nobody has mapped."""
     by_pid = {name: int(made[1]) for name in names if (made := _BY_PID.match(name))}

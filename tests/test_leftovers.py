@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import MARK, abandoned, gone, marked, shared_memory
+from tests.waiting import until
 
 ORPHAN = """
 import subprocess, sys
@@ -21,16 +22,18 @@ print(child.pid, flush=True)
 
 
 def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
+    mark = f"planted-{os.getpid()}"
     reading, writing = os.pipe()
     made = subprocess.run(
-        [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: "planted"}, stdin=reading,
+        [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: mark}, stdin=reading,
         stdout=subprocess.PIPE, check=True, timeout=60,
     )  # fmt: skip
     os.close(reading)
-    [orphan] = marked("planted")
+    until(lambda: marked(mark), failing="it is not found")  # its start may not have ended yet
+    [orphan] = marked(mark)
     assert orphan.pid == int(made.stdout) and marked("another") == set()
     os.close(writing)  # its input ends, and so does it
-    assert gone(lambda: marked("planted")) == set()
+    assert gone(lambda: marked(mark)) == set()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")

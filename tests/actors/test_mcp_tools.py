@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import shlex
 import socket
@@ -96,7 +97,15 @@ def command(server: Path) -> str:
 
 def alive(server: Path) -> list[int]:
     pids = [int(path.name.removeprefix("pid")) for path in server.glob("pid*")]
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if runs(pid, server)]
+
+
+def runs(pid: int, server: Path) -> bool:
+    """Whether the process runs a script of the directory: its id may be another's by now."""
+    try:
+        return os.fsencode(server) in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def dataset(server: Path, tmp_path: Path, **settings: object) -> EnvDataset:

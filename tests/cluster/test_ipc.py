@@ -13,7 +13,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of,
 from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer
+from tests.leftovers import shared_memory_of
 from tests.refusals import refuses
 from tests.weights import LendableWeights, shared
 
@@ -111,11 +111,8 @@ def push(transport: IpcTransport, weights: Any, version: int) -> Answers:
 
 
 def held() -> tuple[int, set[str]]:
-    """Open files of this process, and names in /dev/shm."""
-    shared = Path("/dev/shm")
-    names = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
-    mine = {name for name in names if str(os.getpid()) in name or name.startswith("isotherm")}
-    return len(os.listdir("/proc/self/fd")), mine
+    """Open files of this process, and its names in /dev/shm."""
+    return len(os.listdir("/proc/self/fd")), shared_memory_of(os.getpid())
 
 
 def expect_no_more(before: tuple[int, set[str]]) -> None:

@@ -56,6 +56,7 @@ from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.leftovers import shared_memory_of
 from tests.refusals import refuses
 from tests.waiting import until
 from tests.weights import gather_all, shared
@@ -850,12 +851,11 @@ def test_every_transport_into_a_server(
 
 
 def leftovers(server: Any) -> tuple[int, int]:
-    """Open files of the server's processes, and names in /dev/shm that are not Ray's."""
+    """Open files of the server's processes, and names in /dev/shm of theirs and of this one."""
     pid: Any = ray.get(server.__ray_call__.remote(lambda engine: engine.server.pid))
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    names = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else ()
-    shared = [name for name in names if not name.startswith("plasma")]
-    return sum(process.num_fds() for process in family), len(shared)
+    names = shared_memory_of(os.getpid(), *(process.pid for process in family))
+    return sum(process.num_fds() for process in family), len(names)
 
 
 def test_what_is_lent_leaves_nothing_in_a_server(server: Any, learner: Learner) -> None:
@@ -1074,6 +1074,7 @@ def test_an_embedded_engine_generates_until_all_of_the_weights_have_come(
 
     def sample_first(*arguments: Any, **named: Any) -> None:
         sampled_by.append(samples(engine)[0].versions_T[-1])
+        time.sleep(0.1)  # much longer than the engine stands still
         broadcast(*arguments, **named)
 
     monkeypatch.setattr(torch.distributed, "broadcast", sample_first)
