@@ -33,6 +33,7 @@ from distill.weights.shared_memory import SharedTensors
 from tests.refusals import refuses
 from tests.states import expect_states, states_request
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 from tests.weights import shared
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Party:
             pytest.skip(self.lacks[ability])
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(coroutine, timeout=30))
+        return self.runner.run(asyncio.wait_for(coroutine, DEADLINE_S))
 
     def generate(self, *requests: GenerateRequest) -> list[list[Sample]]:
         async def all_at_once() -> list[list[Sample]]:
@@ -669,7 +670,7 @@ def test_new_weights_in_the_middle_of_generation(engine_at_version_0: Party) -> 
         assert (await party.engine.info()).weight_version == 1
         return [*await asyncio.gather(*tasks), await late]
 
-    for delay in (0.03, 0.1, 0.3, 0.01):
+    for delay in (0.03, 0.1, 0.3, 0.01, 1.0, 3.0):  # the last are for a slow machine
         groups = party.run(load_after(delay))
         mixed = sum(len(set(s.versions_T.tolist())) == 2 for group in groups for s in group)
         if mixed >= 3:
@@ -757,7 +758,8 @@ def test_abort_ends_everything_in_flight(party: Party) -> None:
 
     count, samples = party.run(abort_soon())
     aborted = [sample for sample in samples if sample.stop_reason is StopReason.ABORTED]
-    assert len(samples) == 300 and count == len(aborted) > 0
+    # A server's count has the samples of its requests that ended by themselves meanwhile.
+    assert len(samples) == 300 >= count >= len(aborted) > 0
     for sample in aborted:
         assert len(sample.tokens_T) == len(sample.logprobs_T) == len(sample.versions_T) < 240
     for sample in samples[::60]:

@@ -21,6 +21,7 @@ from distill.engine import GenerateRequest, Score, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.sampling import TrainSampling
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
+from tests.waiting import DEADLINE_S
 
 TOKENS_T = np.arange(2, 10, dtype=np.int32)
 GENERATE = GenerateRequest(
@@ -48,7 +49,7 @@ def decode_score(engine: SglangEngine) -> Awaitable[Any]:
 
 
 def ask(
-    server: MisbehavingServer, call: Call, *, deadline_s: float = 20, key: str | None = API_KEY
+    server: MisbehavingServer, call: Call, *, deadline_s: float = 60, key: str | None = API_KEY
 ) -> Any:
     """Runs `call` on an engine of the server."""
 
@@ -62,7 +63,7 @@ def ask(
                 dtype="float32", stops=None, weights=None,
             )  # fmt: skip
             try:
-                return await asyncio.wait_for(call(engine), 30)
+                return await asyncio.wait_for(call(engine), DEADLINE_S)
             finally:
                 await client.close()
 
@@ -351,7 +352,7 @@ async def test_an_external_server_that_is_something_else_is_refused() -> None:
     server = MisbehavingServer()
     with pytest.raises(EngineError):
         async with server.running():
-            engine = ExternalSglangEngine(url=server.url, api_key=API_KEY, request_deadline_s=10)
+            engine = ExternalSglangEngine(url=server.url, api_key=API_KEY, request_deadline_s=60)
             try:
                 await engine.info()
             finally:

@@ -19,6 +19,7 @@ from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import ids, sample, segment, trajectory
 from tests.tiny import VOCAB_SIZE
+from tests.waiting import DEADLINE_S
 
 TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
 TOP_K = 4
@@ -77,7 +78,7 @@ def unscored(**changes: Any) -> TrajectoryGroup:
 
 
 def run(coroutine: Coroutine[Any, Any, TrajectoryGroup]) -> TrajectoryGroup:
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
 
 
 def seen_by_teacher(of: Segment, position: int) -> TokenArray:

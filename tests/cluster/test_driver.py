@@ -20,16 +20,15 @@ from distill.errors import EngineError
 
 
 class Starting:
-    """Members of two roles; one after the other answers, as long as there are answers to come.
+    """Members of two roles, of which so many have answered; another one does at every line that is
+    said.
 
     Nodes have room for the first `room` of each role.
     """
 
-    def __init__(self, answers: int, start_deadline_s: float = 0.0, room: int = 3) -> None:
+    def __init__(self, answered: int = 0, start_deadline_s: float = 0.0, room: int = 3) -> None:
         self.said: list[str] = []
-        self.say = self.said.append
         self.background = Background()
-        self.background.start(self._answer(answers))
         spec = SimpleNamespace(
             start_deadline_s=start_deadline_s,
             start_is=lambda _: "",
@@ -40,6 +39,12 @@ class Starting:
             for role in ("engine", "worker")
             for i in range(3)
         ]
+        for _ in range(answered):
+            self._answer()
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+        self._answer()
 
     def members(self, role: str, *states: State) -> list[Any]:
         return [m for m in self._members if m.role == role and (not states or m.state in states)]
@@ -47,10 +52,8 @@ class Starting:
     def critical(self) -> dict[str, Any]:
         return {}
 
-    async def _answer(self, answers: int) -> None:
-        for _ in range(answers):
-            await asyncio.sleep(0.05)
-            next(m for m in self._members if m.state is State.STARTING).state = State.SERVING
+    def _answer(self) -> None:
+        next(m for m in self._members if m.state is State.STARTING).state = State.SERVING
 
 
 def driver(supervisor: Any, deadline_s: float) -> Driver:
@@ -59,7 +62,7 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
 
 def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
-    supervisor = Starting(answers=6)
+    supervisor = Starting()
     driver(supervisor, 60).until_started(["engine", "worker"])
     said = supervisor.said
     assert said[0].startswith("starting: 0 of 6 actors have answered")
@@ -71,7 +74,7 @@ def test_a_start_that_waits_for_a_node_is_told_from_one_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
-    supervisor = Starting(answers=6, room=2)
+    supervisor = Starting(room=2)
     driver(supervisor, 60).until_started(["engine", "worker"])
     *_, worker_1, worker_2 = supervisor.said
     assert "worker 1," in worker_1 and "worker 2 (no node" in worker_2
@@ -79,11 +82,11 @@ def test_a_start_that_waits_for_a_node_is_told_from_one_that_takes_long(
 
 def test_who_does_not_start_in_time_is_named() -> None:
     with pytest.raises(RunFailed):
-        driver(Starting(answers=4), 0.3).until_started(["engine", "worker"])
+        driver(Starting(answered=4), 0.3).until_started(["engine", "worker"])
 
 
 def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
-    supervisor = Starting(answers=4, start_deadline_s=0.5)
+    supervisor = Starting(answered=4, start_deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(RunFailed):
         driver(supervisor, 0.1).until_started(["engine", "worker"])
@@ -91,7 +94,7 @@ def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
 
 
 def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
-    supervisor = Starting(answers=0)
+    supervisor = Starting()
     error = RayTaskError("poll", "a traceback", ValueError("a bug"))
 
     async def asks_the_queue() -> None:
@@ -104,7 +107,7 @@ def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
 
 def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
     """The call of a worker that is buried fails before the driver looks at its supervisor again."""
-    supervisor, buried = Starting(answers=0), asyncio.Event()
+    supervisor, buried = Starting(), asyncio.Event()
 
     async def watch() -> None:
         await asyncio.sleep(0.05)
@@ -122,7 +125,7 @@ def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
 
 def test_an_error_of_the_learner_s_own_is_not_that_of_an_engine() -> None:
     """The work can be done again; engines that take no weights would not take them then either."""
-    supervisor = Starting(answers=0)
+    supervisor = Starting()
 
     def of(error: Exception) -> type[Exception]:
         def step() -> None:

@@ -35,6 +35,7 @@ from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint
 from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
+from tests.waiting import DEADLINE_S
 
 NewOpd = Callable[..., OpdConfig]
 # Settings on which nothing that a step computes depends.
@@ -312,8 +313,11 @@ def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
         answer, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
         child = multiprocessing.get_context("fork").Process(target=refusal, args=(config, theirs))
         child.start()
-        child.join(timeout=300)
-        assert answer.recv() == f"out={out} cannot be written (no permission in {out / name})"
+        theirs.close()
+        assert answer.poll(DEADLINE_S)
+        said = answer.recv()
+        child.join()
+        assert said == f"out={out} cannot be written (no permission in {out / name})"
     finally:
         shutil.rmtree(out)
 
@@ -417,10 +421,10 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
                 first.start(None)
             job = threading.Thread(target=second)
             job.start()
-            assert waiting.wait(20)
+            assert waiting.wait(DEADLINE_S)
             first.append_metrics({"step": last})
             newest = save(first, config.model.path, last)
-        job.join(20)
+        job.join(DEADLINE_S)
         assert resumed[-1] == newest
         assert not list(first.store.root.glob("*.damaged"))
         assert [line["step"] for line in first.read_metrics()][-1] == last
