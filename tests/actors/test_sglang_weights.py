@@ -49,6 +49,8 @@ T = TypeVar("T")
 MODES: tuple[OnWeightUpdate, ...] = ("continue", "restart", "finish", "in_place")
 CONTEXT = 256
 TEMPERATURE = 0.7
+# Samples end at their longest alone, so that all of them are under way at a moment.
+ENDLESS = """--preferred-sampling-params '{"ignore_eos": true}'"""
 
 
 class Orders:
@@ -164,8 +166,9 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     with asyncio.Runner() as runner:
         engine = HostedSglangEngine(
-            model_path=directories[0], device="cpu", start_deadline_s=300, request_deadline_s=60
-        )
+            model_path=directories[0], flags=ENDLESS, device="cpu", start_deadline_s=300,
+            request_deadline_s=60,
+        )  # fmt: skip
         try:
             runner.run(asyncio.wait_for(engine.info(), timeout=300))
             yield (served := Served(engine, directories, models, runner))
