@@ -85,10 +85,9 @@ def main() -> None:
         os._exit(0)
     family = _seen_until_the_end(server)
     kill([server])  # it is ending, if it has not ended
-    for pause_s in (_EXEC_S, 0.0):  # once more: one of them may just be starting
-        while left := [*_started_with(directory), *filter(_runs, family - {server})]:
-            kill(left)
-        time.sleep(pause_s)
+    _kill_all(directory, family - {server})
+    time.sleep(_EXEC_S)  # one of them may just have been starting
+    _kill_all(directory, family - {server})
     _remove_shared_memory(directory.name, {process.pid for process in family if not _runs(process)})
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -100,6 +99,11 @@ def _seen_until_the_end(server: psutil.Process) -> set[psutil.Process]:
         with suppress(psutil.Error):
             family |= set(server.children(recursive=True))
     return family
+
+
+def _kill_all(directory: Path, family: set[psutil.Process]) -> None:
+    while left := [*_started_with(directory), *filter(_runs, family)]:
+        kill(left)
 
 
 def _started_with(directory: Path) -> list[psutil.Process]:

@@ -60,7 +60,7 @@ class CheckpointSettings:
         Args:
             family: prefix of the metrics of the run's evaluations: eval/ or validation/.
             known: metrics of that family that the run measures, without those per source.
-            own: an environment or a loss may measure more, under names known only in the run.
+            own: an environment may measure more, under names known only in the run.
 
         Raises:
             ConfigError: the run will not measure the metric.

@@ -46,7 +46,7 @@ class SupervisedConfig(CommonConfig):
     # Fields of its rows, what checks them, and all metrics of held-out rows.
     row_fields: ClassVar[Collection[str]] = PAIR_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_pair)
-    measured: ClassVar[Collection[str]] = ()
+    measured: ClassVar[Collection[str]]
 
     steps: int = setting(
         at_least(1),

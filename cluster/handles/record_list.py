@@ -1,7 +1,7 @@
 """Lists of records that pickle as columns: an array for a field, not an array for each record.
 
-A step of short answers has hundreds of samples and scores of a few tokens. Pickling a small array
-takes longer than its bytes do, and Ray sends each array as a buffer of its own.
+A step of short answers has hundreds of samples and scores of a few tokens each. Most of the time
+goes into their arrays one by one: each is pickled, and sent by Ray as a buffer of its own.
 """
 
 from __future__ import annotations

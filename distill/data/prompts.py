@@ -251,11 +251,10 @@ def _check_tokens(prompt: Prompt, context: PromptContext) -> None:
         seen_by_teacher_T = prompt.teacher_tokens_T
         check_vocabulary(seen_by_teacher_T, context.vocab_size)
     check_vocabulary(prompt.tokens_T, context.vocab_size)
-    for what, tokens_T, model, room in (
-        ("the prompt", prompt.tokens_T, "model", context.context_length),
-        ("what the teacher sees", seen_by_teacher_T, "teacher", context.teacher_room),
-    ):
-        _check_length(what, tokens_T, model, room, context.max_new_tokens)
+    new, room = context.max_new_tokens, context.context_length
+    _check_length("the prompt", prompt.tokens_T, "model", room, new)
+    teacher_room = context.teacher_room
+    _check_length("what the teacher sees", seen_by_teacher_T, "teacher", teacher_room, new)
 
 
 def _with_feedback(prompt: Prompt, context: PromptContext) -> Prompt:

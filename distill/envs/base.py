@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import chz
 
@@ -27,9 +27,6 @@ from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import Reward, RewardFunction, check_answers
 from distill.text.foreign import neutralised
 from distill.types import FloatArray, StopReason, TokenArray
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ pytestmark = [
 # Kills a process of the second node once two steps are done, says where the server's parts are, and
 # ends the run three steps after all of the server is back.
 _RUN = """
-import json, os, signal, sys, threading, time, traceback
+import json, os, signal, sys, threading, traceback
 from pathlib import Path
 import psutil, ray
 from ray.cluster_utils import Cluster
