@@ -223,8 +223,7 @@ TEMPLATES = {
     "gemma": _GEMMA,
     "deepseek": _DEEPSEEK,
     "deepseek v3.2": _chatml(
-        _AS_IT_IS,
-        calls=_invoke_calls(_DSML, f"{_DSML}function_calls", "\n\n", _KIND),
+        _AS_IT_IS, calls=_invoke_calls(_DSML, f"{_DSML}function_calls", "\n\n", _KIND)
     ),
     "glm": _chatml(_AS_IT_IS, calls=_GLM_CALLS),
     "gemma4": _chatml(_AS_IT_IS, calls=_GEMMA_CALLS, before=_GEMMA_VALUE),
@@ -339,10 +338,7 @@ ONE_CALL: dict[ToolFormat, list[str]] = {
         '{"a": 1, "b": 2}<|call|>',
         '<|start|>assistant<|channel|>commentary to=add<|message|>{"a": 1, "b": 2}<|call|>',
     ],
-    "gemma": [
-        "<|tool_call>call:add{a:1,b:2}<tool_call|>",
-        "<|tool_call>call:add{ b : 2, a : 1 }",
-    ],
+    "gemma": ["<|tool_call>call:add{a:1,b:2}<tool_call|>", "<|tool_call>call:add{ b : 2, a : 1 }"],
     "pythonic": [
         "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>",
         "<|python_start|>[add(a=1, b=2)]<|python_end|>",

@@ -17,14 +17,7 @@ from distill.objective.metrics import token_table
 from distill.objective.rows import rows_by_group
 from distill.objective.sums import meta_of
 from distill.records import TrajectoryGroupMeta
-from distill.types import (
-    Segment,
-    StopReason,
-    TokenArray,
-    TopLogprobs,
-    Trajectory,
-    TrajectoryGroup,
-)
+from distill.types import Segment, StopReason, TokenArray, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.tiny import VOCAB_SIZE
 
 if TYPE_CHECKING:

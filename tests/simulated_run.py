@@ -220,10 +220,7 @@ class SimulatedRun:
         return LearnerActors(leader=leader, followers=[], meeting_point=None)
 
     async def _examine(
-        self,
-        fleet: Fleet,
-        policies: Mapping[str, EnginePool],
-        scorers: Mapping[str, EnginePool],
+        self, fleet: Fleet, policies: Mapping[str, EnginePool], scorers: Mapping[str, EnginePool]
     ) -> CalibrationReport:
         self.examined.append(list(policies))
 

@@ -10,14 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.engine import (
-    EngineInfo,
-    GenerateRequest,
-    Sample,
-    Score,
-    ScoreRequest,
-    WeightSource,
-)
+from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest, WeightSource
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 from tests.tiny import VOCAB_SIZE
 

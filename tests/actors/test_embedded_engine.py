@@ -26,12 +26,7 @@ from actors.embedded import scoring
 from actors.embedded.engine import EmbeddedEngine
 from actors.embedded.scoring import ScoreItem, plan
 from actors.embedded.token_sampling import draw
-from distill.engine import (
-    CheckpointDirectory,
-    GenerateRequest,
-    Sample,
-    ScoreRequest,
-)
+from distill.engine import CheckpointDirectory, GenerateRequest, Sample, ScoreRequest
 from distill.errors import ConfigError, EngineError
 from distill.models.loading import read_weights
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel

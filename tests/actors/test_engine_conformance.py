@@ -604,11 +604,7 @@ def test_the_context_end_stops_a_row(party: Party) -> None:
 
 @pytest.mark.parametrize(
     "prompt_T",
-    [
-        prompt(CONTEXT),
-        np.array([5, VOCAB_SIZE], dtype=np.int32),
-        np.array([-1, 5], dtype=np.int32),
-    ],
+    [prompt(CONTEXT), np.array([5, VOCAB_SIZE], dtype=np.int32), np.array([-1, 5], dtype=np.int32)],
 )
 def test_a_prompt_that_cannot_be_run_is_refused(party: Party, prompt_T: np.ndarray) -> None:
     with pytest.raises(DataError):

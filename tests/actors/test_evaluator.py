@@ -29,20 +29,11 @@ SERVING = EvalSampling(temperature=TEMPERATURE, max_new_tokens=6)
 PROMPTS = [
     Prompt(tokens_T=ids(3, 4, 5), answer="a", line=1),
     Prompt(tokens_T=ids(6, 7), answer="bb", line=2),
-    Prompt(
-        tokens_T=ids(
-            8,
-        ),
-        answer=None,
-        line=4,
-    ),
+    Prompt(tokens_T=ids(8), answer=None, line=4),
 ]
 
 
-def evaluator_of(
-    prompts_P: list[Prompt],
-    reward: RewardFunction = exact_match,
-) -> Evaluator:
+def evaluator_of(prompts_P: list[Prompt], reward: RewardFunction = exact_match) -> Evaluator:
     return Evaluator(PromptDataset(prompts_P, TOKENIZER, reward), TOKENIZER)
 
 

@@ -171,10 +171,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, _served: Hub) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [no_room, lost_file, offline],
-)
+@pytest.mark.parametrize("trouble", [no_room, lost_file, offline])
 def test_what_cannot_be_fetched_is_named_with_a_remedy(
     served: Hub, monkeypatch: pytest.MonkeyPatch, trouble: Callable[..., None]
 ) -> None:

@@ -224,10 +224,7 @@ def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
 
 
 def test_the_server_sees_no_variable_that_is_not_named(
-    server: Path,
-    problems: EnvDataset,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Path, problems: EnvDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "swordfish")
     ask = [call("variable", {"name": "SECRET"}), "0"]
@@ -269,10 +266,7 @@ def test_some_of_the_tools_and_others_besides(server: Path) -> None:
     [
         ({}, "env.mcp_command"),
         ({"mcp_command": "a", "mcp_url": "http://127.0.0.1:1/mcp"}, "env.mcp_command"),
-        (
-            {"mcp_command": "a", "mcp_environment": "NO_SUCH_VARIABLE"},
-            "env.mcp_environment",
-        ),
+        ({"mcp_command": "a", "mcp_environment": "NO_SUCH_VARIABLE"}, "env.mcp_environment"),
         ({"mcp_command": "no-such-program-at-all"}, "env.mcp_command"),
         ({"mcp_url": "http://127.0.0.1:1/mcp"}, "env.mcp_url"),
     ],

@@ -367,9 +367,7 @@ async def pushes(base: str, targets: str | None, out: Path) -> None:
             assert {int(s.versions_T[0]) for s in await old} == {version - 1}
         wrong = adapted.next(5)
         spoiled = AdapterTensors(
-            form=wrong.form,
-            pickled=adapted.next(6).pickled,
-            checksums=wrong.checksums,
+            form=wrong.form, pickled=adapted.next(6).pickled, checksums=wrong.checksums
         )
         with pytest.raises(EngineError):
             await engine.load_weights(spoiled, 6)

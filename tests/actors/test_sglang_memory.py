@@ -20,12 +20,7 @@ from actors.sglang import start
 from actors.sglang.flags import server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import knows_flag, sglang_installed
-from actors.sglang.memory import (
-    ASLEEP_BYTES,
-    ServerMemory,
-    cache_bytes_per_token,
-    served_bytes,
-)
+from actors.sglang.memory import ASLEEP_BYTES, ServerMemory, cache_bytes_per_token, served_bytes
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.gpu import GIB, part_bytes

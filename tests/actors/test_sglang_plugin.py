@@ -855,9 +855,7 @@ def test_hidden_states_of_prompts_in_chunks(served_in_pieces: Served) -> None:
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_stock_server_returns_hidden_states_by_its_own_flag(
-    served_stock_states: Served,
-) -> None:
+def test_a_stock_server_returns_hidden_states_by_its_own_flag(served_stock_states: Served) -> None:
     model = served_stock_states.truth.model()
     requests = [states_request(length, start) for length, start in [(40, 1), (90, 70), (200, 150)]]
     for _ in range(2):

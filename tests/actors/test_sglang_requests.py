@@ -117,13 +117,7 @@ def test_experts_are_read_as_the_server_sends_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "experts",
-    [
-        None,
-        np.ones((3, 2, 3)),
-        np.full((4, 2, 3), 9),
-        np.zeros((4, 2, 3)),
-    ],
+    "experts", [None, np.ones((3, 2, 3)), np.full((4, 2, 3), 9), np.zeros((4, 2, 3))]
 )
 def test_experts_that_cannot_be_are_refused(experts: np.ndarray | None) -> None:
     with pytest.raises(EngineError):

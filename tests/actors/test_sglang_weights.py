@@ -245,8 +245,7 @@ def test_in_place_keeps_the_context_of_samples_under_way_and_of_no_others(server
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [pytest.param(m, marks=pytest.mark.slow) if m == "restart" else m for m in MODES],
+    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "restart" else m for m in MODES]
 )
 def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: OnWeightUpdate) -> None:
     server.session(mode)

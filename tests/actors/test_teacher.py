@@ -27,11 +27,7 @@ HINT_T = ids(90, 91, 92, 93, 94, 95)
 
 
 async def score_rollout(
-    group: TrajectoryGroup,
-    *,
-    teachers: Mapping[str, Engine],
-    reference: Engine | None,
-    top_k: int,
+    group: TrajectoryGroup, *, teachers: Mapping[str, Engine], reference: Engine | None, top_k: int
 ) -> TrajectoryGroup:
     """Of trajectories that ended together, as a worker has them scored."""
     teacher = teacher_of(teachers, group.teacher) if teachers else None
@@ -329,14 +325,7 @@ def top_of_one_position_fewer(score: Score) -> Score:
     return replace(score, top=score.top.at(np.arange(1, len(score.top))))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        one_fewer,
-        without_top,
-        top_of_one_position_fewer,
-    ],
-)
+@pytest.mark.parametrize("spoil", [one_fewer, without_top, top_of_one_position_fewer])
 def test_an_answer_of_another_size_is_refused(spoil: Callable[[Score], Score]) -> None:
     with pytest.raises(EngineError):
         run(score_group(Spoilt(spoil), unscored(), top_k=TOP_K))

@@ -88,8 +88,7 @@ def test_calls_of_a_chat_are_asked_in_openai_s_form(server: TextServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "ended"),
-    [(Says("a"), True), (Says("a", "length"), False), (Says("a", None), False)],
+    ("said", "ended"), [(Says("a"), True), (Says("a", "length"), False), (Says("a", None), False)]
 )
 def test_only_an_answer_that_stopped_has_ended(server: TextServer, said: Says, ended: bool) -> None:
     server.script = lambda body: said
@@ -105,12 +104,7 @@ def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) 
 
 @pytest.mark.parametrize(
     "said",
-    [
-        Says(""),
-        Says(" \n", "length"),
-        Says(None, "tool_calls"),
-        Says("I can", "content_filter"),
-    ],
+    [Says(""), Says(" \n", "length"), Says(None, "tool_calls"), Says("I can", "content_filter")],
 )
 def test_answers_that_are_none_end_it_in_the_end(server: TextServer, said: Says) -> None:
     server.script = lambda body: said

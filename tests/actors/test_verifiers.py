@@ -35,11 +35,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def dataset(
-    name: str,
-    python: str,
-    *,
-    feedback: FeedbackTemplate | None = None,
-    **settings: Any,
+    name: str, python: str, *, feedback: FeedbackTemplate | None = None, **settings: Any
 ) -> EnvDataset:
     context = setting(TOKENIZER, context_length=8192, feedback=feedback)
     made = Verifiers(name=name, python=python, **settings)(None, context)
@@ -97,9 +93,7 @@ def test_tools(python: str) -> None:
 
 
 def test_a_game_that_comes_with_the_library(
-    python: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hangman of textarena, with a dictionary of five words: the game answers as the user."""
     words = ["apple", "house", "plant", "water", "stone"]

@@ -45,10 +45,9 @@ class TextServer:
     async def handle(self, request: web.Request) -> web.Response:
         if (given := request.headers.get("Authorization")) != f"Bearer {API_KEY}":
             return _error(401, f"wrong key {given}")
-        bodies = {
-            "/v1/chat/completions": self.chats,
-            "/v1/completions": self.completions,
-        }.get(request.path)
+        bodies = {"/v1/chat/completions": self.chats, "/v1/completions": self.completions}.get(
+            request.path
+        )
         if bodies is None:
             return _error(404, f"no such path {request.path}")
         body = await request.json()

@@ -127,10 +127,7 @@ SERVER_KILLS = tuple(
 
 def slow_teacher(seconds: float) -> Kind:
     return Kind(
-        name="teacher slow",
-        victims=TEACHER,
-        act=partial(slow_down, seconds=seconds),
-        deadly=False,
+        name="teacher slow", victims=TEACHER, act=partial(slow_down, seconds=seconds), deadly=False
     )
 
 

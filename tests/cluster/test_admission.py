@@ -15,13 +15,7 @@ from cluster.handles.local_actor import LocalActor
 from cluster.placement.roles import POLICY, REFERENCE
 from cluster.runtime.admission import Admission
 from cluster.runtime.driver import Driver, Signals
-from cluster.supervision.supervise import (
-    ActorSpec,
-    Member,
-    State,
-    Supervisor,
-    ready_call,
-)
+from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, ready_call
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport, Comparison
 

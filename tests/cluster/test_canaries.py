@@ -24,13 +24,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
 from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Driver, Signals
-from cluster.supervision.supervise import (
-    ActorSpec,
-    Member,
-    State,
-    Supervisor,
-    ready_call,
-)
+from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, ready_call
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError
 from distill.records import Lease, TrainedGroups

@@ -284,10 +284,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
 ) -> None:
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
     with running_text_server() as server:
-        endpoint = {
-            "teacher.samples_from": f"{MODEL}@{server.url}",
-            "teacher.sft_steps": 1,
-        }
+        endpoint = {"teacher.samples_from": f"{MODEL}@{server.url}", "teacher.sft_steps": 1}
         [teacher] = check_rollout(opd(**endpoint)).text_teachers.values()
         assert teacher.encoder.stop_ids == (EOS,) and len(server.chats) == 1
         server.failures = [Says("", "length")]

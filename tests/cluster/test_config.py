@@ -224,10 +224,7 @@ def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
         (["recipe", "opd"], "'recipe' is not key=value; write recipe=opd"),
         (["student=/nowhere/at/all"], "'/nowhere/at/all': there is no such directory"),
         (["out=/proc/nothing"], "out=/proc/nothing cannot be written .* in /proc"),
-        (
-            ["teacher=http://127.0.0.1:9"],
-            "teacher=http://127.0.0.1:9 does not serve: .*reached",
-        ),
+        (["teacher=http://127.0.0.1:9"], "teacher=http://127.0.0.1:9 does not serve: .*reached"),
         (["epochs=2"], "epochs=2: recipe=opd has no such setting; sft, dpo, reward_model have it"),
     ],
 )

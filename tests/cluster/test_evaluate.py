@@ -82,10 +82,7 @@ def test_the_serving_decoder_changes_no_log_probability(
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(
-    tiny_pair: TinyPair,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    error: str,
+    tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     assert evaluate(tiny_pair, f"prompts={tiny_pair.prompts}", *arguments) == 2
     assert error in " ".join(capsys.readouterr().err.split())

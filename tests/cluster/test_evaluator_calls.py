@@ -14,12 +14,7 @@ from cluster.base.outcomes import RunFailed
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
-from cluster.supervision.supervise import (
-    HEALTH_GROUP,
-    ActorSpec,
-    Supervisor,
-    ready_call,
-)
+from cluster.supervision.supervise import HEALTH_GROUP, ActorSpec, Supervisor, ready_call
 from tests.cluster.stuck_evaluator import StuckEvaluator
 
 # Of a call, and of a start, for which a busy machine takes seconds.

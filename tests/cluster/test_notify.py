@@ -177,11 +177,7 @@ def test_what_is_no_receiver_is_refused_as_a_setting(notify: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "notify",
-    [
-        "tests.cluster.test_notify:nothing",
-        "tests.cluster.test_notify:heard",
-    ],
+    "notify", ["tests.cluster.test_notify:nothing", "tests.cluster.test_notify:heard"]
 )
 def test_what_cannot_be_called_is_refused(notify: str) -> None:
     with refuses(ConfigError, "tracking.notify"):

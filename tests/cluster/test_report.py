@@ -433,8 +433,7 @@ def test_the_best_step_and_the_origin_are_told(tmp_path: Path) -> None:
 
 def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
     out = write(
-        tmp_path / "run",
-        metrics=[{"step": s, "train/loss": float(s % 2)} for s in range(1, 4001)],
+        tmp_path / "run", metrics=[{"step": s, "train/loss": float(s % 2)} for s in range(1, 4001)]
     )
     [chart] = charts(read_run(out))
     [line] = chart["lines"]

@@ -186,9 +186,7 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
     house.until(lambda: not psutil.pid_exists(pid))
 
 
-def test_one_that_is_not_needed_any_more_is_not_made_again(
-    new_house: Callable[..., House],
-) -> None:
+def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[..., House]) -> None:
     house = new_house()
     house.started(0, 1)
     assert house.supervisor.give_up_restart("helper") is None

@@ -37,21 +37,12 @@ from cluster.weights.transports import (
 )
 from cluster.weights.ways import Place
 from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
-from distill.errors import (
-    CalibrationError,
-    EngineError,
-    EngineLost,
-    NonFiniteError,
-)
+from distill.errors import CalibrationError, EngineError, EngineLost, NonFiniteError
 from distill.models.loading import load_causal_lm, read_weights
 from distill.nccl import nccl_settings
 from distill.records import TrainedGroups
 from distill.sampling import TrainSampling
-from distill.weights.model_weights import (
-    HeldWeights,
-    Weights,
-    plan_buckets,
-)
+from distill.weights.model_weights import HeldWeights, Weights, plan_buckets
 from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner

@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.rewards.accuracy import (
-    interval,
-    majority,
-    pass_at_k,
-    ratio_interval,
-    student_quantile,
-)
+from distill.rewards.accuracy import interval, majority, pass_at_k, ratio_interval, student_quantile
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=7)
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from distill.errors import DataError
 from distill.objective.advantages import outside_top, reference_gaps
 from distill.objective.objectives import opd_advantages, policy_terms
-from distill.objective.reward_advantages import (
-    STD_FLOOR,
-)
+from distill.objective.reward_advantages import STD_FLOOR
 from distill.objective.settings import ObjectiveConfig
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.refusals import refuses

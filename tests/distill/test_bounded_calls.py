@@ -120,10 +120,7 @@ def test_a_fork_has_a_child_of_its_own() -> None:
 
 @pytest.mark.skipif(not filter_program(), reason="no filter for this machine")
 def test_a_child_has_no_sockets() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(OSError),
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError):
         in_child(nothing, connect, server.getsockname(), timeout_s=60)
 
 

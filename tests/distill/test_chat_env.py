@@ -120,11 +120,7 @@ def test_turns_rewards_and_bonuses() -> None:
     closed = Echo.closed
     policy = Scripted(TOKENIZER, ["7", "42", "1"])
     made = trajectory(Echoes()(None, setting(TOKENIZER)), policy)
-    assert made.reward == 3.0 and made.metrics == {
-        "heard": 3,
-        "prefix_breaks": 0,
-        "cut_turns": 0,
-    }
+    assert made.reward == 3.0 and made.metrics == {"heard": 3, "prefix_breaks": 0, "cut_turns": 0}
     assert made.stop_reason is StopReason.EOS
     [segment] = made.segments  # the template only appends, so all turns are one chain
     text = TOKENIZER.decode(segment.tokens_T.tolist())

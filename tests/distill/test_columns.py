@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill.data.columns import (
-    Columns,
-    PromptColumns,
-    refuse_misspelt,
-)
+from distill.data.columns import Columns, PromptColumns, refuse_misspelt
 from distill.data.prompts import FIELDS
 from distill.errors import DataError
 from tests.refusals import refuses

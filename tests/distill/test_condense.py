@@ -51,10 +51,7 @@ STORY = "\n\n".join(
 
 
 def keywords(
-    text: str,
-    max_tokens: int,
-    focus: str = "",
-    tokenizer: PreTrainedTokenizerBase = BYTES,
+    text: str, max_tokens: int, focus: str = "", tokenizer: PreTrainedTokenizerBase = BYTES
 ) -> str:
     condenser = KeywordCondenser(tokenizer=tokenizer)
     condensed = asyncio.run(condenser(text, focus=focus, max_tokens=max_tokens))
@@ -229,13 +226,7 @@ def test_a_function_of_the_user_s(
     assert isinstance(again, CheckedCondenser) and call(again, 6) == "why so"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "too_long",
-        "nothing",
-    ],
-)
+@pytest.mark.parametrize("name", ["too_long", "nothing"])
 def test_a_function_that_breaks_its_promise(
     user_module: str, name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -245,13 +236,7 @@ def test_a_function_that_breaks_its_promise(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "keyword",
-        "condensers_of_mine:",
-        "nowhere.at.all:f",
-        "condensers_of_mine:LENGTH",
-    ],
+    "name", ["keyword", "condensers_of_mine:", "nowhere.at.all:f", "condensers_of_mine:LENGTH"]
 )
 def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
     with refuses(ConfigError, "env.condenser"):

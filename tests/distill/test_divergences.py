@@ -124,10 +124,7 @@ def test_padding_of_a_whole_vocabulary_is_masked_before_the_softmax(name: Diverg
     made = shared_columns(log_p_NV, logits_NV.log_softmax(dim=1))
     masked = logits_NV.masked_fill(torch.arange(11) >= 9, -math.inf).log_softmax(dim=1)[:, :9]
     torch.testing.assert_close(
-        divergence(*made, name, 0.5),
-        divergence(log_p_NV, masked, name, 0.5),
-        rtol=1e-5,
-        atol=1e-6,
+        divergence(*made, name, 0.5), divergence(log_p_NV, masked, name, 0.5), rtol=1e-5, atol=1e-6
     )
 
 

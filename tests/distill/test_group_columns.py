@@ -101,8 +101,7 @@ def test_parts_are_runs_of_trajectories_and_none_is_small() -> None:
 
 def test_metadata_is_small() -> None:
     made = TrajectoryGroup(
-        group_id=0,
-        trajectories_G=tuple(trajectory(segment(128, 2048, seed=g)) for g in range(16)),
+        group_id=0, trajectories_G=tuple(trajectory(segment(128, 2048, seed=g)) for g in range(16))
     )
     columns = checked(made)
     assert len(pickle.dumps(meta_of(made, columns))) < 0.005 * columns.nbytes

@@ -16,10 +16,7 @@ BYTES = byte_tokenizer(*[CORPUS] * 20, vocab_size=320)
 
 
 def paid(
-    text: str,
-    *facts: str,
-    value: float = 1.0,
-    tokenizer: PreTrainedTokenizerBase = BYTES,
+    text: str, *facts: str, value: float = 1.0, tokenizer: PreTrainedTokenizerBase = BYTES
 ) -> list[float]:
     tokens_T = np.array(tokenizer(text)["input_ids"], np.int32)
     row_T = key_fact_bonuses(tokens_T, tokenizer, facts, value)

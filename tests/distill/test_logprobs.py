@@ -130,12 +130,7 @@ def linear(*, bias: bool = False, frozen: bool = False) -> nn.Linear:
 
 @pytest.mark.parametrize(
     "build",
-    [
-        linear,
-        lambda: linear(bias=True),
-        lambda: linear(frozen=True),
-        _TwoLinears,
-    ],
+    [linear, lambda: linear(bias=True), lambda: linear(frozen=True), _TwoLinears],
     ids=["plain", "bias", "frozen", "not_a_linear"],
 )
 @pytest.mark.parametrize(

@@ -26,10 +26,7 @@ from tests.rows import write_rows
 
 def context() -> PromptContext:
     return PromptContext(
-        tokenizer=chat_tokenizer("qwen2.5"),
-        vocab_size=1000,
-        context_length=1000,
-        max_new_tokens=8,
+        tokenizer=chat_tokenizer("qwen2.5"), vocab_size=1000, context_length=1000, max_new_tokens=8
     )
 
 
@@ -187,12 +184,7 @@ def test_a_null_argument_stays_where_its_tool_takes_it(
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ["train-0.parquet", "test-0.parquet"],
-        ["a.jsonl", "b.csv"],
-        ["data/a.jsonl"],
-        ["README.md"],
-    ],
+    [["train-0.parquet", "test-0.parquet"], ["a.jsonl", "b.csv"], ["data/a.jsonl"], ["README.md"]],
 )
 def test_a_directory_that_is_not_one_data_set_is_refused(tmp_path: Path, names: list[str]) -> None:
     for name in names:

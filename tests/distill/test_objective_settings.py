@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from distill.errors import ConfigError
-from distill.objective.settings import (
-    DEFAULT_TOP_K,
-    ObjectiveConfig,
-    OpdObjective,
-    RlObjective,
-)
+from distill.objective.settings import DEFAULT_TOP_K, ObjectiveConfig, OpdObjective, RlObjective
 from tests.refusals import refuses
 
 NAN = float("nan")
@@ -32,10 +27,7 @@ REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
         {"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
     ),
     ("kl_discount_factor", {"kl_coef": 0.0, "kl_discount_factor": 0.5}),
-    (
-        "kl_discount_factor",
-        {"estimator": "auto", "divergence": "jsd", "kl_discount_factor": 0.5},
-    ),
+    ("kl_discount_factor", {"estimator": "auto", "divergence": "jsd", "kl_discount_factor": 0.5}),
 ]
 
 

@@ -68,10 +68,7 @@ BEFORE = [USER, RIGHT, MORE]
         ({"prompt": "2+2", "chosen": [RIGHT], "rejected": "5"}, ASKED),
         ({"messages": BEFORE, "chosen": "4", "rejected": "5"}, ASKED_TWICE),
         ({"chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
-        (
-            {"prompt": "2+2", "chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]},
-            ASKED_TWICE,
-        ),
+        ({"prompt": "2+2", "chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
     ],
 )
 def test_what_both_sides_of_a_chat_begin_with_is_context(load, row: dict, before: str) -> None:
@@ -82,10 +79,7 @@ def test_what_both_sides_of_a_chat_begin_with_is_context(load, row: dict, before
 def test_continuations_of_several_turns_train_them_all(load) -> None:
     row = {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, WRONG]}
     [pair] = load(row)
-    assert both(pair) == (
-        ("u:2+2\na:4\nu:ok?\na:4\n", "4\n4\n"),
-        ("u:2+2\na:5\n", "5\n"),
-    )
+    assert both(pair) == (("u:2+2\na:4\nu:ok?\na:4\n", "4\n4\n"), ("u:2+2\na:5\n", "5\n"))
 
 
 def test_several_turns_that_the_template_rewrites_are_refused(load, tmp_path: Path) -> None:

@@ -115,8 +115,7 @@ def test_no_part_has_text_of_two_passages(tmp_path: Path) -> None:
     row = {"document": document, "question": "5", "answer": "6"}
     whole, parted = (
         played(
-            dataset(tmp_path, [row], 128, **boundary),
-            Scripted(TOKENIZER, lambda _turn, _seen: "6"),
+            dataset(tmp_path, [row], 128, **boundary), Scripted(TOKENIZER, lambda _turn, _seen: "6")
         )
         for boundary in ({}, {"passage_boundary": "(?m)^##"})
     )
@@ -152,10 +151,7 @@ def test_words_for_models_that_were_not_taught_the_task(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(
-    tmp_path: Path,
-    changes: dict,
-    error: type[IsothermError],
-    field: str | None,
+    tmp_path: Path, changes: dict, error: type[IsothermError], field: str | None
 ) -> None:
     with refuses(error, field):
         dataset(tmp_path, **changes)

@@ -73,10 +73,7 @@ def by_hand(objective: ObjectiveConfig, g: int, i: int) -> float:
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "global"])
 def test_rewards_that_do_not_count_are_in_no_baseline(baseline: Any, by_std: bool) -> None:
     objective = ObjectiveConfig(
-        kl_coef=0.0,
-        reward_coef=2.0,
-        baseline=baseline,
-        scale_by_std=by_std,
+        kl_coef=0.0, reward_coef=2.0, baseline=baseline, scale_by_std=by_std
     )
     made = sample_advantages([GroupRewards.of(group) for group in step()], objective)
     for g, advantages_G in enumerate(made):
@@ -253,19 +250,9 @@ def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
     AdvantageTrial(name=f"{own}:lengths", group_size=4)()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "raises",
-        "one_short",
-        "divided",
-    ],
-)
+@pytest.mark.parametrize("name", ["raises", "one_short", "divided"])
 def test_what_is_wrong_with_an_advantage_is_said(own: str, name: str) -> None:
-    with (
-        refuses(DataError, "baseline"),
-        np.errstate(all="ignore"),
-    ):
+    with refuses(DataError, "baseline"), np.errstate(all="ignore"):
         AdvantageTrial(name=f"{own}:{name}", group_size=4)()
 
 
@@ -296,16 +283,7 @@ def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
     LossTrial(name=f"{own}:pg")()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "detached",
-        "over_the_batch",
-        "summed",
-        "infinite",
-        "nothing",
-    ],
-)
+@pytest.mark.parametrize("name", ["detached", "over_the_batch", "summed", "infinite", "nothing"])
 def test_what_is_wrong_with_a_loss_is_said(own: str, name: str) -> None:
     with pytest.raises(DataError):
         LossTrial(name=f"{own}:{name}")()
@@ -327,15 +305,7 @@ def test_a_divergence_of_one_s_own_is_of_each_state(own: str) -> None:
         ObjectiveConfig(divergence=f"{own}:tv", estimator="sampled")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "of_teacher",
-        "mass",
-        "averaged",
-        "scalar",
-    ],
-)
+@pytest.mark.parametrize("name", ["of_teacher", "mass", "averaged", "scalar"])
 def test_what_is_wrong_with_a_divergence_is_said(own: str, name: str) -> None:
     with pytest.raises(DataError):
         DivergenceTrial(name=f"{own}:{name}")()

@@ -79,14 +79,7 @@ def _accept(server: socket.socket) -> None:
 
 def test_no_file_of_ours(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("secret")
-    places = [
-        str(tmp_path),
-        str(Path.home() / ".bashrc"),
-        __file__,
-        "/etc/passwd",
-        "/proc",
-        "/sys",
-    ]
+    places = [str(tmp_path), str(Path.home() / ".bashrc"), __file__, "/etc/passwd", "/proc", "/sys"]
     source = f"""
 import os
 for place in {places!r}:

@@ -23,11 +23,7 @@ def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
 
 
 def test_the_chain_goes_on_from_where_it_broke() -> None:
-    made = build(
-        (ids(5), sample(7)),
-        (ids(9), sample(8)),
-        (ids(9, 8, 3), sample(2)),
-    )
+    made = build((ids(5), sample(7)), (ids(9), sample(8)), (ids(9, 8, 3), sample(2)))
     assert [segment.tokens_T.tolist() for segment in made] == [[5, 7], [9, 8, 3, 2]]
 
 

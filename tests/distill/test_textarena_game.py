@@ -30,11 +30,7 @@ def first_listed(_turn: int, seen: str) -> str:
 
 
 def play(
-    script: Script,
-    *,
-    problem: int = 0,
-    group_size: int = 2,
-    **settings: Any,
+    script: Script, *, problem: int = 0, group_size: int = 2, **settings: Any
 ) -> tuple[list[Episode], Scripted]:
     policy, config = Scripted(TOKENIZER, script), TextArena(**settings)
     room = setting(TOKENIZER, context_length=4096, max_new_tokens=MAX_NEW_TOKENS)

@@ -28,12 +28,7 @@ def make(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"alphabet": "acb"},
-        {"alphabet": "ab"},
-        {"alphabet": "abcd"},
-    ],
+    "settings", [{"alphabet": "acb"}, {"alphabet": "ab"}, {"alphabet": "abcd"}]
 )
 def test_the_first_difference_is_named(make, settings: dict) -> None:
     student, teacher = make(alphabet="abc"), make(**settings)

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from distill.chat.template import chat_text
 from distill.chat.token_text import agreement
-from distill.chat.tool_calls import (
-    ParsedTurn,
-    assistant_message,
-    detect_format,
-    parse_turn,
-)
+from distill.chat.tool_calls import ParsedTurn, assistant_message, detect_format, parse_turn
 from distill.chat.tool_formats import ToolFormat
 from distill.chat.tool_readers import ToolCall
 from distill.errors import ConfigError

@@ -18,14 +18,7 @@ from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.timeline import timeline
 from tests.conftest import TinyPair
 from tests.e2e import harness, scripted_scaling, slow_reward
-from tests.e2e.harness import (
-    events,
-    interrupt,
-    metrics,
-    opd_arguments,
-    trained_groups,
-    wait_until,
-)
+from tests.e2e.harness import events, interrupt, metrics, opd_arguments, trained_groups, wait_until
 from tests.e2e.impatient import NUMBERS
 from tests.e2e.ray_head import ray_head
 

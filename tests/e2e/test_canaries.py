@@ -80,13 +80,7 @@ def plant(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 def train(pair: TinyPair, out: Path, **settings: object) -> int:
     given = opd_arguments(
-        pair,
-        out,
-        eval_size=0,
-        steps=10,
-        verify_every=2,
-        keep="all",
-        **{"local": True} | settings,
+        pair, out, eval_size=0, steps=10, verify_every=2, keep="all", **{"local": True} | settings
     )
     return main(["recipe=opd", *given])
 

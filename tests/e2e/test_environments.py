@@ -28,15 +28,7 @@ from examples.show.chat_worlds import (
     write_untrained,
 )
 from tests.conftest import TinyPair
-from tests.e2e.harness import (
-    REPOSITORY,
-    metrics,
-    opd_arguments,
-    run,
-    taught,
-    train,
-    trained_groups,
-)
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, taught, train, trained_groups
 from tests.rows import read_rows, write_rows
 
 pytestmark = pytest.mark.e2e
@@ -128,10 +120,7 @@ def test_the_page_s_environment_trains_as_it_stands(
 
 
 def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    backwards: Path,
-    capsys: pytest.CaptureFixture[str],
+    tiny_pair: TinyPair, tmp_path: Path, backwards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = opd_arguments(tiny_pair, tmp_path / "run")
     plain = [one for one in common if not one.startswith("prompts=")]

@@ -17,14 +17,7 @@ from cluster.recipes.observer import Observer, observed_by
 from cluster.runtime.driver import Signals
 from tests.conftest import TinyPair
 from tests.e2e import harness
-from tests.e2e.harness import (
-    evaluations,
-    events,
-    lines,
-    metrics,
-    process_of,
-    trained_groups,
-)
+from tests.e2e.harness import evaluations, events, lines, metrics, process_of, trained_groups
 from tests.rows import read_rows, write_rows
 from tests.waiting import until
 

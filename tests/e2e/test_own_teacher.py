@@ -46,8 +46,7 @@ def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]
 
 def hinted(path: Path) -> str:
     return write_rows(
-        path,
-        *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
+        path, *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9))
     )
 
 

@@ -78,10 +78,7 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_checkpoints_and_exits_with_its_code(
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    signum: signal.Signals,
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str], signum: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     if signum == signal.SIGHUP:  # nohup would have the run ignore it, as it should

@@ -23,15 +23,7 @@ from cluster.runtime.driver import Signals
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
-from tests.e2e.harness import (
-    events,
-    lines,
-    measured,
-    metrics,
-    process_of,
-    train,
-    trained_groups,
-)
+from tests.e2e.harness import events, lines, measured, metrics, process_of, train, trained_groups
 from tests.e2e.test_recipes import SMALL
 from tests.rows import write_rows
 

@@ -19,13 +19,7 @@ import pytest
 from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
 from tests.conftest import TinyPair
-from tests.e2e.harness import (
-    REPOSITORY,
-    events,
-    metrics,
-    opd_arguments,
-    trained_groups,
-)
+from tests.e2e.harness import REPOSITORY, events, metrics, opd_arguments, trained_groups
 from tests.waiting import DEADLINE_S
 
 pytestmark = [

@@ -38,12 +38,7 @@ def meet(size: int, context: Any, timeout_s: float, replicas: int = 1) -> tuple[
         of_leader.append({lane: ours for lane, (ours, _) in pipes.items()})
         of_followers.append({lane: theirs for lane, (_, theirs) in pipes.items()})
     member = Membership(
-        address=LOOPBACK,
-        port=store.port,
-        rank=0,
-        size=size,
-        timeout_s=timeout_s,
-        replicas=replicas,
+        address=LOOPBACK, port=store.port, rank=0, size=size, timeout_s=timeout_s, replicas=replicas
     )
     leads = replace(member, followers=PipedFollowers(of_leader))
     followers = [

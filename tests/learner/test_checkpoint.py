@@ -184,8 +184,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model/model.safetensors", "model/config.json", "trainer.json", MOMENTS],
+    "name", ["model/model.safetensors", "model/config.json", "trainer.json", MOMENTS]
 )
 def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str) -> None:
     first, second = save(store, 1), save(store, 2)

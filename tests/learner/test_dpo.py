@@ -16,13 +16,7 @@ from distill.objective.batching import TrainingRow
 from learner.plan import Part
 from learner.policy_loss import PreferenceLoss
 from learner.supervised import with_reference
-from tests.learner.conftest import (
-    NewLearner,
-    assert_same,
-    gradients,
-    gradients_of,
-    naive_logprobs,
-)
+from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.samples import answer_pair, demonstration
 
 BETA = 0.3
@@ -63,11 +57,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("budget", "sft_coef"), [(1, 0.0), (30, 0.5), (4096, 0.0), (4096, 2.0)])
 def test_the_loss_and_its_gradient_against_naive_ones(
-    new_learner: NewLearner,
-    plain_model: PreTrainedModel,
-    path: Path,
-    budget: int,
-    sft_coef: float,
+    new_learner: NewLearner, plain_model: PreTrainedModel, path: Path, budget: int, sft_coef: float
 ) -> None:
     rows = with_reference(ROWS, path, made_up)
     total, wins, rewards, nll = torch.zeros(()), 0, [], 0.0
@@ -151,10 +141,7 @@ OTHER_ROWS = {
     "another order": [*ROWS[2:], *ROWS[:2]],
     "another length": [*ROWS[:5], demonstration(8, 7, seed=5)],
     "other tokens": [*ROWS[:5], replace(ROWS[5], tokens_T=ROWS[5].tokens_T + 1)],
-    "another mask": [
-        *ROWS[:5],
-        replace(ROWS[5], loss_mask_T=np.roll(ROWS[5].loss_mask_T, -1)),
-    ],
+    "another mask": [*ROWS[:5], replace(ROWS[5], loss_mask_T=np.roll(ROWS[5].loss_mask_T, -1))],
 }
 
 

@@ -18,12 +18,7 @@ from actors.embedded.engine import EmbeddedEngine
 from distill.engine import ScoreRequest
 from distill.models.attention_probe import shares_prefixes
 from distill.models.checkpoint_names import pushed_shapes, units_of
-from distill.models.loading import (
-    load_causal_lm,
-    load_config,
-    read_tensors,
-    tensor_shapes,
-)
+from distill.models.loading import load_causal_lm, load_config, read_tensors, tensor_shapes
 from distill.objective.batching import TrainingRow
 from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer

@@ -39,13 +39,7 @@ from distill.weights.model_weights import TensorLayout
 from learner.config import LoraSettings
 from learner.export import RoundedUpdate, plain_weights
 from learner.forward import Forward
-from learner.lora import (
-    adapter_off,
-    adapter_tensors,
-    add_lora,
-    check_lora,
-    save_adapter,
-)
+from learner.lora import adapter_off, adapter_tensors, add_lora, check_lora, save_adapter
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs
 from tests.refusals import refuses

@@ -183,10 +183,7 @@ def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
-        (
-            {"token_budget": 16_384, "gradient_checkpointing": False},
-            "learner.token_budget",
-        ),
+        ({"token_budget": 16_384, "gradient_checkpointing": False}, "learner.token_budget"),
         ({"token_budget": 1 << 19}, "learner.token_budget"),
         ({"longest_rows": 1 << 19}, "sampling.max_new_tokens"),
     ],

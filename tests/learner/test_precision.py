@@ -38,13 +38,7 @@ from learner.optimizer import build_optimizer, offload_moments, put_away
 from learner.plan import Part
 from learner.sharding import local
 from tests.conftest import TinyPair
-from tests.learner.conftest import (
-    IMPORTANCE_SAMPLING,
-    NewLearner,
-    assert_same,
-    gradients,
-    untimed,
-)
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, assert_same, gradients, untimed
 from tests.samples import after_context, training_row
 
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
@@ -183,9 +177,7 @@ def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
         assert {local(moment).device.type for moment in state.values()} == {"cpu"}
 
 
-def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(
-    mesh: DeviceMesh,
-) -> None:
+def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(mesh: DeviceMesh) -> None:
     def train(offload: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)

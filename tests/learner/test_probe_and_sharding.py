@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    Qwen3Config,
-    StableLmConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, StableLmConfig
 
 import distill.models.attention_probe
 from distill.models.attention_probe import shares_prefixes
@@ -53,10 +48,7 @@ def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LearnerConfig.of(
-        model=checkpoint(RAISES[name], tmp_path / name),
-        lr=1e-3,
-        total_steps=2,
-        device="cpu",
+        model=checkpoint(RAISES[name], tmp_path / name), lr=1e-3, total_steps=2, device="cpu"
     )
     with caplog.at_level(logging.WARNING):
         alone = train(Learner(config, str(tmp_path)), {})

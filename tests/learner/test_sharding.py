@@ -26,9 +26,7 @@ from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.gpu import CONTEXT_BYTES
 from distill.gpu_turn import GpuTurn
-from distill.objective.batching import (
-    OtherRows,
-)
+from distill.objective.batching import OtherRows
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.tokenizer import load_tokenizer

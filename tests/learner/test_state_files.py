@@ -15,11 +15,7 @@ from cluster.run_files.fork import check_fork
 from learner.checkpoint import CheckpointStore
 from learner.config import LoraSettings, ShadowRule
 from learner.plan import Part
-from learner.state import (
-    read_tensors,
-    tensor_sizes,
-    write_tensors,
-)
+from learner.state import read_tensors, tensor_sizes, write_tensors
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
 from tests.samples import training_row
